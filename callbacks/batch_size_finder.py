@@ -141,7 +141,7 @@ class BatchSizeFinder(Callback):
         return min(2 * best, limit) if best else worst // 2
 
     def scale_batch_size(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Raise a RuntimeError, because a search within a stage would have to restart the stage's dataloaders.
+        """Raise a RuntimeError, because a search during a stage would have to restart the stage's dataloaders.
 
         Args:
             trainer: Ignored.

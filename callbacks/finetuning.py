@@ -205,7 +205,7 @@ class BaseFinetuning(Callback):
         Args:
             modules: The modules to unfreeze.
             optimizer: The optimizer.
-            lr: Learning rate of the group. Default: that of the first group divided by ``initial_denom_lr``.
+            lr: Learning rate of the group. Default: the first group's rate divided by ``initial_denom_lr``.
             initial_denom_lr: Divisor for the default of ``lr``. Default: 10.0.
             train_bn: Whether BatchNorm layers are trained, too. If False, their parameters, statistics and mode do not
                 change, so layers that were frozen stay frozen. Default: True.

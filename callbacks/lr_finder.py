@@ -238,7 +238,7 @@ class LearningRateFinder(Callback):
         self.optimal_lr: _LRFinder | None = None
 
     def lr_find(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Raise a RuntimeError, because a search within a run would have to restart the optimizer and its schedulers.
+        """Raise a RuntimeError, because a search during a run would have to restart the optimizer and its schedulers.
 
         Args:
             trainer: Ignored.

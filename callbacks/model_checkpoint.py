@@ -54,7 +54,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     Args:
         dirpath: Directory of the checkpoints, or a URL such as ``s3://bucket/run``. Default: ``checkpoints`` in the
-            run's folder. The run's folder is that of the first logger that has one. If no logger has one, it is a
+            run's folder. The run's folder is the folder of the first logger that has one. If no logger has one, it is a
             folder in ``default_root_dir`` named after the experiment and the run. Without loggers, it is
             ``default_root_dir`` itself.
         filename: Template of file names, such as ``"{epoch}-{val_loss:.2f}"``. Default: ``"{epoch}-{step}"``.

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
     Args:
-        arguments: The words after `treadle`. Default: those of the command line.
+        arguments: The command-line arguments after `treadle`. Default: ``sys.argv[1:]``.
     """
     remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not remaining_arguments or remaining_arguments[0] in ("-h", "--help"):

@@ -29,17 +29,17 @@ def run(
     `treadle sweep --help`.
 
     Args:
-        Model: The task's class. Default: None, the configuration names one.
-        Data: The data module's class. Default: None, the configuration may name one.
-        defaults: A configuration with its sections. Files and the command line override it.
-        arguments: The words of the command line. Default: ``sys.argv`` without the program's name.
+        Model: The task's class. Default: None, so that the configuration must name one.
+        Data: The data module's class. Default: None, so that the configuration may name one.
+        defaults: Default configuration, a mapping with its sections. Files and the command line override it.
+        arguments: The command-line arguments. Default: ``sys.argv[1:]``.
 
     Returns:
         The session: its ``trainer``, ``model``, ``data``, and the ``result`` of the stage.
 
     Raises:
-        SystemExit: With status 2 after an error in the configuration is printed, with 0 after --help, with the sweep's
-            status after a sweep.
+        SystemExit: With status 2 after an error in the command line or the configuration, with status 0 after
+            ``--help`` or ``--print-config``, and with the sweep's status after a sweep.
     """
     remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
     program = sys.argv[0].rpartition("/")[2]

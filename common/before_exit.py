@@ -14,10 +14,10 @@ _waiting: dict[int, Callable[[], Any]] = {}
 def before_exit(work: Callable[[], Any]) -> Callable[[], None]:
     """Register a function to call when the main thread has ended, while threads and executors still accept work.
 
-    ``atexit`` is too late, because asyncio, which clients of object stores use, can no longer resolve host names then.
+    ``atexit`` is too late: by then, asyncio, which clients of object stores use, can no longer resolve host names.
 
     Args:
-        work: The function. If it raises an exception, the exception is printed.
+        work: Function to call. If it raises an exception, the exception is printed.
 
     Returns:
         A function that cancels the registration.

@@ -1,4 +1,4 @@
-"""Durations in the forms that users write: ``"DD:HH:MM:SS"``, a ``timedelta``, or its arguments."""
+"""Durations in the forms that users write: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEXT = re.compile(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*:\s
 
 
 def parse_duration(name: str, value: Any) -> timedelta:
-    """Return a duration as a ``timedelta``.
+    """Convert a duration to a ``timedelta``.
 
     Args:
         name: Name of the argument, for error messages.

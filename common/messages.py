@@ -37,7 +37,7 @@ def announce(text: str) -> None:
     """Log a message through the ``treadle`` logger, on rank zero only.
 
     Args:
-        text: The message.
+        text: Text of the message.
     """
     from .rank_zero import rank_zero_only
 
@@ -50,7 +50,7 @@ def warn(text: str) -> None:
     """Warn on rank zero, once per place in the code.
 
     Args:
-        text: The message.
+        text: Text of the warning.
     """
     from .rank_zero import rank_zero_warn
 
@@ -64,7 +64,7 @@ def closest_name(name: object, valid: Iterable[object], cutoff: float = 0.5) -> 
 
     Args:
         name: Name that the user wrote.
-        valid: The valid names.
+        valid: Names to choose from.
         cutoff: Minimum similarity, from 0 to 1. Default: 0.5.
     """
     by_lower: dict[str, list[str]] = {}
@@ -81,7 +81,7 @@ def nearest(name: object, valid: Iterable[object]) -> str:
 
     Args:
         name: Name that the user wrote.
-        valid: The valid names.
+        valid: Names to choose from.
     """
     close = closest_name(name, valid)
     return "" if close is None else f" Did you mean {close!r}?"
@@ -91,7 +91,7 @@ def name_type(value: object) -> str:
     """Return the type of a value with its article: ``"an int"``, ``"a dict"``; None is ``"None"``.
 
     Args:
-        value: The value.
+        value: Any value.
     """
     if value is None:
         return "None"
@@ -103,7 +103,7 @@ def named_ranks(ranks: list[int]) -> str:
     """Format ranks as ``rank 3`` or ``ranks 0-2, 5``.
 
     Args:
-        ranks: The ranks, sorted.
+        ranks: Ranks in ascending order.
     """
     spans: list[list[int]] = []
     for rank in ranks:

@@ -29,7 +29,7 @@ def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
     Names that begin with a dot or end in ``.tmp`` stay local.
 
     Args:
-        place: A path or a URL. A path is returned unchanged, and not created.
+        place: A path or a URL. A path is returned unchanged and is not created.
 
     Raises:
         OSError: If the store cannot be read, or a file cannot be written.
@@ -51,7 +51,7 @@ def flush(place: str | os.PathLike[str] | AnyPath | None = None) -> None:
     Files that cannot be uploaded are kept, and a warning names their folder.
 
     Args:
-        place: The folder. Default: all mirrored folders.
+        place: Path or URL of the folder. Default: all mirrored folders.
     """
     if not _mirrors:
         return
@@ -65,7 +65,7 @@ class _Mirror:
     """Folder in a store and its local copy in this process.
 
     Args:
-        url: The folder in the store.
+        url: URL of the folder in the store.
     """
 
     def __init__(self, url: RemotePath) -> None:
@@ -83,7 +83,7 @@ class _Mirror:
         """Return the local folder for this URL or a subfolder, with the store's files downloaded.
 
         Args:
-            url: The folder in the store.
+            url: URL of the folder in the store.
         """
         here = self._here / url.relative_to(self._url)
         if url not in self._opened:

@@ -13,7 +13,7 @@ def is_installed(package: str) -> bool:
     A folder of the same name, such as the ``./wandb`` that W&B writes its runs to, is not a package.
 
     Args:
-        package: Name by which it is imported.
+        package: Name under which the package is imported.
     """
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
@@ -33,9 +33,9 @@ def require(needed_by: str, *packages: str, extra: str) -> None:
     """Check that packages can be imported, without importing them.
 
     Args:
-        needed_by: Feature that needs them, as the user wrote it.
-        packages: Names by which they are imported.
-        extra: Treadle's extra that installs them.
+        needed_by: Feature that needs the packages, as the user wrote it.
+        packages: Names under which the packages are imported.
+        extra: Treadle's extra that installs the packages.
 
     Raises:
         ModuleNotFoundError: If packages are missing. The error lists them and states how to install them.

@@ -1,7 +1,7 @@
-"""Names of Lightning, Fabric and Accelerate at their original paths, each with its counterpart or what to use instead.
+"""Names of Lightning, Fabric and Accelerate at their original paths, each with its counterpart or its replacement.
 
 The tables are `compat/lightning.toml`, whose first lines explain the format, `compat/fabric.toml` and
-`compat/accelerate.toml`. They are read when a name that a module lacks is requested from it.
+`compat/accelerate.toml`. They are read when code requests a name that a module lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
 
 
 class Elsewhere(str):
-    """Sentence that states what to use in place of a name."""
+    """Sentence that states the replacement for a name."""
 
 
 class _NoSuchNameError(ImportError):
@@ -36,7 +36,7 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a module that contains a peer's names and nothing else.
 
     Args:
-        module: Its ``__name__``.
+        module: ``__name__`` of the module.
     """
     path = peer_path(module)
     names = sorted(name for name, home in read_names(path).items() if not isinstance(home, Elsewhere))
@@ -68,7 +68,7 @@ def find_peer_names(module: str) -> Callable[[str], Any]:
     """Return a ``__getattr__`` that adds a peer's missing names to a module of Treadle that also exists in the peer.
 
     Args:
-        module: Its ``__name__``.
+        module: ``__name__`` of the module.
     """
 
     def __getattr__(name: str) -> Any:
@@ -81,13 +81,13 @@ def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
     """Return Treadle's counterpart of a peer's name.
 
     Args:
-        module: ``__name__`` of the module that ``name`` was requested from.
-        name: The name.
+        module: ``__name__`` of the module from which ``name`` was requested.
+        name: Requested name.
         valid: The module's names, for the suggestion in an error. Default: none.
 
     Raises:
-        ImportError, AttributeError: If Treadle has no counterpart. If a peer has the name, the error states what to use
-            instead.
+        ImportError, AttributeError: If Treadle has no counterpart. If a peer has the name, the error states the
+            replacement.
     """
     path = peer_path(module)
     home = None if name.startswith("__") else read_names(path).get(name)
@@ -134,7 +134,7 @@ def peer_path(module: str) -> str:
     """Return the path below a peer's root that a module corresponds to: ``"utils"`` for ``treadle.compat.utils``.
 
     Args:
-        module: Its ``__name__``.
+        module: ``__name__`` of the module.
     """
     return module.removeprefix("treadle").removeprefix(".compat").removeprefix(".")
 

@@ -27,17 +27,17 @@ _EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "
 _READ_ONLY = ("http", "https", "data", "ftp", "git", "github", "zip", "tar")
 
 ATTEMPTS = 4
-"""Number of attempts of a request, in addition to the repetitions of the store's own package."""
+"""Number of attempts for a request, in addition to the retries of the store's package."""
 _PAUSES = (0.5, 2.0, 8.0)  # seconds before each further attempt
 
 _FILE_PART_BYTES = 16 * 2**20
-"""Bytes per request of a large upload of a file to S3 or GCS; their packages' 50 MiB leave too few at a time."""
+"""Bytes per request for uploads of large files to S3 or GCS; the packages' 50 MiB allow too few at a time."""
 _PART_BYTES = 8 * 2**20
-"""Bytes of a part that is uploaded on its own, the default of boto3."""
+"""Bytes per part of a multipart upload; the default of boto3."""
 _MOST_PARTS = 10_000
 """Number of parts that S3 accepts for one object."""
 _CHECKSUM = "CRC32"
-"""What S3 compares of each part as it arrives. Without a name S3 reads the complete object again at the end."""
+"""Checksum that S3 verifies as each part arrives. Without one, S3 reads the complete object again at the end."""
 _PARTS_AT_ONCE = 8
 """Number of parts of one object that are uploaded concurrently; all of them are in memory."""
 
@@ -48,7 +48,7 @@ _FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFoun
 
 
 class StoreError(OSError):
-    """Error that a store rejected a request, or could not be reached, several times in a row."""
+    """Error raised when a store rejects a request or cannot be reached, several times in a row."""
 
 
 class RemotePath:
@@ -104,25 +104,25 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last component."""
+        """Last component of the path."""
         return self._parts[-1]
 
     @property
     def parents(self) -> tuple[RemotePath, ...]:
-        """The enclosing folders, the nearest first, the bucket last."""
+        """Enclosing folders, from the nearest to the bucket."""
         texts = ("/".join(self._parts[:end]) for end in range(len(self._parts) - 1, 0, -1))
         return tuple(RemotePath(f"{self.scheme}://{text}") for text in texts)
 
     @property
     def parent(self) -> RemotePath:
-        """The enclosing folder; for a bucket, the bucket itself."""
+        """Enclosing folder; for a bucket, the bucket itself."""
         return next(iter(self.parents), self)
 
     def relative_to(self, folder: RemotePath) -> PurePosixPath:
         """Return the path relative to a folder.
 
         Args:
-            folder: The folder.
+            folder: Enclosing folder.
 
         Raises:
             ValueError: If the path is not in the folder.
@@ -133,7 +133,7 @@ class RemotePath:
         """Return whether this path is in a folder, or is the folder itself.
 
         Args:
-            folder: The folder.
+            folder: Folder to check.
         """
         return self.scheme == folder.scheme and self._parts[: len(folder._parts)] == folder._parts
 
@@ -261,7 +261,7 @@ class RemotePath:
         """Write the object, replacing an existing one.
 
         Args:
-            data: Its content.
+            data: Content of the object.
             exclusive: Raise an error if the object exists. Default: False.
 
         Raises:
@@ -277,17 +277,17 @@ class RemotePath:
             raise StoreError(f"{self}: can't {action}: {error}") from error
 
     def upload(self, file: Path) -> None:
-        """Upload a local file into the object. A large file is uploaded in several concurrent requests.
+        """Upload a local file as the object. A large file is uploaded in several concurrent requests.
 
         Args:
-            file: The local file.
+            file: Path of the local file.
         """
         options = {"chunksize": _FILE_PART_BYTES} if self.scheme in _EXTRAS else {}
         self._write("upload it", lambda: self._store.put_file(str(file), self._key, **options))
 
     @property
     def takes_parts(self) -> bool:
-        """Return whether the store's package can upload an object in separate parts, as that of S3 can."""
+        """Return whether the store's package can upload an object in separate parts, as S3's package can."""
         return self.scheme in ("s3", "s3a") and hasattr(self._store, "call_s3")
 
     @property
@@ -301,8 +301,8 @@ class RemotePath:
         """Upload content while it is being produced, several parts concurrently; see `takes_parts`.
 
         Args:
-            pieces: The content. A piece must stay unchanged until its part is complete.
-            size: Its size in bytes.
+            pieces: Content, in pieces of any size. A piece must stay unchanged until its part is uploaded.
+            size: Size of the content in bytes.
 
         Raises:
             StoreError: If a request failed several times. In this case, no object is created.
@@ -358,7 +358,7 @@ class RemotePath:
         """Copy the object's content into a local file.
 
         Args:
-            file: The local file.
+            file: Path of the local file.
 
         Raises:
             FileNotFoundError: If the object does not exist.

@@ -13,7 +13,7 @@ def view_bytes(tensor: Tensor) -> Tensor:
     cannot be viewed as another dtype.
 
     Args:
-        tensor: The tensor.
+        tensor: Contiguous tensor on the CPU.
 
     Returns:
         A uint8 tensor of one dimension that shares the memory.

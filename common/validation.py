@@ -19,8 +19,8 @@ def check_bool(name: str, value: Any) -> bool:
     Other values are rejected. The string ``"False"``, for example, would count as true.
 
     Args:
-        name: The argument.
-        value: Its value.
+        name: Name of the argument.
+        value: Value of the argument.
 
     Raises:
         TypeError: If the value is not a bool.
@@ -34,9 +34,9 @@ def check_bool_or_word(name: str, value: Any, words: Iterable[str]) -> bool:
     """Return True for True and for words that mean True, and False for False.
 
     Args:
-        name: The argument.
-        value: Its value.
-        words: The words that mean True.
+        name: Name of the argument.
+        value: Value of the argument.
+        words: Words that mean True.
 
     Raises:
         ValueError: If the value is neither a bool nor one of the words. The error names the closest word.
@@ -52,13 +52,13 @@ def check_int(name: str, value: Any, low: int, meaning: str = "") -> int:
     """Return the value if it is an integer of at least ``low``; True and False are rejected.
 
     Args:
-        name: The argument.
-        value: Its value.
-        low: The minimum value.
+        name: Name of the argument.
+        value: Value of the argument.
+        low: Minimum value.
         meaning: Meaning of the minimum value, such as ``"means never"``. Default: none.
 
     Raises:
-        ValueError: If the value is something else.
+        ValueError: If the value is not an integer of at least ``low``.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         meaning = f" ({low} {meaning})" if meaning else ""
@@ -70,9 +70,9 @@ def check_number(name: str, value: Any, low: float = -math.inf) -> float:
     """Return the value if it is an integer or float of at least ``low``. NaN is rejected.
 
     Args:
-        name: The argument.
-        value: Its value.
-        low: The minimum value. Default: any.
+        name: Name of the argument.
+        value: Value of the argument.
+        low: Minimum value. Default: no minimum.
 
     Raises:
         TypeError: If the value has another type.
@@ -89,12 +89,12 @@ def check_positive(name: str, value: Any, otherwise: str = "") -> float:
     """Return the value if it is an integer or float above zero.
 
     Args:
-        name: The argument.
-        value: Its value.
+        name: Name of the argument.
+        value: Value of the argument.
         otherwise: Alternative to a number, for the message, such as ``"or None to leave it off"``. Default: none.
 
     Raises:
-        ValueError: If the value is something else.
+        ValueError: If the value is not a number above zero.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{name}={value!r} must be a number above 0{otherwise and f', {otherwise}'}.")
@@ -105,8 +105,8 @@ def check_text(name: str, value: Any) -> str:
     """Return the value if it is a string.
 
     Args:
-        name: The argument.
-        value: Its value.
+        name: Name of the argument.
+        value: Value of the argument.
 
     Raises:
         TypeError: If the value has another type.
@@ -120,8 +120,8 @@ def check_path(name: str, value: Any) -> str:
     """Return a path as a string.
 
     Args:
-        name: The argument.
-        value: Its value.
+        name: Name of the argument.
+        value: Value of the argument.
 
     Raises:
         TypeError: If the value is not a path.
@@ -132,10 +132,10 @@ def check_path(name: str, value: Any) -> str:
 
 
 def check_monitor(value: Any) -> str:
-    """Return the value if it is the name of a logged value.
+    """Return the value if it can be the name of a logged value, that is, a string that is not empty.
 
     Args:
-        value: The value of ``monitor``.
+        value: Value of the argument ``monitor``.
 
     Raises:
         TypeError: If the value is not a string.
@@ -152,12 +152,12 @@ def choose(name: str, value: object, choices: Iterable[str]) -> str:
     """Return the value if it is one of several strings.
 
     Args:
-        name: The argument.
-        value: Its value.
-        choices: The valid strings.
+        name: Name of the argument.
+        value: Value of the argument.
+        choices: Valid strings.
 
     Raises:
-        ValueError: If the value is something else; the error lists the choices and names the closest one.
+        ValueError: If the value is not one of them; the error lists the choices and names the closest one.
     """
     choices = list(choices)
     if isinstance(value, str) and value in choices:

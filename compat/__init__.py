@@ -1,7 +1,7 @@
-"""Names for the imports of other libraries: ``import treadle.compat as pl`` replaces Lightning's own.
+"""Names of other libraries: ``import treadle.compat as pl`` replaces ``import lightning.pytorch as pl``.
 
-``import treadle.compat as accelerate`` has the names in Accelerate's root module, as ``import treadle as accelerate``
-does.
+``treadle.compat`` also has the names in Accelerate's root module, so that ``import treadle.compat as accelerate`` works
+like ``import treadle as accelerate``.
 """
 
 from __future__ import annotations

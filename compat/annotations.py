@@ -1,4 +1,4 @@
-"""Types that are named in annotations of scripts."""
+"""Types that scripts use in annotations."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ CollectibleGroup = torch.distributed.ProcessGroup
 
 @runtime_checkable
 class Steppable(Protocol):
-    """Protocol of objects with an optimizer's ``step``."""
+    """Protocol of objects with the ``step`` method of an optimizer."""
 
     def step(self, closure: Callable[[], float] | None = ...) -> float | None:
         """Take one step and return the closure's value.
 
         Args:
-            closure: Computes the loss again. Default: None.
+            closure: Function that computes the loss again. Default: None.
         """
 
 
@@ -45,7 +45,7 @@ class Optimizable(Steppable, Protocol):
         """Restore the state that `state_dict` returned.
 
         Args:
-            state_dict: The state.
+            state_dict: The state to restore.
         """
 
 

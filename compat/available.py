@@ -68,7 +68,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Return whether this machine computes in bfloat16: False on a GPU that only emulates it.
+    """Return whether this machine supports bfloat16. A GPU that only emulates it does not count.
 
     Args:
         ignore_tpu: Accepted and ignored.
@@ -77,7 +77,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Return True: float16 works on every device."""
+    """Return True, because float16 works on every device."""
     return True
 
 
@@ -105,7 +105,7 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
     """Return whether NumPy is installed in version ``min_version`` or a later one.
 
     Args:
-        min_version: The lowest version that counts.
+        min_version: The minimum version. Default: ``"1.25.0"``.
     """
     return _is_version_installed("numpy", min_version)
 
@@ -145,7 +145,7 @@ def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a function to raise ImportError if ``torchao`` is not installed.
 
     Args:
-        func: The function.
+        func: The function to decorate.
     """
 
     @wraps(func)

@@ -1,9 +1,9 @@
-"""Python's garbage collection, started by Treadle only where memory is short.
+"""Explicit garbage collection, which Treadle starts only if memory is short.
 
-A Trainer and its task refer to each other, so a Trainer that a script drops, with its optimizer's state, stays in
-memory until Python collects garbage. Python counts objects, not bytes, so a collection may come only after several fits
-of large models. A collection before each stage would take 0.2 to 0.7 s in a process with many objects, more than a
-short fit takes.
+A Trainer and its task refer to each other. A Trainer that a script no longer uses therefore stays in memory, with its
+optimizer state, until Python collects garbage. Python decides by the number of objects, not of bytes, so a collection
+may start only after several fits of large models. A collection before each stage would take 0.2 to 0.7 s in a process
+with many objects, which is longer than a short fit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def collect(device: torch.device) -> None:
     """Free unreachable objects, and release the memory that the device's allocator caches.
 
     Args:
-        device: The device to compute on.
+        device: The device of the process.
     """
     gc.collect()
     if device.type == "cuda":
@@ -34,10 +34,10 @@ def collect(device: torch.device) -> None:
 
 
 def is_memory_short(device: torch.device) -> bool:
-    """Return whether this process holds a large share of the device's memory, or of main memory. Takes 0.1 ms.
+    """Return whether this process uses over 1/8 of the device's memory or 1/4 of main memory. Takes 0.1 ms.
 
     Args:
-        device: The device to compute on.
+        device: The device of the process.
     """
     if _read_allocated_bytes(device) > DEVICE_SHARE * _read_total_bytes(device):
         return True
@@ -57,7 +57,7 @@ def _read_total_bytes(device: torch.device) -> int:
 
 
 def _read_resident_bytes() -> int:
-    """Return the main memory that this process holds, in bytes; 0 if the system has no /proc."""
+    """Return the main memory that this process uses, in bytes; 0 if the system has no /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -65,7 +65,7 @@ def _read_resident_bytes() -> int:
 
 
 def _read_main_memory() -> int:
-    """Return the main memory of the machine, or the limit of the container if it is lower, in bytes."""
+    """Return the size of main memory in bytes, or the memory limit of the container if it is lower."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -1,4 +1,4 @@
-"""Compilation of modules in place, so that their classes and the names in their state dict do not change."""
+"""Compilation of modules in place, which keeps their classes and the names in their state dicts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 def compile_modules(
     modules: Iterable[nn.Module], compiler: Compiler, options: Any = None, *, hooks_outside: bool = False
 ) -> None:
-    """Make each of ``modules`` run compiled when it is called, by any caller.
+    """Compile each of ``modules`` in place, so that every call of it runs compiled code.
 
-    Modules of the same kind share the compiled code. Modules that the user compiled are unchanged.
+    Modules of the same kind share compiled code. Modules that the user has compiled are left unchanged.
 
     Args:
-        modules: The modules to compile; compilation happens in the first call.
-        compiler: ``torch.compile`` with its arguments.
+        modules: The modules to compile. Compilation happens in the first call of each kind.
+        compiler: ``torch.compile`` with its arguments already bound.
         options: A value that identifies the compilation settings. None stands for the user's own settings, which
             `forget` keeps.
-        hooks_outside: Compile ``forward`` only, because the hooks exchange parameters, which a graph cannot contain.
+        hooks_outside: Compile only ``forward`` and run the hooks uncompiled, because they exchange parameters, which a
+            graph cannot contain.
     """
     shared: dict[Any, Callable[..., Any]] = {}
     for module in modules:
@@ -42,10 +43,10 @@ def compile_modules(
 
 
 def is_users(module: nn.Module) -> bool:
-    """Return whether the user compiled the module.
+    """Return whether the user, rather than Treadle, compiled the module.
 
     Args:
-        module: The module.
+        module: The module to check.
     """
     call = module._compiled_call_impl
     return "_orig_mod" in module._modules or (call is not None and not hasattr(call, "options"))
@@ -55,16 +56,16 @@ def is_compiled(model: nn.Module) -> bool:
     """Return whether any submodule of ``model`` runs compiled.
 
     Args:
-        model: The model.
+        model: The model to check.
     """
     return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in model.modules())
 
 
 def forget(model: nn.Module) -> None:
-    """Undo the compilations of `compile_modules` in ``model``, except those that the user configured on the model.
+    """Undo the compilations of `compile_modules` in ``model``, except those made with ``options=None``.
 
     Args:
-        model: The model.
+        model: The model whose submodules run uncompiled afterwards.
     """
     for part in model.modules():
         if _get_compile_options(part) is not None:
@@ -72,10 +73,10 @@ def forget(model: nn.Module) -> None:
 
 
 def list_unused(model: nn.Module) -> list[str]:
-    """Return the names of compiled submodules that were never called: their other methods run uncompiled.
+    """Return the names of compiled submodules that were never called, such as those used only through other methods.
 
     Args:
-        model: The model.
+        model: The model to search.
     """
     return [name for name, part in model.named_modules() if getattr(part._compiled_call_impl, "unused", False)]
 
@@ -84,17 +85,17 @@ def list_compiled_names(model: nn.Module) -> list[str]:
     """Return the names of the modules in ``model`` that run compiled; the model itself is listed by its class.
 
     Args:
-        model: The model.
+        model: The model to search.
     """
     parts = ((name, part) for name, part in model.named_modules() if part._compiled_call_impl is not None)
     return [name or type(part).__name__ for name, part in parts]
 
 
 def describe_compilations(since: float) -> str:
-    """Describe the graphs that torch has compiled since a time: how many, how many recompiled, and why.
+    """Describe the graphs compiled since a time: their number, the number of recompilations, and the first reason.
 
     Args:
-        since: A time of ``time.time()``, in seconds.
+        since: A time as returned by ``time.time()``, in seconds.
 
     Returns:
         The description; "" if torch compiled no graph.
@@ -136,7 +137,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copy_function(function: Any, name: str) -> Callable[..., Any]:
-    """Return a copy of ``function`` with its own code object: torch keeps at most eight graphs per code object."""
+    """Return a copy of ``function`` with its own code object, because torch keeps at most eight graphs for each."""
     return FunctionType(function.__code__.replace(co_name=f"{function.__name__}_{name}"), function.__globals__)
 
 
@@ -162,7 +163,7 @@ def _bind_forward(module: nn.Module, compiled: Callable[..., Any]) -> Callable[.
 
 
 def _note_first_call(module: nn.Module, call: Any, options: Any) -> Callable[..., Any]:
-    """Return ``call``, wrapped to note that it was called at least once."""
+    """Wrap ``call`` so that its first call marks the module as used."""
 
     def first(*args: Any, **kwargs: Any) -> Any:
         module._compiled_call_impl = call
@@ -174,13 +175,13 @@ def _note_first_call(module: nn.Module, call: Any, options: Any) -> Callable[...
 
 
 class CompiledBatches:
-    """Contexts in which compiled code runs each batch.
+    """Factory of the contexts in which batches run compiled code.
 
-    The short last batch of an epoch runs uncompiled if no existing graph fits it. A graph for its size would have to be
-    compiled; torch would compile one for any size, and use it for the full batches that follow.
+    The short last batch of an epoch runs uncompiled if no existing graph fits it. Otherwise torch would compile a graph
+    for arbitrary sizes, and use it for the full batches that follow.
 
     Args:
-        graphs: The code replays CUDA graphs, so that torch must be told where an iteration begins.
+        graphs: Whether the code replays CUDA graphs, so that torch must be told where each iteration begins.
     """
 
     def __init__(self, graphs: bool) -> None:
@@ -210,7 +211,7 @@ def plain_calls(model: nn.Module) -> Iterator[None]:
     """Return a context in which no submodule of ``model`` runs compiled.
 
     Args:
-        model: The model.
+        model: The model to run uncompiled.
     """
     compiled = {part: part._compiled_call_impl for part in model.modules() if part._compiled_call_impl is not None}
     for part in compiled:
@@ -224,11 +225,11 @@ def plain_calls(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(module: nn.Module, enter: Callable[[], Any] | None = None) -> Iterator[None]:
-    """Set evaluation mode inside the context, and restore the mode of each submodule afterwards.
+    """Return a context that sets evaluation mode and restores the mode of each submodule afterwards.
 
     Args:
-        module: The module.
-        enter: Sets the modes inside the context. Default: ``module.eval``.
+        module: The module to evaluate.
+        enter: Function that sets the modes when the context is entered. Default: ``module.eval``.
     """
     modes = {part: part.training for part in module.modules()}
     (enter or module.eval)()

@@ -1,4 +1,4 @@
-"""Tensors nested in collections: apply, slice, concatenate and convert them. No communication."""
+"""Local operations on tensors nested in collections: apply a function, slice, concatenate and convert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .collectives import with_items
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Return whether the object is a tensor.
+    """Return whether an object is a ``torch.Tensor``.
 
     Args:
         tensor: Any object.
@@ -24,7 +24,7 @@ def is_torch_tensor(tensor: Any) -> bool:
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Return whether the object is a named tuple.
+    """Return whether an object is a named tuple.
 
     Args:
         data: Any object.
@@ -33,11 +33,11 @@ def is_namedtuple(data: Any) -> bool:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Return a collection of ``obj``'s class with the items of ``generator``.
+    """Create a collection of the same class as ``obj`` from the items of ``generator``.
 
     Args:
         obj: A list, tuple or named tuple.
-        generator: The items.
+        generator: The items of the new collection.
     """
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
@@ -54,14 +54,15 @@ def recursively_apply(
 
     Args:
         func: The function to apply.
-        data: Lists, tuples and mappings, nested.
+        data: A value, or nested lists, tuples and mappings of values.
         args: Further arguments of ``func``.
-        test_type: Selects the items. Default: tensors.
-        error_on_other_type: Raise an error for an item of any other kind. By default it is unchanged.
+        test_type: Function that selects the items to replace. Default: select tensors.
+        error_on_other_type: Raise an error for an item that ``test_type`` does not select. By default, such items are
+            kept unchanged.
         kwargs: Further keyword arguments of ``func``.
 
     Raises:
-        TypeError: If ``error_on_other_type`` is set and an item is of another kind.
+        TypeError: If ``error_on_other_type`` is True and ``test_type`` does not select an item.
     """
 
     def walk(value: Any) -> Any:
@@ -86,7 +87,7 @@ def recursively_apply(
 def send_to_device(
     tensor: Any, device: torch.device | str | int, non_blocking: bool = False, skip_keys: str | list[str] | None = None
 ) -> Any:
-    """Move everything in ``tensor`` that has a ``to`` method to a device.
+    """Move tensors, and other objects with a ``to`` method, to a device.
 
     Args:
         tensor: A value, or values nested in lists, tuples and mappings.
@@ -127,7 +128,7 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor; None if there is no tensor.
+    """Return the device of the first tensor in ``data``; None if it contains no tensor.
 
     Args:
         data: A tensor or a nested structure (dict, list, tuple) of tensors.
@@ -138,13 +139,13 @@ def find_device(data: Any) -> torch.device | None:
 def slice_tensors(
     data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Return ``tensor[tensor_slice]`` of every tensor.
+    """Index every tensor with ``tensor_slice``.
 
     Args:
         data: A tensor or a nested structure (dict, list, tuple) of tensors.
         tensor_slice: A slice or an index.
-        process_index: Accepted for Accelerate's signature.
-        num_processes: Accepted for Accelerate's signature.
+        process_index: Accepted for compatibility with Accelerate; unused.
+        num_processes: Accepted for compatibility with Accelerate; unused.
     """
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
@@ -153,8 +154,8 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     """Concatenate a list of values of the same structure, each tensor along ``dim``.
 
     Args:
-        data: The values, tensors or collections of tensors.
-        dim: The dimension.
+        data: A list of tensors, or of collections of tensors with the same structure.
+        dim: The dimension to concatenate along. Default: 0.
 
     Raises:
         TypeError: If an item is not a tensor.
@@ -175,7 +176,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
 
 def listify(data: Any) -> Any:
-    """Convert every tensor to a list of numbers (0-d tensors to a number).
+    """Convert every tensor to a nested list of numbers; a 0-d tensor becomes a number.
 
     Args:
         data: A tensor or a nested structure (dict, list, tuple) of tensors.
@@ -194,10 +195,10 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``model_forward``, wrapped so that half-precision outputs are converted to float32.
+    """Wrap ``model_forward`` so that its half-precision outputs are converted to float32.
 
     Args:
-        model_forward: The function.
+        model_forward: The function to wrap.
     """
 
     @wraps(model_forward)
@@ -208,10 +209,10 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` returned the module.
+    """Return whether a module was returned by ``torch.compile``.
 
     Args:
-        module: The module.
+        module: The module to check.
     """
     return "_orig_mod" in getattr(module, "_modules", {})
 
@@ -222,10 +223,10 @@ def extract_model_from_parallel(
     """Return the user's own module inside a prepared one.
 
     Args:
-        model: A module that `prepare` returned, compiled or not.
-        keep_fp32_wrapper: Accepted for Accelerate's signature; ``forward`` is never replaced.
-        keep_torch_compile: Return the compiled form if the user's module was compiled itself.
-        recursive: Accepted for Accelerate's signature; wrappers inside the user's module are kept.
+        model: A module returned by `prepare`, compiled or not.
+        keep_fp32_wrapper: Accepted for compatibility with Accelerate; Treadle never replaces ``forward``.
+        keep_torch_compile: Return the compiled module if the user compiled the module before preparing it.
+        recursive: Accepted for compatibility with Accelerate; wrappers inside the user's module are kept.
     """
     unwrapped = SingleDevice().unwrap(model)
     if not keep_torch_compile:

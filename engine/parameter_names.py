@@ -1,4 +1,4 @@
-"""Parameter names: without compilation prefixes, tied parameters once, views distinguished."""
+"""Parameter names without compilation prefixes, and detection of tied parameters."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def strip_compile_prefix(name: str) -> str:
     """Return a parameter's name without the prefixes that ``torch.compile`` adds.
 
     Args:
-        name: The name.
+        name: The name of a parameter or a module.
     """
     return name.replace(_COMPILED, "")
 
 
 def split_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return each distinct tensor once, and the aliases of tied tensors.
+    """Separate distinct tensors from the aliases of tied tensors.
 
     Args:
         weights: Tensors by name.
 
     Returns:
-        Tensors by their first name, and for each further name the first name of the same tensor.
+        Two dicts: each distinct tensor by its first name, and for each further name, the first name of the same tensor.
     """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -45,13 +45,13 @@ def split_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def make_view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that two tensors share exactly if they are the same view of the same memory, as tied weights are.
+    """Return a key that is equal for two tensors only if they are the same view of the same memory, like tied weights.
 
     Args:
         tensor: Any strided tensor. The key is valid only while the tensor lives.
 
     Returns:
-        A value to compare or to use in a dict.
+        A hashable tuple.
     """
     local_tensor = local(tensor)
     # A tensor that consists of several ones, such as rounded weights and their scales.

@@ -1,4 +1,4 @@
-"""Loggers: TensorBoard, CSV, and tracking services from Aim to Weights & Biases."""
+"""Loggers for TensorBoard, CSV files, and tracking services such as Aim and Weights & Biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ClearMLLogger`: metrics, hyperparameters and checkpoints on a ClearML server."""
+"""`ClearMLLogger`: sends metrics, hyperparameters and checkpoints to ClearML."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SUBSETS = ("train", "val", "test", "eval")
 class ClearMLLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to ClearML or writes them to files.
 
-    Install with ``pip install clearml``. The logger has one task, on rank zero, which begins when something is first
+    Install with ``pip install clearml``. The logger has one task, which rank zero begins when something is first
     logged. The task stays open after a fit, so several fits, and uses of ``logger.experiment`` after them, continue it.
     It is completed by `finish` or when the process ends, and marked as failed if a fit fails. A task that you have
-    started is used unless ``task_id`` selects another.
+    already started is used, unless ``task_id`` selects another task.
 
     ``train_loss`` becomes the series ``train`` of the plot ``loss``; ``val_``, ``test_`` and ``eval_`` are treated the
     same way. For other names, plot and series have the same name. A value that is not finite is skipped with a warning,
@@ -40,8 +40,8 @@ class ClearMLLogger(ServiceLogger):
             them. This calls ``Task.set_offline(True)``, which applies to the whole process. Default: False.
         tags: Tags of the task. Default: none.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Upload checkpoints as artifacts: True uploads the kept ones at the end of a fit; ``"all"`` uploads
-            each as it is saved. Default: False.
+        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a fit; ``"all"``
+            uploads each checkpoint once it is saved. Default: False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         **kwargs: Arguments of ``Task.init``: ``task_type``, ``output_uri``, ``auto_connect_frameworks``, ...
@@ -134,7 +134,7 @@ class ClearMLLogger(ServiceLogger):
         run.upload_artifact(Path(path).name, artifact_object=Path(path), metadata=metadata, wait_on_upload=True)
 
     def save(self) -> None:
-        """Wait until everything is sent or written."""
+        """Wait until all data is sent or written."""
         run = self._find_open_run()
         if run is not None:
             run.flush(wait_for_uploads=True)
@@ -159,7 +159,7 @@ def _make_gentle(task_class: Any) -> None:
 
 
 def _untag(task: Any) -> None:
-    """Remove the tag of a failed task."""
+    """Remove the tag that marks a task as failed."""
     tags = task.get_tags() or []
     if FAILED in tags:
         task.set_tags([tag for tag in tags if tag != FAILED])

@@ -1,4 +1,4 @@
-"""`CometLogger`: metrics, hyperparameters and checkpoints in Comet."""
+"""`CometLogger`: sends metrics, hyperparameters and checkpoints to Comet."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OLD_NAMES = {"project_name": "project", "experiment_name": "name", "save_dir": "
 class CometLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to Comet or writes them to archives.
 
-    Install with ``pip install comet_ml``. The logger has one experiment, on rank zero, which begins when something is
-    first logged. The experiment stays open after a fit, so several fits, and uses of ``logger.experiment`` after them,
+    Install with ``pip install comet_ml``. The logger has one experiment, which rank zero begins when something is first
+    logged. The experiment stays open after a fit, so several fits, and uses of ``logger.experiment`` after them,
     continue it. It ends with the process, with `finish`, or with a failed fit, which adds the tag ``failed``. A process
     has one experiment at a time. A second logger therefore ends the experiment of the first, which is continued when
     the first logger is used again.
@@ -37,8 +37,8 @@ class CometLogger(ServiceLogger):
             ``"get_or_create"``.
         online: Whether data is sent; False only writes archives. Default: True if there is an API key.
         prefix: Text before every metric's name, as ``prefix_name``. Default: none.
-        log_model: Upload checkpoints: True uploads the kept ones at the end of a fit; ``"all"`` uploads each as it is
-            saved. Default: False.
+        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit; ``"all"`` uploads each
+            checkpoint once it is saved. Default: False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         experiment_config: A ``comet_ml.ExperimentConfig``, which replaces ``kwargs``. Default: built from ``kwargs``.
@@ -142,7 +142,7 @@ class CometLogger(ServiceLogger):
         run.log_model(f"model-{self._version}", path, metadata={**facts, "aliases": aliases})
 
     def save(self) -> None:
-        """Wait until everything is sent or written."""
+        """Wait until all data is sent or written."""
         run = self._find_open_run()
         if run is not None:
             run.flush()

@@ -1,4 +1,4 @@
-"""`CSVLogger`: metrics in a CSV file, which needs no other tool."""
+"""`CSVLogger`: writes metrics to a CSV file, without any additional tool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEP = "step"
 class CSVLogger(DirectoryLogger):
     """Logger that writes ``metrics.csv`` and ``hparams.yaml`` to ``save_dir/name/version_N``.
 
-    Each call of `log_metrics` writes one row: the step, and a cell for each metric, which may be empty. A new metric
+    Each call of `log_metrics` writes one row: the step, and a cell for each metric. A cell may be empty. A new metric
     adds a column at the end. If ``metrics.csv`` exists, its rows are kept and new ones are appended.
 
     Args:
@@ -70,7 +70,7 @@ class CSVLogger(DirectoryLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """`MetricsFile` of this version, opened on first access."""
+        """The `MetricsFile` of this version, opened on first access."""
         if self._experiment is None:
             self._experiment = MetricsFile(str(self.files_dir), self._flush_every)
         return self._experiment
@@ -80,12 +80,12 @@ class CSVLogger(DirectoryLogger):
 
         Args:
             metrics: Values by name: a number, a tensor with one element, or a dict of them, whose columns are
-                ``name/key``.
-            step: Optimizer step of the values. Default: one more than the highest so far.
+                named ``name/key``.
+            step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:
             TypeError: If a value is not a number, or the step is not an integer.
-            ValueError: If a value is more than one number, the step is negative, or a metric is named ``step``.
+            ValueError: If a value contains more than one number, the step is negative, or a metric is named ``step``.
         """
         row = dict(flatten(as_metrics(metrics, self._prefix)))
         if STEP in row:
@@ -93,30 +93,30 @@ class CSVLogger(DirectoryLogger):
         self.experiment.log_metrics(row, self.next_step(step))
 
     def log_hyperparams(self, params: Params = None, metrics: dict[str, Any] | None = None) -> None:
-        """Write hyperparameters to ``hparams.yaml``, and metrics, if any, as a row at step 0.
+        """Write hyperparameters to ``hparams.yaml`` and, if passed, metrics as a row at step 0.
 
         Args:
             params: Settings by name, nested or not: a dict, a namespace or a dataclass. Default: none.
             metrics: Initial values of the metrics by which runs are compared. Default: none.
 
         Raises:
-            TypeError: If ``params`` has no names, or a metric is not a number.
+            TypeError: If ``params`` has an unsupported type, or a metric is not a number.
         """
         self.save_hyperparams(params)
         if metrics:
             self.log_metrics(metrics, step=0)
 
     def on_resume(self, step: int) -> None:
-        """Remove the rows of later steps from an existing file.
+        """Remove the rows of later steps from the file, if it exists.
 
         Args:
-            step: Number of optimizer steps done.
+            step: Number of optimizer steps taken before the run was saved.
         """
         if process_rank() == 0 and self._version is not None:
             self.experiment.on_resume(step)
 
     def save(self) -> None:
-        """Write the waiting rows."""
+        """Write the buffered rows to the file."""
         if self._experiment is not None:
             self._experiment.save()
 
@@ -133,7 +133,7 @@ class CSVLogger(DirectoryLogger):
 
 
 class MetricsFile:
-    """Writer of ``metrics.csv``. Only the buffered rows are in memory, and the file is not kept open.
+    """Writer of ``metrics.csv``. It keeps only the buffered rows in memory and does not keep the file open.
 
     Args:
         log_dir: Directory of the file; created if missing.
@@ -156,17 +156,17 @@ class MetricsFile:
 
     @property
     def metrics_file_path(self) -> str:
-        """Path of the file. The name is Lightning's."""
+        """Path of the file, under the name that Lightning uses."""
         return self.path
 
     @property
     def log_dir(self) -> str:
-        """Directory of the file. The name is Lightning's."""
+        """Directory of the file, under the name that Lightning uses."""
         return os.path.dirname(self.path)
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """All rows so far, written and buffered, without empty cells. Reads the file."""
+        """All rows, written and buffered, without empty cells. Each access reads the file."""
         rows: list[dict[str, float]] = []
         if os.path.exists(self.path):
             with open(self.path, newline="", encoding="utf-8") as file:
@@ -206,10 +206,10 @@ class MetricsFile:
         self.waiting.clear()
 
     def on_resume(self, step: int) -> None:
-        """Drop the rows of later steps.
+        """Remove the rows of later steps.
 
         Args:
-            step: Number of optimizer steps done.
+            step: Number of optimizer steps taken before the run was saved.
         """
         self.save()
         if os.path.exists(self.path):
@@ -239,7 +239,7 @@ class MetricsFile:
 
 
 def _parse_cell(cell: str) -> Any:
-    """Return the number in a cell, or its text if another program wrote one."""
+    """Return the number in a cell, or the cell's text if another program wrote it."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(cell)
@@ -255,7 +255,7 @@ def _is_later(cells: list[str], step: float) -> bool:
 
 
 def _format_csv(rows: Iterable[Iterable[Any]]) -> str:
-    """Return rows as the text of a CSV file."""
+    """Return rows as text in CSV format."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

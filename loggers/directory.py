@@ -156,7 +156,7 @@ class DirectoryLogger(Logger):
         """Return the step to write.
 
         Args:
-            step: The step; None means one more than the highest so far.
+            step: The step; None means one more than the highest previous step.
 
         Raises:
             TypeError: If ``step`` is not an integer.

@@ -22,7 +22,7 @@ def process_rank() -> int:
 
 
 class NullExperiment:
-    """Experiment object that ignores all operations, so that user code needs no ``if rank == 0``.
+    """Experiment object that ignores all operations, so that user code does not need ``if rank == 0``.
 
     Every attribute, call and item returns the object itself. The object is falsy, empty and a context manager.
     Assignments to it are ignored.
@@ -69,7 +69,7 @@ class NullExperiment:
 
 
 def rank_zero_experiment(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorate an ``experiment`` getter so that all ranks except zero get a `NullExperiment` without calling it.
+    """Decorate an ``experiment`` getter so that it returns a `NullExperiment` on all ranks except zero.
 
     Write the decorator below ``@property``.
 
@@ -145,16 +145,16 @@ class Logger(ABC):
 
     @property
     def experiment(self) -> Any:
-        """Object of the backend, which has further functions; a `NullExperiment` on all ranks except zero."""
+        """Object of the backend, for its additional functions; a `NullExperiment` on all ranks except zero."""
         return None
 
     @abstractmethod
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Record numbers.
+        """Record metrics.
 
         Args:
             metrics: Values by name.
-            step: Optimizer step of the values. Default: the logger counts the calls.
+            step: Optimizer step of the values. With None, the logger chooses the step. Default: None.
         """
 
     @abstractmethod
@@ -171,18 +171,18 @@ class Logger(ABC):
 
         Args:
             model: The module.
-            input_array: Input of its ``forward``. Default: the module's ``example_input_array``.
+            input_array: Input of the module's ``forward``. Default: the module's ``example_input_array``.
         """
         return None
 
     def on_resume(self, step: int) -> None:
-        """Drop the logs of later steps, because the run resumes from a checkpoint and logs these steps again.
+        """Remove the logs of later steps, because the run resumes from a checkpoint and logs these steps again.
 
         Called before the first step of the resumed run, even if nothing has been logged yet. Does nothing unless
         overridden.
 
         Args:
-            step: Number of optimizer steps done.
+            step: Number of optimizer steps taken before the run was saved.
         """
         return None
 
@@ -207,6 +207,6 @@ class Logger(ABC):
         """React to a checkpoint that is complete on disk. Does nothing unless overridden.
 
         Args:
-            checkpoint_callback: The callback that saved it.
+            checkpoint_callback: The callback that saved the checkpoint.
         """
         return None

@@ -1,4 +1,4 @@
-"""`MLFlowLogger`: metrics, hyperparameters and checkpoints in MLflow."""
+"""`MLFlowLogger`: sends metrics, hyperparameters and checkpoints to MLflow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAME_TAG = "mlflow.runName"
 class MLFlowLogger(Logger):
     """Logger that sends metrics, hyperparameters and checkpoints to MLflow (``pip install mlflow``).
 
-    The logger has one run, on rank zero, which begins when something is first logged or `run_id` is read. Several fits
+    The logger has one run, which rank zero begins when something is first logged or `run_id` is read. Several fits
     continue the same run. Its status is ``RUNNING`` while values are logged, and ``FINISHED`` or ``FAILED`` after each
     fit.
 
@@ -39,9 +39,9 @@ class MLFlowLogger(Logger):
             Default: ``MLFLOW_TRACKING_URI``, or files in ``save_dir``. Newer versions of MLflow write files only if the
             environment variable ``MLFLOW_ALLOW_FILE_STORE`` is ``true``.
         tags: Tags of the run by name. Default: none.
-        save_dir: Directory for files if there is no address. Default: ``./mlruns``.
-        log_model: Upload checkpoints as artifacts: True uploads the kept ones at the end of a fit; ``"all"`` uploads
-            each as it is saved. Default: False.
+        save_dir: Directory for files if no address is set. Default: ``./mlruns``.
+        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a fit; ``"all"``
+            uploads each checkpoint once it is saved. Default: False.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         artifact_location: Location of the artifacts of a new experiment. Default: chosen by MLflow.
         run_id: ID of the run to continue. Default: a new run.
@@ -53,7 +53,7 @@ class MLFlowLogger(Logger):
     Raises:
         ModuleNotFoundError: If MLflow, or a package that it needs for a database, is not installed.
         TypeError: If an argument has the wrong type.
-        ValueError: If the installed version of MLflow does not write files, or arguments contradict each other.
+        ValueError: If the installed version of MLflow has file storage disabled, or arguments contradict each other.
 
     Example:
         >>> from treadle.loggers import MLFlowLogger
@@ -122,7 +122,7 @@ class MLFlowLogger(Logger):
 
     @property
     def save_dir(self) -> str | None:
-        """Directory of all experiments; None if they are not stored in files."""
+        """Directory of all experiments; None if the experiments are not stored in files."""
         return self._tracking_uri.removeprefix(FILES) if self._tracking_uri.startswith(FILES) else None
 
     @property
@@ -140,7 +140,7 @@ class MLFlowLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """``MlflowClient``. The first access begins a run, or looks up the run to continue."""
+        """The ``MlflowClient``. The first access begins a run, or looks up the run to continue."""
         if self._client is None:
             from mlflow.tracking import MlflowClient
 
@@ -205,15 +205,15 @@ class MLFlowLogger(Logger):
                 self.save()
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Record numbers.
+        """Record metrics.
 
         Args:
             metrics: Values by name: a number, a tensor with one element, or a dict of them, recorded as ``name/key``.
-            step: Optimizer step of the values. Default: one more than the highest so far.
+            step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:
             TypeError: If a value is not a number, or the step is not an integer.
-            ValueError: If a value is more than one number, or the step is negative.
+            ValueError: If a value contains more than one number, or the step is negative.
         """
         row = list(flatten(as_metrics(metrics, self._prefix)))
         step = check_step(self._last_step + 1 if step is None else step)
@@ -228,7 +228,7 @@ class MLFlowLogger(Logger):
             self._write(metrics=entries[start : start + METRICS_AT_ONCE])
 
     def log_hyperparams(self, params: Params, metrics: dict[str, Any] | None = None) -> None:
-        """Record hyperparameters, and metrics, if any, at step 0.
+        """Record hyperparameters and, if passed, metrics at step 0.
 
         MLflow never changes a parameter. A new value for an existing parameter is ignored with a warning.
 
@@ -237,7 +237,7 @@ class MLFlowLogger(Logger):
             metrics: Initial values of the metrics by which runs are compared. Default: none.
 
         Raises:
-            TypeError: If ``params`` has no names, or a metric is not a number.
+            TypeError: If ``params`` has an unsupported type, or a metric is not a number.
         """
         flat = {_drop_forbidden_characters(name): str(value) for name, value in flatten(plain(as_mapping(params)))}
         if process_rank() == 0 and flat:
@@ -259,10 +259,10 @@ class MLFlowLogger(Logger):
             self.log_metrics(metrics, step=0)
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload the kept checkpoints, now or at the end of the fit, depending on ``log_model``.
+        """Upload the kept checkpoints, immediately or at the end of the fit, depending on ``log_model``.
 
         Args:
-            checkpoint_callback: The callback that saved it.
+            checkpoint_callback: The callback that saved the checkpoint.
         """
         self._upload(self._uploads.collect_after_save(checkpoint_callback))
 
@@ -291,7 +291,7 @@ class MLFlowLogger(Logger):
             write.wait()
 
     def finalize(self, status: str = "success") -> None:
-        """Upload the waiting checkpoints, and set the run's status. Logging after that continues the run.
+        """Upload the pending checkpoints and set the run's status. Later logging continues the run.
 
         Args:
             status: ``"success"``, ``"failed"``, or one of MLflow's own statuses. Default: ``"success"``.
@@ -306,7 +306,7 @@ class MLFlowLogger(Logger):
 
 
 def _check_store(uri: str) -> None:
-    """Raise an error if the installed version of MLflow cannot write to the address. Nothing is written."""
+    """Raise an error if the installed version of MLflow cannot write to the address. No data is written."""
     if uri.startswith(FILES) or ("://" not in uri and not uri.startswith(("databricks", "uc"))):
         from mlflow import environment_variables
 
@@ -324,7 +324,7 @@ def _check_store(uri: str) -> None:
 
 
 def _drop_forbidden_characters(name: str) -> str:
-    """Return a name without the characters that MLflow rejects. Warn if there are any."""
+    """Return a name without the characters that MLflow rejects. Warn if any are removed."""
     allowed = re.sub(r"[^\w/. -]+", "", name, flags=re.ASCII)
     if allowed != name:
         warnings.warn(

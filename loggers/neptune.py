@@ -1,4 +1,4 @@
-"""`NeptuneLogger`: Neptune's interface with GoodSeed as its backend, because Neptune's service ended in March 2026."""
+"""`NeptuneLogger`: a logger with Neptune's interface that writes to GoodSeed."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class NeptuneLogger(ServiceLogger):
     Neptune's service ended on 5 March 2026, so its clients cannot send anything. This class accepts the arguments of
     Lightning's ``NeptuneLogger``, and ``logger.experiment[path]`` has ``append``, ``log``, ``assign`` and ``extend``.
 
-    The logger has one run, on rank zero, which begins when something is first logged. The run is closed after each fit,
+    The logger has one run, which rank zero begins when something is first logged. The run is closed after each fit,
     validation or test, as ``finished`` or ``failed``, and reopened when something is logged again. A second value for
     the same step replaces the first. GoodSeed does not store NaN, which is skipped with a warning. It does not store
     files either, so only the paths of checkpoints are recorded.
 
     Args:
-        api_key: API key of GoodSeed. With a key, runs are sent as well as written to a local file. Default:
-            ``GOODSEED_API_KEY``.
+        api_key: API key of GoodSeed. With a key, runs are sent to GoodSeed in addition to being written to a local
+            file. Default: ``GOODSEED_API_KEY``.
         project: Project of the run, ``"workspace/project"``. Default: ``GOODSEED_PROJECT``, or ``"treadle_logs"``.
         name: Name of the run. Default: ``"Untitled"``.
-        run: A ``goodseed`` run that has begun. Default: a new run.
+        run: A ``goodseed`` run that has already begun. Default: a new run.
         log_model_checkpoints: Record the paths and scores of checkpoints. Default: True.
         prefix: Text before the path of every metric and hyperparameter, as ``prefix/path``. Default: ``"training"``.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
@@ -142,7 +142,7 @@ class NeptuneLogger(ServiceLogger):
             run[f"{self._prefix}model/best_model_score"] = facts["score"]
 
     def _upload_waiting(self) -> None:
-        """Do nothing: paths are recorded as soon as their checkpoints are saved."""
+        """Do nothing, because paths are recorded as soon as the checkpoints are saved."""
 
     def _close(self, run: Any, failed: bool) -> None:
         run.close(status="failed" if failed else "finished")

@@ -1,4 +1,4 @@
-"""`SwanLabLogger`: metrics, hyperparameters and checkpoints in SwanLab."""
+"""`SwanLabLogger`: sends metrics, hyperparameters and checkpoints to SwanLab."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ OLD_NAMES = ("experiment_name", "notes", "logdir")
 class SwanLabLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to SwanLab or writes them to files.
 
-    Install with ``pip install swanlab``. The logger has one run, on rank zero, which begins when something is first
-    logged. The run stays open after a fit, so several fits, and uses of ``logger.experiment`` after them, continue it.
-    It ends with the process, with `finish`, or as ``crashed`` with a failed fit. A run that you have started is used
-    unless ``id`` selects another.
+    Install with ``pip install swanlab``. The logger has one run, which rank zero begins when something is first logged.
+    The run stays open after a fit, so several fits, and uses of ``logger.experiment`` after them, continue it. It ends
+    with the process, with `finish`, or as ``crashed`` with a failed fit. A run that you have already started is used,
+    unless ``id`` selects another run.
 
     SwanLab keeps the first value of a metric for each step and ignores later ones. Offline, each start creates a folder
     ``run-TIME-ID``, even for a continued run; ``swanlab sync --id ID FOLDER`` adds a folder to an existing run.
@@ -34,12 +34,12 @@ class SwanLabLogger(ServiceLogger):
         log_dir: Directory of SwanLab's files. Default: ``save_dir/swanlog``.
         mode: ``"online"``, ``"offline"`` (only files; ``swanlab sync`` sends them), ``"local"`` (files for the
             dashboard, which needs ``swanlab[dashboard]``) or ``"disabled"``. Default: ``SWANLAB_MODE``, or online.
-        save_dir: Directory above that of SwanLab's files. Default: the working directory.
+        save_dir: Parent of the directory of SwanLab's files. Default: the working directory.
         tags: Tags of the run. Default: none.
         id: ID of the run; online, an existing run with this ID is continued. Default: ``SWANLAB_RUN_ID``, or a new one.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Save checkpoints with the run: True saves the kept ones at the end of a fit; ``"all"`` saves each as
-            it is saved to disk. Default: False.
+        log_model: Save checkpoints with the run: True saves the kept checkpoints at the end of a fit; ``"all"`` saves
+            each checkpoint once it is on disk. Default: False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         **kwargs: Arguments of ``swanlab.init``: ``group``, ``job_type``, ``public``, ``settings``, ``callbacks``, ...
@@ -93,7 +93,7 @@ class SwanLabLogger(ServiceLogger):
 
     @property
     def save_dir(self) -> str:
-        """Directory above that of SwanLab's files."""
+        """Parent of the directory of SwanLab's files."""
         return self._save_dir
 
     def _open(self) -> Any:
@@ -139,5 +139,5 @@ def _name_none(value: Any) -> Any:
 
 
 def _make_id() -> str:
-    """Return an ID like SwanLab's own, from the system's RNG, which training does not use."""
+    """Return an ID like those of SwanLab, from the system's RNG, which training does not use."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(21))

@@ -1,4 +1,4 @@
-"""`TensorBoardLogger`: metrics, hyperparameters and the model's graph for TensorBoard."""
+"""`TensorBoardLogger`: writes metrics, hyperparameters and the model's graph for TensorBoard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WRITER_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_
 class TensorBoardLogger(DirectoryLogger):
     """Logger that writes event files for TensorBoard, and ``hparams.yaml``, to ``save_dir/name/version_N``.
 
-    ``tensorboard --logdir save_dir`` displays them.
+    ``tensorboard --logdir save_dir`` displays the logs.
 
     Args:
         save_dir: Directory above all experiments, or a URL; see `DirectoryLogger`.
@@ -87,7 +87,7 @@ class TensorBoardLogger(DirectoryLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """``SummaryWriter``, opened on first access."""
+        """The ``SummaryWriter``, opened on first access."""
         if self._experiment is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -99,15 +99,16 @@ class TensorBoardLogger(DirectoryLogger):
         return self._experiment
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Record numbers as scalars.
+        """Record metrics as scalars.
 
         Args:
-            metrics: Values by name: a number, a tensor with one element, or a dict of them, which share one chart.
-            step: Optimizer step of the values. Default: one more than the highest so far.
+            metrics: Values by name: a number, a tensor with one element, or a dict of them, whose entries share one
+                chart.
+            step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:
             TypeError: If a value is not a number, or the step is not an integer.
-            ValueError: If a value is more than one number, or the step is negative.
+            ValueError: If a value contains more than one number, or the step is negative.
         """
         numbers = as_metrics(metrics, self._prefix)
         step = self.next_step(step)
@@ -126,12 +127,12 @@ class TensorBoardLogger(DirectoryLogger):
         Args:
             params: Settings by name: a dict, a namespace or a dataclass. Nested names are joined by ``/``.
             metrics: Initial values of the metrics by which runs are compared; a single number is the value of
-                ``hp_metric``. Log the same names later. Default: ``hp_metric`` = -1, or none if ``default_hp_metric``
-                is False.
+                ``hp_metric``. Log metrics under the same names during training. Default: ``hp_metric`` = -1, or none if
+                ``default_hp_metric`` is False.
             step: Optimizer step of these values. Default: 0.
 
         Raises:
-            TypeError: If ``params`` has no names, or a metric is not a number.
+            TypeError: If ``params`` has an unsupported type, or a metric is not a number.
         """
         if metrics is None:
             metrics = {"hp_metric": -1} if self._default_hp_metric else {}
@@ -163,7 +164,7 @@ class TensorBoardLogger(DirectoryLogger):
 
         Args:
             model: The module, not wrapped for distributed training.
-            input_array: Input of its ``forward``. Default: the module's ``example_input_array``.
+            input_array: Input of the module's ``forward``. Default: the module's ``example_input_array``.
         """
         if not self._log_graph or process_rank() != 0:
             return
@@ -191,7 +192,7 @@ class TensorBoardLogger(DirectoryLogger):
         """Make TensorBoard ignore the events of later steps in an existing directory.
 
         Args:
-            step: Number of optimizer steps done.
+            step: Number of optimizer steps taken before the run was saved.
         """
         if process_rank() == 0 and self._version is not None:
             self.finalize("success")

@@ -1,4 +1,4 @@
-"""`TrackioLogger`: metrics, hyperparameters and checkpoints in Trackio."""
+"""`TrackioLogger`: writes metrics, hyperparameters and checkpoints to Trackio."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ._services import ServiceLogger, check_options
 class TrackioLogger(ServiceLogger):
     """Logger that writes metrics, hyperparameters and checkpoints to Trackio (``pip install trackio``).
 
-    Trackio stores one SQLite file per project in ``TRACKIO_DIR``, by default in the cache of Hugging Face. With
-    ``space_id`` or ``server_url``, it sends the data. The logger has one run, on rank zero, which begins when something
-    is first logged. The run is closed after each fit, validation or test, and reopened when something is logged again.
-    Runs have no status in Trackio, so a failed run gets an alert of the level ``error``. Trackio turns errors of its
-    storage into warnings, even with ``strict``.
+    Trackio stores one SQLite file per project in ``TRACKIO_DIR``, by default in Hugging Face's cache. With ``space_id``
+    or ``server_url``, it sends the data. The logger has one run, which rank zero begins when something is first logged.
+    The run is closed after each fit, validation or test, and reopened when something is logged again. Runs have no
+    status in Trackio, so a failed run gets an alert with the level ``error``. Trackio turns storage errors into
+    warnings, even with ``strict``.
 
     Args:
         project: Project of the run. Default: ``"treadle_logs"``.
         name: Name of the run, which is also its ``version``. Default: generated.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Copy checkpoints to Trackio's artifacts: True copies the kept ones at the end of a fit; ``"all"``
-            copies each as it is saved. Default: False.
+        log_model: Copy checkpoints to Trackio's artifacts: True copies the kept checkpoints at the end of a fit;
+            ``"all"`` copies each checkpoint once it is saved. Default: False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         **kwargs: Arguments of ``trackio.init``: ``group``, ``space_id``, ``server_url``, ``config``, ...;
@@ -72,7 +72,7 @@ class TrackioLogger(ServiceLogger):
         return run
 
     def _read_config(self, run: Any) -> dict[str, Any]:
-        """Return the configuration of a continued run, because Trackio would replace it with that of this process."""
+        """Return the configuration of a continued run, because Trackio would replace it with this process's."""
         from trackio import Api
 
         if not run._is_local:

@@ -23,7 +23,7 @@ def as_number(name: str, value: Any) -> float:
 
     Raises:
         TypeError: If the value is not a number.
-        ValueError: If the value is more than one number.
+        ValueError: If the value contains more than one number.
     """
     number = value
     if callable(getattr(value, "item", None)):  # a tensor, an array or a numpy number
@@ -50,7 +50,7 @@ def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float 
 
     Raises:
         TypeError: If ``metrics`` is not a mapping, or a name or a value has the wrong type.
-        ValueError: If a value is more than one number.
+        ValueError: If a value contains more than one number.
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics={metrics!r} must be a dict of numbers by name, not {name_type(metrics)}.")
@@ -89,7 +89,7 @@ def as_mapping(params: Any) -> Mapping[str, Any]:
         params: A mapping, a namespace, a dataclass or None.
 
     Raises:
-        TypeError: If ``params`` has no names.
+        TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None.
     """
     if params is None:
         return {}

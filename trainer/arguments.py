@@ -236,7 +236,7 @@ _ABSENT = {
     "move_metrics_to_cpu": "remove it, because logged values use no device memory",
     "multiple_trainloader_mode": "pass a CombinedLoader(loaders, mode)",
 }
-"""Current and former Lightning flags that are deliberately absent, with their replacements."""
+"""Current and former Lightning flags that the Trainer deliberately lacks, with their replacements."""
 
 
 def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:

@@ -34,17 +34,17 @@ def choose_callbacks(
     in_folder: bool,
     collects_garbage: bool = False,
 ) -> list[Callback]:
-    """Return the requested callbacks, with a default of each kind that is enabled and missing.
+    """Return the requested callbacks, and the default callback of each kind that is enabled and missing.
 
     Args:
         requested: One callback, several or None.
-        checkpointing: Whether to add a `ModelCheckpoint`. Default: True.
-        progress_bar: Whether to add a `TQDMProgressBar`. Default: True.
-        model_summary: Whether to add a `ModelSummary`. Default: True.
-        report: Whether to add a `RunReport`. Default: the value of ``in_folder``.
+        checkpointing: Whether to add a `ModelCheckpoint`; None means True.
+        progress_bar: Whether to add a `TQDMProgressBar`; None means True.
+        model_summary: Whether to add a `ModelSummary`; None means True.
+        report: Whether to add a `RunReport`; None means the value of ``in_folder``.
         in_folder: Whether a logger has a folder for the run.
-        collects_garbage: Whether to add a `GarbageCollection`, so that several processes collect garbage in the same
-            step.
+        collects_garbage: Whether to add a `GarbageCollection`, so that all processes collect garbage in the same step.
+            Default: False.
 
     Raises:
         TypeError: If an object is not a callback.
@@ -73,10 +73,10 @@ def choose_callbacks(
 
 
 def set_aside(callbacks: list[Callback]) -> list[Callback]:
-    """Remove the callbacks that save or stop, as ``fast_dev_run`` requires, and return them.
+    """Remove and return the callbacks that save, stop or report, which a ``fast_dev_run`` does not use.
 
     Args:
-        callbacks: The callbacks, changed in place.
+        callbacks: Callbacks of the Trainer, changed in place.
     """
     removed: list[Callback] = [c for c in callbacks if isinstance(c, ModelCheckpoint | EarlyStopping | RunReport)]
     callbacks[:] = [c for c in callbacks if not any(c is other for other in removed)]
@@ -84,11 +84,11 @@ def set_aside(callbacks: list[Callback]) -> list[Callback]:
 
 
 def as_callbacks(label: str, value: Any) -> list[Callback]:
-    """Return one callback, several or none as a list.
+    """Convert one callback, several callbacks or None to a list.
 
     Args:
         label: Name of the argument, for messages.
-        value: A callback, several, or None.
+        value: One callback, several callbacks, or None.
 
     Raises:
         TypeError: If an object is not a callback.
@@ -110,10 +110,10 @@ def as_callbacks(label: str, value: Any) -> list[Callback]:
 
 
 def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
-    """Return the requested loggers; TensorBoard below ``root`` for True or None, none for False.
+    """Return the requested loggers. True and None mean TensorBoard below ``root``, and False means no logger.
 
     Args:
-        requested: A bool, None, a `Logger`, or several.
+        requested: A bool, None, one `Logger`, or several.
         root: Directory of a default logger.
         silent: Replace the loggers with one that stores nothing.
 
@@ -139,5 +139,5 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
 
 
 def _is_several(value: Any) -> bool:
-    """Return whether a value is an iterable of objects, such as a list or OmegaConf's; not a class, text or dict."""
+    """Return whether a value is an iterable of objects, such as a list or ListConfig, but not a class, text or dict."""
     return isinstance(value, Iterable) and not isinstance(value, type | str | Mapping)

@@ -1,4 +1,4 @@
-"""Lightning's names for attributes of the Trainer that have another name in Treadle. Only scripts read them."""
+"""Lightning's names for attributes of the Trainer that have another name in Treadle. Only user code reads them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LightningAliases:
 
     @property
     def _accelerator_connector(self) -> SimpleNamespace:
-        """Attributes that libraries look up here before the run begins, such as the devices."""
+        """Attributes, such as the devices, that libraries look up here before the run begins."""
         device = self._trainer.strategy.root_device
         devices = [
             torch.device(device.type, index) if device.index is not None else device for index in self.device_ids
@@ -81,7 +81,7 @@ class LightningAliases:
 
     @property
     def state(self) -> TrainerState:
-        """Current or last method, its current activity, and its status."""
+        """Current or last entry point, such as ``fit``, with its status and the current activity."""
         trainer = self._trainer
         fn = None if trainer.latest_stage is None else TrainerFn(trainer.latest_stage)
         return TrainerState(trainer.status, fn, self._running_stage)
@@ -103,7 +103,7 @@ class LightningAliases:
 
     @property
     def validating(self) -> bool:
-        """True if a validation is running, also within ``fit``; the sanity check does not count."""
+        """True if a validation is running, including one within ``fit``, but not the sanity check."""
         return self._trainer.stage == "validate" or (self._validates_within_fit and not self._trainer.sanity_checking)
 
     @property
@@ -124,7 +124,7 @@ class LightningAliases:
 
     @property
     def evaluating(self) -> bool:
-        """True if a validation or ``test`` is running."""
+        """True if a validation, the sanity check or ``test`` is running."""
         return self.validating or self.testing or self._trainer.sanity_checking
 
     @property
@@ -166,22 +166,22 @@ class LightningAliases:
 
     @property
     def num_val_batches(self) -> list[int | None]:
-        """Batches of each validation dataloader on this process; None if unknown."""
+        """Number of batches of each validation dataloader on this process; None if unknown."""
         return self._get_lengths("val")
 
     @property
     def num_test_batches(self) -> list[int | None]:
-        """Batches of each test dataloader on this process; None if unknown."""
+        """Number of batches of each test dataloader on this process; None if unknown."""
         return self._get_lengths("test")
 
     @property
     def num_predict_batches(self) -> list[int | None]:
-        """Batches of each predict dataloader on this process; None if unknown."""
+        """Number of batches of each predict dataloader on this process; None if unknown."""
         return self._get_lengths("predict")
 
     @property
     def num_sanity_val_batches(self) -> list[int | None]:
-        """Batches of each validation dataloader in the sanity check."""
+        """Number of batches of each validation dataloader in the sanity check."""
         most = self._trainer.num_sanity_val_steps
         lengths = self._get_lengths("val")
         return lengths if most == -1 else [most if length is None else min(most, length) for length in lengths]
@@ -237,17 +237,17 @@ class LightningAliases:
 
     @property
     def lightning_module(self) -> TaskModule | None:
-        """Task of the run."""
+        """Task of the run, or None."""
         return self._trainer.task
 
     @property
     def model(self) -> Any:
-        """Task as wrapped by the strategy; before that, the task itself."""
+        """Task as wrapped by the strategy; the task itself until it is wrapped."""
         models = self._trainer.accelerator.models
         return models[0] if models else self._trainer.task
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
-        """First early-stopping callback; with ``fast_dev_run``, this callback is idle."""
+        """First early-stopping callback, which is inactive with ``fast_dev_run``; None if there is none."""
         callbacks = [*self._trainer.callbacks, *self._trainer.idle_callbacks]
         return next((callback for callback in callbacks if isinstance(callback, EarlyStopping)), None)

@@ -1,4 +1,4 @@
-"""Lightning's loop objects that public code reads: ``trainer.fit_loop.epoch_progress.current.completed``."""
+"""Lightning's loop objects that user code reads, such as ``trainer.fit_loop.epoch_progress.current.completed``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class LoopView:
     """View of a loop in Lightning's form. Setting an attribute sets the Trainer's flag of that name.
 
     Args:
-        trainer: The Trainer whose loop it shows.
+        trainer: Trainer whose loop the view shows.
 
     Raises:
-        AttributeError: If an attribute of Lightning's loop is used that the view does not have.
+        AttributeError: If code uses an attribute of Lightning's loop that the view does not have.
     """
 
     _place = "trainer.fit_loop"
@@ -60,7 +60,7 @@ class FitLoopView(LoopView):
 
     @property
     def epoch_loop(self) -> EpochLoopView:
-        """Batches and optimizer steps of the epoch."""
+        """View of the batches and optimizer steps of the epoch."""
         return EpochLoopView(self._trainer)
 
     @property
@@ -74,7 +74,7 @@ class FitLoopView(LoopView):
         return self.epoch_loop.total_batch_idx
 
     def setup_data(self) -> None:
-        """Create the training dataloader, unless this was done before."""
+        """Create the training dataloader, unless it already exists."""
         sources = self._trainer.sources
         if sources is not None:
             _ = sources.train
@@ -152,7 +152,7 @@ class EvaluationLoopView(LoopView):
     """View of an evaluation loop in Lightning's form.
 
     Args:
-        trainer: The Trainer whose loop it shows.
+        trainer: Trainer whose loop the view shows.
         kind: ``"val"``, ``"test"`` or ``"predict"``.
     """
 
@@ -164,14 +164,14 @@ class EvaluationLoopView(LoopView):
         object.__setattr__(self, "_place", f"trainer.{'validate' if kind == 'val' else kind}_loop")
 
     def setup_data(self) -> None:
-        """Create the dataloaders, unless this was done before."""
+        """Create the dataloaders, unless they already exist."""
         sources = self._trainer.sources
         if sources is not None:
             sources.evaluation(self._kind)
 
     @property
     def max_batches(self) -> list[int | None]:
-        """Batches of each dataloader on this process; None if unknown."""
+        """Number of batches of each dataloader on this process; None if unknown."""
         lengths: list[int | None] = getattr(self._trainer, f"num_{self._kind}_batches")
         return lengths
 
@@ -185,7 +185,7 @@ class DataConnectorView:
     """View of the sources of dataloaders in Lightning's form.
 
     Args:
-        trainer: The Trainer whose dataloaders it shows.
+        trainer: Trainer whose dataloaders the view shows.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -226,7 +226,7 @@ class LoggerConnectorView:
     """View of logged values in Lightning's form.
 
     Args:
-        trainer: The Trainer whose values it shows.
+        trainer: Trainer whose values the view shows.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -241,17 +241,17 @@ class LoggerConnectorView:
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
-        """See `Trainer.callback_metrics`."""
+        """Metrics for callbacks, by name; see `Trainer.callback_metrics`."""
         return self.trainer.callback_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """See `Trainer.logged_metrics`."""
+        """Metrics sent to the loggers, by name; see `Trainer.logged_metrics`."""
         return self.trainer.logged_metrics
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """See `Trainer.progress_bar_metrics`."""
+        """Metrics in the progress bar, by name; see `Trainer.progress_bar_metrics`."""
         return self.trainer.progress_bar_metrics
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:

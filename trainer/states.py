@@ -1,4 +1,4 @@
-"""States of a Trainer that scripts compare with: enums that equal their strings."""
+"""Enums for the states of a Trainer; each member equals its string."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class TrainerStatus(StrEnum):
 
     @property
     def stopped(self) -> bool:
-        """True if a stage has ended, by success or failure."""
+        """True if a stage has ended, with or without an error."""
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
 class TrainerFn(StrEnum):
-    """Method of the Trainer that was called."""
+    """Entry point of the Trainer that was called, such as ``fit``."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -56,7 +56,7 @@ class TrainerState:
 
     Attributes:
         status: Status of the last stage.
-        fn: The current or last method; None before the first.
+        fn: The current or last entry point; None before the first.
         stage: The current activity; None between stages.
     """
 
@@ -71,5 +71,5 @@ class TrainerState:
 
     @property
     def stopped(self) -> bool:
-        """True if a stage has ended, by success or failure."""
+        """True if a stage has ended, with or without an error."""
         return self.status.stopped

@@ -61,19 +61,19 @@ from .watched import find_directory, locate
 
 
 class Trainer(LightningAliases):
-    """Runner of a `TaskModule`: launches processes, applies precision and accumulation, saves checkpoints and logs.
+    """Trainer of a `TaskModule`, which launches processes, runs the loops, saves checkpoints and logs metrics.
 
     The flags have Lightning's names and meanings.
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``) or ``"mps"``. Default: ``"auto"``.
         strategy: ``"auto"``, ``"single"``, ``"ddp"``, a registered name, or a `Strategy`. Default: ``"auto"``.
-        devices: Number of processes on this machine: a number, ``-1`` for all devices, a list of device indices, or
-            ``"auto"``.
+        devices: Devices on this machine, one per process: a number, ``-1`` for all devices, a list of device indices,
+            or ``"auto"``. Default: ``"auto"``.
         num_nodes: Number of machines. Default: 1.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``, or
             ``"float8"``: bf16-mixed with linear layers that multiply in float8 (needs ``treadle[quantization]``).
-        logger: True (TensorBoard), False, a `Logger`, or several.
+        logger: True (TensorBoard), False, a `Logger`, or several. Default: True.
         callbacks: One callback or several.
         fast_dev_run: Run this many batches (True: one) of each stage, without loggers and checkpoints. Default: False.
         max_epochs: Epochs to train; -1 sets no limit. Default: 1000 if no other flag limits the run, else no limit.
@@ -94,25 +94,28 @@ class Trainer(LightningAliases):
             Default: 1.
         num_sanity_val_steps: Validation batches to run before training; -1 runs all. Default: 2.
         log_every_n_steps: Optimizer steps between writes to the loggers; 0 writes none. Default: 50.
-        enable_checkpointing: Add a `ModelCheckpoint` if ``callbacks`` has none.
-        enable_progress_bar: Add a `TQDMProgressBar` if ``callbacks`` has no progress bar.
-        enable_model_summary: Add a `ModelSummary` if ``callbacks`` has none.
-        enable_report: Add a `RunReport` if ``callbacks`` has none: a page about the run in the logger's folder.
+        enable_checkpointing: Add a `ModelCheckpoint` if ``callbacks`` has none. Default: True.
+        enable_progress_bar: Add a `TQDMProgressBar` if ``callbacks`` has no progress bar. Default: True.
+        enable_model_summary: Add a `ModelSummary` if ``callbacks`` has none. Default: True.
+        enable_report: Add a `RunReport`, a page about the run in its folder, if ``callbacks`` has none. Default: True
+            if a logger has a folder.
         accumulate_grad_batches: Micro-batches per optimizer step. Default: 1.
-        gradient_clip_val: Limit of the gradients' norm or value in each optimizer step; None or 0 disables clipping.
+        gradient_clip_val: Maximum norm or absolute value of the gradients in each optimizer step; None or 0 disables
+            clipping.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
         deterministic: Use deterministic algorithms only; ``"warn"`` warns about operations without one.
         benchmark: Let cuDNN benchmark its algorithms.
-        float32_matmul_precision: Precision of float32 matrix products: ``"highest"``, or ``"high"`` or ``"medium"``
-            with fewer bits (TF32 or bfloat16 on GPUs that support it), which is several times faster. It applies to the
-            whole process. Default: the current setting, ``"highest"`` unless the script has changed it.
+        float32_matmul_precision: Precision of float32 matrix products: ``"highest"``, ``"high"`` or ``"medium"``. The
+            latter two use fewer bits (TF32 or bfloat16 on GPUs that support it) and are several times faster. The
+            setting applies to the whole process. Default: the current setting, ``"highest"`` unless the script has
+            changed it.
         inference_mode: Evaluate under ``torch.inference_mode`` rather than ``no_grad`` (not within ``fit``). Default:
             True.
-        use_distributed_sampler: Shard the data over the processes; set it to False if your loaders already shard the
-            data. Default: True.
+        use_distributed_sampler: Shard the data over the processes; set it to False if your dataloaders already shard
+            it. Default: True.
         sync_batchnorm: Compute the statistics of BatchNorm layers over all processes (DDP). Default: False.
         reload_dataloaders_every_n_epochs: Epochs between calls of the dataloader hooks; 0 calls them once. Default: 0.
-        detect_anomaly: Find the operation that produced a NaN gradient, which slows training down. Default: False.
+        detect_anomaly: Report the operation that produced a NaN gradient. This slows training down. Default: False.
         barebones: Disable everything that adds overhead: logging, checkpoints, progress bar, summary and sanity check.
             Default: False.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a `Profiler`.
@@ -132,13 +135,13 @@ class Trainer(LightningAliases):
 
     Attributes:
         accelerator: The `Accelerator` that the loop uses.
-        progress: The run's counters.
-        history: The curves of logged values, and how the time was spent; see `History`.
+        progress: Counters of the run; see `Progress`.
+        history: Curves of the logged values, and the time spent in each activity; see `History`.
         should_stop: Set it to True on any process to end the run after an optimizer step.
         interrupted: Whether Ctrl-C ended the last stage.
         sanity_checking: Whether the sanity check before training is running.
-        decided: The settings that ``fit`` announced when it began: devices, strategy, precision, effective batch,
-            steps, parameters.
+        decided: The settings that ``fit`` announced when it began: devices, strategy, precision, effective batch size,
+            steps and parameters.
 
     Raises:
         TypeError: If a flag does not exist; the message names the closest one.
@@ -342,17 +345,17 @@ class Trainer(LightningAliases):
         """Train a task, from the start or from a checkpoint.
 
         Args:
-            model: The task.
+            model: Task to train.
             train_dataloaders: The training dataloader or a data module. Dataloaders in a dict, list or tuple are read
                 together.
             val_dataloaders: The validation dataloader, or several.
-            datamodule: The data module, instead of dataloaders.
-            ckpt_path: The checkpoint to resume from: a path; ``"last"``, the latest intact one; ``"best"``; or
-                ``"auto"``: ``"last"`` if a checkpoint exists, else a fresh start. Default: a fresh start.
-            weights_only: Accepted for Lightning's signature; a checkpoint contains only data.
-            schedule: The source of learning rates and schedule after a resume: ``"saved"``, those of the checkpoint, or
-                ``"script"``, those that ``configure_optimizers`` returns, advanced to the checkpoint's step. Default:
-                the saved ones, with a warning if those of the script differ.
+            datamodule: Data module to use instead of dataloaders.
+            ckpt_path: Checkpoint to resume from: a path; ``"last"``, the latest intact one; ``"best"``; or ``"auto"``:
+                ``"last"`` if a checkpoint exists, else a fresh start. Default: a fresh start.
+            weights_only: Accepted for compatibility with Lightning; code in a checkpoint never runs.
+            schedule: Source of the learning rates and schedule after a resume: ``"saved"`` for those of the checkpoint,
+                or ``"script"`` for those that ``configure_optimizers`` returns, advanced to the checkpoint's step.
+                Default: the saved ones, with a warning if those of the script differ.
 
         Raises:
             ValueError: If ``schedule`` is set without ``ckpt_path``. Errors of the run itself are raised unchanged.
@@ -379,11 +382,12 @@ class Trainer(LightningAliases):
         """Run the validation and return the logged values.
 
         Args:
-            model: The task. Default: the task of the last ``fit``, at its best checkpoint.
-            dataloaders: The dataloader, several, or a data module.
-            ckpt_path: The checkpoint to load weights from: a path, ``"last"`` or ``"best"``.
+            model: Task to validate. Default: the task of the last stage, with the weights of its best checkpoint, if
+                any.
+            dataloaders: One dataloader, several, or a data module.
+            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``.
             verbose: Print the values. Default: True.
-            datamodule: The data module, instead of dataloaders.
+            datamodule: Data module to use instead of dataloaders.
             weights_only: See `fit`.
 
         Returns:
@@ -407,11 +411,11 @@ class Trainer(LightningAliases):
         """Run the test and return the logged values.
 
         Args:
-            model: The task. Default: the task of the last ``fit``, at its best checkpoint.
-            dataloaders: The dataloader, several, or a data module.
-            ckpt_path: The checkpoint to load weights from: a path, ``"last"`` or ``"best"``.
+            model: Task to test. Default: the task of the last stage, with the weights of its best checkpoint, if any.
+            dataloaders: One dataloader, several, or a data module.
+            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``.
             verbose: Print the values. Default: True.
-            datamodule: The data module, instead of dataloaders.
+            datamodule: Data module to use instead of dataloaders.
             weights_only: See `fit`.
 
         Returns:
@@ -435,16 +439,17 @@ class Trainer(LightningAliases):
         """Run the prediction and return the results of ``predict_step``.
 
         Args:
-            model: The task. Default: the task of the last ``fit``, at its best checkpoint.
-            dataloaders: The dataloader, several (the result is then a list of lists), or a data module.
-            datamodule: The data module, instead of dataloaders.
+            model: Task to predict with. Default: the task of the last stage, with the weights of its best checkpoint,
+                if any.
+            dataloaders: One dataloader, several (the result is then a list of lists), or a data module.
+            datamodule: Data module to use instead of dataloaders.
             return_predictions: False discards the results, for example if a callback writes them to files. Default:
                 True.
-            ckpt_path: The checkpoint to load weights from: a path, ``"last"`` or ``"best"``.
+            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``.
             weights_only: See `fit`.
 
         Returns:
-            The results of all processes' batches, on each process, in the dataset's order; None with
+            The results for the batches of all processes, in the dataset's order, on every process; None with
             ``return_predictions=False``.
 
         Raises:
@@ -498,13 +503,14 @@ class Trainer(LightningAliases):
 
         Args:
             filepath: Path of the checkpoint, a directory.
-            weights_only: Save the task's weights and hyperparameters only. Default: False.
+            weights_only: Save only the task's weights and hyperparameters. Default: False.
             trainable_only: See `Accelerator.save_state`. Default: False.
             blocking: See `Accelerator.save_state`. Default: True.
             also: See `Accelerator.save_state`.
 
         Raises:
-            ValueError: If no stage has run, so there is no task to save.
+            ValueError: If no stage has run, so that there is no task to save; if an optimizer step is in progress and
+                ``weights_only`` is False; or if a weight is not finite.
         """
         if self.task is None:
             raise ValueError("save_checkpoint needs a task. Call fit or another stage first.")
@@ -566,7 +572,7 @@ class Trainer(LightningAliases):
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches per optimizer step."""
+        """Number of micro-batches per optimizer step."""
         return self.accelerator.gradient_accumulation_steps
 
     @property
@@ -575,9 +581,9 @@ class Trainer(LightningAliases):
         return [prepared.optimizer for prepared in self.accelerator.optimizers]
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context that creates the parameters of a model on their final device and in their final dtype.
+        """Return a context manager that creates a model's parameters on their final device and in their final dtype.
 
-        See `Accelerator.init_module`. ``configure_model`` already runs in it.
+        See `Accelerator.init_module`. ``configure_model`` already runs in this context.
 
         Args:
             empty_init: Leave parameters uninitialized because a checkpoint will be loaded. Default: False.
@@ -598,14 +604,14 @@ class Trainer(LightningAliases):
 
     @property
     def num_training_batches(self) -> int | None:
-        """Micro-batches per epoch on this process; None if the number is unknown or nothing is trained."""
+        """Number of micro-batches per epoch on this process; None if it is unknown or nothing is trained."""
         if self.sources is None or (self.stage != "fit" and not self.sources.has_train):
             return None
         return self.sources.train.length
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole run; infinite if nothing limits it."""
+        """Number of optimizer steps in the whole run; infinite if nothing limits it."""
         batches = self.num_training_batches
         if self.max_epochs == -1 or batches is None:
             return self.max_steps if self.max_steps != -1 else float("inf")
@@ -618,7 +624,7 @@ class Trainer(LightningAliases):
 
     @property
     def has_validation(self) -> bool:
-        """True if ``fit`` validates: it has a non-empty dataloader, a ``validation_step``, and no limit of zero."""
+        """True if ``fit`` has a ``validation_step`` and a non-empty dataloader, and ``limit_val_batches`` is not 0."""
         if self.sources is None or self.task is None or self.limit_val_batches == 0:
             return False
         if not overrides(self.task, "validation_step"):
@@ -631,7 +637,7 @@ class Trainer(LightningAliases):
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """Logged values of the stage: epoch values of all processes, and this process's latest step values.
 
-        A name that is logged by step and by epoch has the value of the step until the epoch ends.
+        A name that is logged both by step and by epoch has the step's value until the epoch ends.
         """
         latest = self.metrics.latest()
         values = {**latest, **self.logbook.callback_values, **latest}  # the task's values come first, as in Lightning
@@ -643,7 +649,7 @@ class Trainer(LightningAliases):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Values that the progress bar shows. Synchronizes with the device."""
+        """Values that the progress bar shows. Reading them synchronizes with the device."""
         return {name: float(value) for name, value in self.collect_bar_values().items()}
 
     def collect_bar_values(self) -> dict[str, Any]:
@@ -693,33 +699,33 @@ class Trainer(LightningAliases):
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """Checkpoint callbacks."""
+        """All `ModelCheckpoint` callbacks."""
         return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """First checkpoint callback that saves during a successful run; with ``fast_dev_run`` it is idle."""
+        """First checkpoint callback that saves during a successful run; it is inactive with ``fast_dev_run``."""
         callbacks = self.checkpoint_callbacks or [c for c in self.idle_callbacks if isinstance(c, ModelCheckpoint)]
         return min(callbacks, key=lambda callback: isinstance(callback, OnExceptionCheckpoint), default=None)
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        """Early-stopping callbacks."""
+        """All `EarlyStopping` callbacks."""
         return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
-        """Progress bar, or None."""
+        """First progress bar among the callbacks, or None."""
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
     # -- for the loop and callbacks ------------------------------------------------------------------------------
 
     @contextmanager
     def logging_to(self, metrics: Metrics | None) -> Iterator[None]:
-        """Send values that the task and its nested tasks log to ``metrics`` within a context.
+        """Set ``metrics`` as the destination of values that the task and its nested tasks log, within a context.
 
         Args:
-            metrics: The destination; None makes ``log`` warn that it has no effect.
+            metrics: Destination; None makes ``log`` warn that it has no effect.
         """
         assert self.task is not None
         before = self.task._metrics

@@ -1,6 +1,6 @@
 """Treadle: a training framework for PyTorch.
 
-Each object is imported when its name is first used, so that unused parts cost no import time.
+Each object is imported when its name is first used, so that unused modules add no import time.
 """
 
 from __future__ import annotations

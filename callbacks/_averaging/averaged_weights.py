@@ -39,7 +39,7 @@ def average_equally(averages: list[Tensor], current: list[Tensor], count: int) -
     Args:
         averages: The averages, changed in place.
         current: The current values.
-        count: Number of values in the averages so far.
+        count: Number of values that the averages already include.
     """
     torch._foreach_lerp_(averages, current, 1 / (count + 1))
 

@@ -33,7 +33,7 @@ def plot(
         width: Characters per row, at least 24.
         height: Rows of the chart without title, axis and legend.
         ascii: Whether to draw with ASCII characters instead of braille characters, which have eight dots each.
-        colour: Whether to give each curve an ANSI colour.
+        colour: Whether to give each curve an ANSI color.
 
     Returns:
         The chart as lines of text.
@@ -103,7 +103,7 @@ class Canvas:
         """Return the rows of characters.
 
         Args:
-            colour: Whether to colour the characters.
+            colour: Whether to color the characters.
         """
         return [
             "".join(self._render_letter(row, column, colour) for column in range(self.columns))

@@ -1,4 +1,4 @@
-"""Configurations of files and overrides, merged and resolved. OmegaConf's grammar resolves ``${...}``."""
+"""Merging of files and overrides, and resolution of ``${...}`` with OmegaConf's grammar."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class Config:
 
     Attributes:
         root: The values, each with its source.
-        secrets: References by value for environment variables that look like secrets. The values are never written.
+        secrets: Mapping from the values of environment variables that look like secrets to the references that replace
+            them. These values are never written.
     """
 
     root: Value
@@ -73,7 +74,7 @@ class Config:
         """Return a section; None if it is missing or empty.
 
         Args:
-            name: The name of the section.
+            name: The name of the section, such as ``"trainer"``.
         """
         section = self.root.data.get(name)
         return None if section is None or section.data is None else section
@@ -107,14 +108,14 @@ def load(
     defaults: Mapping[str, Any] | None = None,
     earlier: tuple[str, str] | None = None,
 ) -> Config:
-    """Read, merge and resolve a configuration. Nothing in it is run, imported or built.
+    """Read, merge and resolve a configuration, without importing or building anything in it.
 
     Args:
         files: YAML files. A later file takes precedence.
-        overrides: ``key.path=value`` (lists by number, the value as in YAML), ``key.path+=value`` to append to a list,
-            ``~key.path`` to remove a key. They take precedence over the files.
-        defaults: Values that the files take precedence over.
-        earlier: Name and YAML of an earlier run's configuration, which comes before the files.
+        overrides: ``key.path=value`` (list items by index, the value as in YAML), ``key.path+=value`` to append to a
+            list, ``~key.path`` to remove a key. They take precedence over the files.
+        defaults: Values that ``earlier``, the files and the overrides override.
+        earlier: Name and YAML text of an earlier run's configuration, which the files override.
 
     Raises:
         ConfigError: If the configuration is invalid; the error names file, line and key.
@@ -132,7 +133,7 @@ def merge_sources(
     """Read and merge a configuration without resolving its references; see `load`.
 
     Args:
-        files: YAML files, or values from elsewhere.
+        files: YAML files, or values that have been parsed already.
         overrides: See `load`.
         defaults: See `load`.
         earlier: See `load`.
@@ -155,7 +156,8 @@ def resolve(root: Value, settings: Mapping[str, Value] | None = None) -> Config:
 
     Args:
         root: The return value of `merge_sources`.
-        settings: Values by dotted key, which take precedence. Like those of the command line, each must have an effect.
+        settings: Values by dotted key, which override the configuration. Like those of the command line, each must have
+            an effect.
 
     Raises:
         ConfigError: If the configuration is invalid; the error names file, line and key.
@@ -174,7 +176,7 @@ def resolve(root: Value, settings: Mapping[str, Value] | None = None) -> Config:
 
 
 def _parse_earlier_config(name: str, text: str) -> Value:
-    """Parse an earlier run's configuration. A ``ckpt_path`` that refers to its own checkpoints is dropped."""
+    """Parse an earlier run's configuration. Drop a ``ckpt_path`` that refers to the run's own checkpoints."""
     parsed = parse(text, name)
     if parsed is None or parsed.data is None:
         return Value({}, name)
@@ -210,11 +212,11 @@ def _apply_override(root: Value, override: str) -> Value:
 
 
 def parse_override_value(text: str, source: str = COMMAND_LINE) -> Value:
-    """Return the value of an override: YAML for a list, a mapping or quoted text, otherwise a single word.
+    """Parse the value of an override: a list, a mapping or quoted text as YAML, any other text as a scalar.
 
     Args:
         text: The text after ``=``, not empty.
-        source: The source of the value.
+        source: The source of the value. Default: the command line.
     """
     if text[0] in "[{\"'":
         parsed = parse(text, "its value", lines=False)
@@ -238,13 +240,13 @@ def _replace_sources(value: Value, new: Callable[[str], str]) -> Value:
 
 
 def parse_path(key: str) -> Path:
-    """Split a dotted key; LightningCLI's form (``model.init_args.lr``) is accepted, too.
+    """Split a dotted key into a path. LightningCLI's form (``model.init_args.lr``) is accepted, too.
 
     Args:
         key: The dotted key.
 
     Raises:
-        ConfigError: If it is not a key.
+        ConfigError: If ``key`` does not consist of words joined by dots.
     """
     parts = key.split(".")
     if not all(re.fullmatch(r"[\w-]+", part) for part in parts):
@@ -256,11 +258,12 @@ def resolve_references(root: Value, explicit: Container[str] = (COMMAND_LINE,)) 
     """Return the values with every ``${...}`` resolved.
 
     Args:
-        root: The values.
-        explicit: Sources whose values must have an effect.
+        root: The merged values.
+        explicit: Sources whose variables must be used by a reference. Default: the command line.
 
     Raises:
-        ConfigError: If a value is missing, or a reference cannot be resolved.
+        ConfigError: If a value is missing (``???``), a reference cannot be resolved, or an explicit variable is not
+            used.
     """
     leaves = {path: value for path, value in iterate_values(root) if isinstance(value.data, str)}
     missing = next(((path, value) for path, value in leaves.items() if value.data == "???"), None)
@@ -277,7 +280,7 @@ def resolve_references(root: Value, explicit: Container[str] = (COMMAND_LINE,)) 
 
 
 def _find_reference_error(text: str) -> str | None:
-    """Return the syntax error in a text's references; None if there is none."""
+    """Return a message about a syntax error in a text's references; None if they are valid."""
     for opened in _OPEN.finditer(text):
         resolver = _RESOLVER.match(text, opened.start())
         if resolver is None and _REFERENCE.match(text, opened.start()) is None:
@@ -296,7 +299,7 @@ def _find_reference_error(text: str) -> str | None:
 
 
 def _refuse_idle(root: Value, targets: set[Path], explicit: Container[str]) -> None:
-    """Raise a ConfigError for an explicitly set variable that no reference uses, because it would have no effect."""
+    """Raise a ConfigError if an explicitly set variable would have no effect, because no reference uses it."""
     section = root.data.get("vars")
     for path, value in iterate_values(section, ("vars",)) if section is not None else ():
         alone = not isinstance(value.data, dict | list) and value.source in explicit
@@ -310,7 +313,7 @@ def _refuse_idle(root: Value, targets: set[Path], explicit: Container[str]) -> N
 
 
 def _interpolate(value: Value, path: Path, carried: Any) -> Value:
-    """Return OmegaConf's interpolation of a text at a path."""
+    """Return the value at a path after OmegaConf has interpolated it."""
     text = value.data
     try:
         node = carried
@@ -356,7 +359,7 @@ class _References:
         self.resolved_values: dict[Path, Value] = {}
 
     def check(self, marked: Iterable[Path]) -> None:
-        """Raise ConfigError for references that are dangling, circular or unbounded, before any is expanded."""
+        """Raise a ConfigError for references that are dangling or circular, or that expand to too many values."""
         for path in marked:
             value = self.values[path]
             try:
@@ -389,7 +392,7 @@ class _References:
         return extent
 
     def find_target(self, path: Path, reference: str) -> Path:
-        """Return the path that a reference points to. Leading dots go up; one stays in the same mapping."""
+        """Return the path of a reference's target. One leading dot is the same mapping, each further dot its parent."""
         name = reference.lstrip(".")
         ups = len(reference) - len(name)
         target: Path = path[: max(0, len(path) - ups)] if ups else ()
@@ -410,10 +413,11 @@ class _References:
     def fill(self, path: Path, carried: Any) -> Value:
         """Return the value at a path with every reference resolved.
 
-        A text that is a single reference becomes the referenced value as it was written: ``1.10`` may be text.
+        If a text consists of a single reference, the referenced value is returned as it was written, so that ``1.10``
+        may be used as text.
 
         Args:
-            path: The path.
+            path: The path of the value.
             carried: All values as an OmegaConf object, which interpolates the other texts.
         """
         if path not in self.resolved_values:
@@ -428,7 +432,7 @@ class _References:
         return self.resolved_values[path]
 
     def _resolve_single(self, text: str, path: Path, carried: Any) -> Value | None:
-        """Return the value of a text that consists of one reference or variable; None for any other text."""
+        """Return the value of a text that is exactly one reference or variable; None for any other text."""
         source = self.values[path].source
         if text.startswith("$") and (reference := _REFERENCE.fullmatch(text)) is not None:
             return _replace_sources(self.fill(self.find_target(path, reference[1]), carried), lambda _: source)

@@ -1,4 +1,4 @@
-"""Values of a configuration. Each has a source."""
+"""Values of a configuration, each with its source."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DEFAULT = "default"
 
 
 class ConfigError(ValueError):
-    """Error in a configuration. The message is for the author of the configuration.
+    """Error in a configuration, with a message for the author of the configuration.
 
     Attributes:
-        problems: The problems, one by one.
+        problems: One message per problem.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -29,12 +29,12 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Value with its source.
+    """Value in a configuration, with its source.
 
     Attributes:
         data: A dict or list of values, or None, a bool, a number or a string.
         source: The place where it was written: ``"run.yaml:3"``, ``"command line"``, ``"default"``.
-        text: A plain scalar as it was written, for an argument of type str.
+        text: An unquoted scalar as it was written, for use in an argument of type str.
     """
 
     data: Any
@@ -43,15 +43,15 @@ class Value:
 
 
 def make_printable(text: str) -> str:
-    """Return a text that is safe to print: a terminal's control characters, which files may contain, are replaced."""
+    """Replace control characters in a text, which may come from a file, so that it is safe to print."""
     return "".join(letter if letter.isprintable() else "?" for letter in text.replace("\t", "    "))
 
 
 def split_at_secrets(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the parts of a text between secrets, each with the reference to the secret after it; "" at the end.
+    """Split a text at secrets. Yield each part with the reference for the secret after it, or with "" at the end.
 
     Args:
-        text: The text.
+        text: The text to split.
         secrets: Mapping from each secret to the reference that replaces it.
     """
     longest_first = sorted(secrets, key=len, reverse=True)
@@ -60,7 +60,7 @@ def split_at_secrets(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[st
 
 
 def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
-    """Return a message with each secret, including in the form of its ``repr``, replaced by its reference.
+    """Replace each secret in a message by its reference, including secrets in their ``repr`` form.
 
     Args:
         text: The message.
@@ -71,10 +71,10 @@ def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
 
 
 def make_value(data: Any, source: str) -> Value:
-    """Return plain data as values, all with the same source.
+    """Convert plain data to values that all have the same source.
 
     Args:
-        data: The data: dicts, lists and scalars.
+        data: Nested dicts, lists and scalars.
         source: The source of all values.
     """
     if isinstance(data, dict):
@@ -85,7 +85,7 @@ def make_value(data: Any, source: str) -> Value:
 
 
 def to_plain(value: Value) -> Any:
-    """Return a value as plain data."""
+    """Convert a value to plain data."""
     if isinstance(value.data, dict):
         return {key: to_plain(item) for key, item in value.data.items()}
     if isinstance(value.data, list):
@@ -97,8 +97,8 @@ def iterate_values(value: Value, path: Path = ()) -> Iterator[tuple[Path, Value]
     """Iterate over a value and all values below it, each with its path.
 
     Args:
-        value: The value.
-        path: The path of the value. Default: the root.
+        value: The value to start from.
+        path: The path of that value. Default: the root.
     """
     yield path, value
     entries: Iterable[tuple[Key, Value]] = ()
@@ -145,9 +145,10 @@ def normalize(value: Value) -> Value:
 
 
 def merge(before: Value, later: Value) -> Value:
-    """Merge two values: mappings key by key, otherwise the later one replaces the earlier one.
+    """Merge two values. Mappings are merged key by key; otherwise, the later value replaces the earlier one.
 
-    A mapping that names another class replaces the earlier mapping entirely: its arguments belonged to the other class.
+    A mapping that names another class replaces the earlier mapping entirely, because the earlier arguments belong to
+    the earlier class.
 
     Args:
         before: The earlier value.
@@ -166,7 +167,7 @@ def merge(before: Value, later: Value) -> Value:
 
 
 def expand_class_name(value: Value) -> Value:
-    """Return the mapping for a bare class name; any other value unchanged."""
+    """Convert a bare class name to a mapping with the key ``class``; return any other value unchanged."""
     parts = value.data.split(".") if isinstance(value.data, str) else [""]
     if all(part.isidentifier() for part in parts) and parts[-1][0].isupper():
         return Value({"class": value}, value.source)
@@ -174,16 +175,16 @@ def expand_class_name(value: Value) -> Value:
 
 
 def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -> Value:
-    """Return the values with a new one at ``path``, or without the one at ``path`` for None.
+    """Return the values with ``new`` at ``path``; if ``new`` is None, without the value at ``path``.
 
     Args:
-        root: The values, which are not changed.
-        path: The path, with numbers in lists.
-        new: The new value. Missing mappings on the path are created.
-        add: Whether to append it to the list at the path.
+        root: The values, which are not modified.
+        path: The path, which contains indices for list items.
+        new: The new value, or None to remove a value. Missing mappings on the path are created.
+        add: Whether to append ``new`` to the list at the path. Default: False.
 
     Raises:
-        ConfigError: If there is no such place.
+        ConfigError: If the path does not match the values, or if there is no value to remove.
     """
 
     def place(value: Value | None, done: int) -> Value | None:

@@ -1,4 +1,4 @@
-"""YAML files as values with line numbers. Loading never creates anything but plain data."""
+"""Loader of YAML files that creates plain data only, and records the line of each value."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_scalar(text: str) -> Any:
-    """Convert a plain scalar by YAML 1.2: ``3e-4`` is a number; ``no``, ``12:30`` and a date are text."""
+    """Convert a plain scalar by the rules of YAML 1.2: ``3e-4`` is a number; ``no``, ``12:30`` and dates are text."""
     if _NULL.fullmatch(text):
         return None
     if _BOOL.fullmatch(text):
@@ -49,13 +49,14 @@ def parse_scalar(text: str) -> Any:
 
 
 def read(file: str | Path) -> Value:
-    """Return the values of a file.
+    """Read a YAML file.
 
     Args:
         file: Path of the file.
 
     Raises:
-        ConfigError: If the file does not exist, is damaged or is harmful; the error names the line.
+        ConfigError: If the file does not exist, is empty or too large, or is not valid YAML. The error names the line
+            of a fault in the YAML.
     """
     value = parse(read_text(file), str(file))
     if value is None or value.data is None:
@@ -91,12 +92,12 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
     """Return the values parsed from a YAML text, or None if the text is empty.
 
     Args:
-        text: YAML: sections, unless ``lines`` is False.
+        text: The YAML text, which must contain sections unless ``lines`` is False.
         name: The file's name, for sources and errors.
-        lines: Whether sources have a line number.
+        lines: Whether sources include a line number. Default: True.
 
     Raises:
-        ConfigError: If the text is damaged or harmful; the error names the line.
+        ConfigError: If the text is not valid YAML or expands to too many values. The error names the line.
     """
     try:
         node = yaml.compose(text, _Loader)  # the syntax tree: tags are not executed
@@ -121,13 +122,13 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
 
 
 class _NodeReader:
-    """Reader of the nodes of one text."""
+    """Reader of the nodes of one YAML text, which limits the number of values."""
 
     def __init__(self, name: str, lines: bool) -> None:
         self.name, self.lines, self.count = name, lines, 0
 
     def read_value(self, node: yaml.Node, line: yaml.Mark | None = None) -> Value:
-        """Return the value of a node."""
+        """Return the value of a node, including everything nested in it."""
         source = _format_place(self.name, line or node.start_mark, self.lines)
         self.count += 1
         if self.count > MOST_VALUES:
@@ -224,7 +225,7 @@ def _explain_error(error: yaml.MarkedYAMLError, text: str) -> str:
 
 
 def _describe_missing(path: Path) -> str:
-    """Return why a path is not a file that can be read, with a suggestion."""
+    """Return the reason why a path is not a readable file, with a suggestion."""
     if path.is_dir():
         return "this is a folder. Name the file in it."
     try:

@@ -1,4 +1,4 @@
-"""Settings checked against annotations by LightningCLI's rules, and converted to namespaces."""
+"""Checks of settings by LightningCLI's rules, and their conversion to namespaces."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _YES_AND_NO = {"yes": True, "no": False}
 
 
 class SettingsChecker(Checker):
-    """Checker that accepts objects, merges into defaults and handles arguments that links supply.
+    """Checker that accepts objects, merges settings into defaults and handles arguments that links supply.
 
     Attributes:
         awaited: Paths whose values come from links that are applied when the objects are built.
@@ -53,13 +53,13 @@ class SettingsChecker(Checker):
     partial = False
 
     def make_trial(self) -> SettingsChecker:
-        """Return a checker of the same kind without problems."""
+        """Return a new checker of the same kind that has no problems yet."""
         trial = SettingsChecker(self.secrets)
         trial.awaited, trial.partial = self.awaited, self.partial
         return trial
 
     def check(self, value: Value, annotation: Any, path: Path, lenient: bool = True) -> Recipe | None:
-        """Return a recipe for a value of an annotated type. Report a problem and return None if it does not fit.
+        """Return a recipe for a value that fits an annotation. Report a problem and return None if it does not fit.
 
         Args:
             value: The value from the configuration.
@@ -84,7 +84,7 @@ class SettingsChecker(Checker):
         return super().check(value, annotation, path, lenient)
 
     def _check_union(self, value: Value, members: tuple[Any, ...], path: Path) -> Recipe | None:
-        """Return a recipe for one of several types; a class's short name takes precedence over text."""
+        """Return a recipe for a member of a union. A class's short name takes precedence over text."""
         for member in map(simplify, members) if isinstance(value.data, str) else ():
             if (
                 isinstance(member, type)
@@ -100,7 +100,7 @@ class SettingsChecker(Checker):
         """Return a recipe for an object, which a configuration file may describe.
 
         Args:
-            value: The object's settings, its class's name, or the path of a file.
+            value: The object's settings, its class's name, or the path of a file with its settings.
             base: The base class that the named class must extend.
             path: The value's path in the configuration.
             supplied: Names of arguments that are passed only when the object is built.
@@ -118,10 +118,10 @@ class SettingsChecker(Checker):
         supplied: Iterable[str] = (),
         partly: bool = False,
     ) -> dict[str, Recipe] | None:
-        """Return recipes for the arguments of a call. Report problems and return None if one is wrong.
+        """Return recipes for the arguments of a call. Report problems and return None if an argument is invalid.
 
         Args:
-            value: The value that holds the arguments.
+            value: The value that contains the arguments.
             argument_values: The values by argument name.
             takes: The signature of the call.
             name: The name of the class or function, for messages.
@@ -136,13 +136,13 @@ class SettingsChecker(Checker):
         return super().check_arguments(value, argument_values, takes, name, path, supplied, partly or self.partial)
 
     def _find_target(self, value: Value, base: Any, path: Path) -> Any:
-        """Return the class at a class path; a path in Lightning's packages leads to Treadle's class of that name."""
+        """Return the class at a class path. Paths in Lightning's packages are translated to Treadle's."""
         if isinstance(base, type) and value.data == base.__name__ and not catalog.is_shelved(base):
             return base
         return super()._find_target(replace(value, data=translate_class_path(str(value.data))), base, path)
 
     def _check_callable(self, value: Value, inner: tuple[Any, ...], annotation: Any, path: Path) -> Recipe | None:
-        """Return a recipe for a function, or for a class whose objects the function returns, without positionals."""
+        """Return a recipe for a function, or for a partial of a class if instances of the class are to be returned."""
         expanded = expand_class_name(value)
         returns = simplify(inner[-1]) if inner else Any
         kinds = tuple(kind for kind in typing.get_args(returns) or (returns,) if isinstance(kind, type))
@@ -164,8 +164,8 @@ def fits(item: Any, annotation: Any) -> bool:
     """Return whether an object matches an annotation, judged by its class.
 
     Args:
-        item: The object.
-        annotation: The type to check the value against.
+        item: The object to check.
+        annotation: The type annotation.
     """
     annotation = simplify(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
@@ -182,7 +182,7 @@ def fits(item: Any, annotation: Any) -> bool:
 
 
 def make_config(recipe: Recipe) -> Any:
-    """Return a checked value as a configuration: objects as namespaces with all defaults, other values converted."""
+    """Convert a checked value to a configuration, in which objects are namespaces with all defaults."""
     if isinstance(recipe, CollectionRecipe):
         return recipe.kind([make_config(item) for item in recipe.items])
     if isinstance(recipe, MappingRecipe):
@@ -202,7 +202,7 @@ def make_config(recipe: Recipe) -> Any:
 
 
 def make_default_config(default: Any) -> Any:
-    """Return an argument's default for a configuration: a dataclass as a namespace, any other value unchanged."""
+    """Convert an argument's default for a configuration: a dataclass or lazy instance to a namespace."""
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         fields = {field.name: getattr(default, field.name) for field in dataclasses.fields(default) if field.init}
         return Namespace({name: make_default_config(item) for name, item in fields.items()})
@@ -214,12 +214,12 @@ def make_default_config(default: Any) -> Any:
 
 
 def supply(recipe: Recipe, path: Path, value: Any) -> Recipe:
-    """Return a recipe with the value of an argument, which may belong to a nested object.
+    """Return a recipe in which an argument, possibly of a nested object, has a new value.
 
     Args:
         recipe: The recipe of the object.
         path: The path of the argument in the object.
-        value: The value from the configuration.
+        value: The value of the argument.
     """
     if not path:
         return PlainRecipe(Value(value, "linked"), value)
@@ -233,7 +233,7 @@ def supply(recipe: Recipe, path: Path, value: Any) -> Recipe:
 
 
 def make_arguments(recipe: ObjectRecipe) -> Namespace:
-    """Return the arguments of an object that is built later, with the objects among them built."""
+    """Return the configuration of an object that is not built itself, with the objects in its arguments built."""
     config = make_config(recipe)
     arguments = config.init_args if recipe.name else config
     for name, argument in recipe.arguments.items():
@@ -249,7 +249,7 @@ def look_up(configs: Namespace, key: str) -> Any:
         key: The dotted key of the source.
 
     Raises:
-        ConfigError: If there is no such value.
+        ConfigError: If the source does not exist.
     """
     value: Any = configs
     for part in key.split("."):

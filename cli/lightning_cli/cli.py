@@ -30,32 +30,35 @@ ArgsType = list[str] | dict[str, Any] | Namespace | None
 class LightningCLI:
     """Command line built from the arguments of a Trainer, a task and a data module.
 
-    Building one parses the command line, builds the objects and runs the subcommand.
+    The constructor parses the command line, builds the objects and runs the subcommand.
 
     Args:
-        model_class: The task's class, or a function that returns a task. Default: None, the settings name it.
-        datamodule_class: The data module's class, or a function that returns one. Default: None, the settings may name
+        model_class: The task's class, or a function that returns a task. Default: None, so that the settings must name
             it.
-        save_config_callback: The callback that saves the configuration. None writes no such file.
+        datamodule_class: The data module's class, or a function that returns a data module. Default: None, so that the
+            settings may name it.
+        save_config_callback: Class of the callback that saves the configuration. None disables saving.
         save_config_kwargs: Arguments of that callback.
         trainer_class: A subclass of Trainer, or a function that returns a Trainer.
-        trainer_defaults: Defaults of the Trainer's arguments. Callbacks among them are always added.
-        seed_everything_default: The seed. True selects the usual one, False leaves the RNG state unchanged.
-        parser_kwargs: Arguments of the parser; those of a subcommand's parser under the subcommand's name.
+        trainer_defaults: Defaults of the Trainer's arguments. Callbacks among them are added to those of the settings.
+        seed_everything_default: Default of ``--seed_everything``. True selects the default seed; False leaves the RNG
+            state unchanged.
+        parser_kwargs: Arguments of the parser. Arguments of a subcommand's parser are nested under the subcommand's
+            name.
         parser_class: A subclass of `LightningArgumentParser`.
         subclass_mode_model: Whether the settings may name a subclass of ``model_class``.
         subclass_mode_data: Whether the settings may name a subclass of ``datamodule_class``.
         args: The command line as a list, or settings as a dict. Default: ``sys.argv``.
-        run: Whether the command line names a subcommand, which is run. Otherwise the objects are only built.
+        run: Whether the command line names a subcommand to run. If False, the objects are only built.
         auto_configure_optimizers: Whether ``--optimizer`` and ``--lr_scheduler`` are accepted and used.
         load_from_checkpoint_support: Accepted and ignored: `save_hyperparameters` always stores plain data.
-        save_config_overwrite: The callback's argument ``overwrite``, as before Lightning 2.
+        save_config_overwrite: The callback's argument ``overwrite``, under its name before Lightning 2.
 
     Attributes:
         parser: The parser.
         config: The parsed configuration; with a subcommand, below its name.
-        config_init: The same configuration with objects built.
-        model, datamodule, trainer: The objects.
+        config_init: The same configuration, with its objects built.
+        model, datamodule, trainer: The objects that were built.
         subcommand: The subcommand; None with ``run=False``.
 
     Example:
@@ -138,7 +141,7 @@ class LightningCLI:
         """Create ``self.parser``, its subcommands and its arguments.
 
         Args:
-            add_subcommands: Whether to add subcommands. Otherwise the arguments are the parser's own.
+            add_subcommands: Whether to add subcommands. If False, the arguments are added to the main parser.
             main_kwargs: Arguments of the main parser.
             subparser_kwargs: Arguments of each subcommand's parser, by subcommand.
         """
@@ -175,7 +178,7 @@ class LightningCLI:
         parser.add_lightning_class_args(self.datamodule_class or DataModule, "data", self.subclass_mode_data, required)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add further arguments and links. Does nothing; subclasses override it.
+        """Add further arguments and links. Does nothing unless a subclass overrides it.
 
         Args:
             parser: The parser to add them to.
@@ -194,7 +197,7 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands, which are methods of the Trainer, each with the arguments that no option sets."""
+        """Return the Trainer's methods that are subcommands, each with the arguments that have no option."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -223,7 +226,7 @@ class LightningCLI:
         """Link the optimizers and schedulers that were added with ``link_to``.
 
         Args:
-            parser: The parser they were added to.
+            parser: The parser to which they were added.
         """
         for key, (classes, link_to) in {**parser._optimizers, **parser._lr_schedulers}.items():
             if link_to != "AUTOMATIC":
@@ -247,7 +250,7 @@ class LightningCLI:
             self.config = parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
-        """Replace the model's settings with the hyperparameters saved in the checkpoint that ``ckpt_path`` names."""
+        """Override the model's settings with the hyperparameters saved in the checkpoint at ``ckpt_path``."""
         subcommand = self.config.get("subcommand")
         path = self.config[subcommand].get("ckpt_path") if subcommand else None
         if not path or not os.path.exists(path):
@@ -286,7 +289,7 @@ class LightningCLI:
     # -- the objects -------------------------------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
-        """Run before the objects are built. Does nothing; subclasses override it."""
+        """Run custom code before the objects are built. Does nothing unless a subclass overrides it."""
 
     def instantiate_classes(self) -> None:
         """Build the task, the data module and the Trainer."""
@@ -297,13 +300,13 @@ class LightningCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Run after the objects are built. Does nothing; subclasses override it."""
+        """Run custom code after the objects are built. Does nothing unless a subclass overrides it."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer from the configuration and return it.
 
         Args:
-            **kwargs: Arguments that override the configuration's.
+            **kwargs: Arguments that override those of the configuration.
         """
         parser = self._parser(self.subcommand)
         extra_callbacks = [self._get(self.config_init, key) for key in parser.callback_keys]
@@ -332,7 +335,7 @@ class LightningCLI:
     def configure_optimizers(
         lightning_module: TaskModule, optimizer: Optimizer, lr_scheduler: LRScheduler | None = None
     ) -> Any:
-        """Return the value that the task's ``configure_optimizers`` is to return. Subclasses may override it.
+        """Return the value for the task's ``configure_optimizers`` to return. Subclasses may override this method.
 
         Args:
             lightning_module: The task.

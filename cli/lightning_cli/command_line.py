@@ -18,7 +18,7 @@ from .settings import VARIABLE, make_settings, merge, parse_value, translate_cla
 
 
 class Parser(Protocol):
-    """Part of `LightningArgumentParser` that parsing a command line needs."""
+    """Part of `LightningArgumentParser` that is needed to parse a command line."""
 
     prog: str
     env_prefix: str
@@ -66,13 +66,13 @@ def read_command_line(parser: Parser, words: list[str], base: Namespace | None =
     """Return the configuration that a command line specifies.
 
     Args:
-        parser: The parser.
-        words: The words of the command line.
+        parser: The parser that declares the options.
+        words: The command-line arguments.
         base: A configuration to merge the command line into. Default: None.
 
     Raises:
-        ConfigError: If an option is wrong; the error names the option, the value and the rule.
-        SystemExit: After help and ``--print_config``.
+        ConfigError: If an option is invalid; the error names the option, the value and the rule.
+        SystemExit: After the help or the configuration is printed.
     """
     reader = _Reader(parser, words)
     root = parser.start() if base is None else make_settings(base, "configuration")
@@ -101,11 +101,11 @@ def choose_subcommand(parser: Parser, root: Value) -> str:
     """Return the subcommand that files or the environment name.
 
     Args:
-        parser: The parser.
+        parser: The parser that has the subcommands.
         root: The settings.
 
     Raises:
-        ConfigError: If no subcommand is named.
+        ConfigError: If no subcommand, or an unknown one, is named.
     """
     named = root.data.get("subcommand")
     if named is None and parser.default_env:
@@ -127,9 +127,9 @@ class _Reader:
     """Reader of the options of one parser.
 
     Attributes:
-        words: The words that are left.
+        words: The words that have not been read.
         subcommand: The subcommand that ended the options.
-        shown: How to print the configuration instead of running; None to run.
+        shown: Options for printing the configuration instead of running; None to run.
     """
 
     def __init__(self, parser: Parser, words: list[str]) -> None:

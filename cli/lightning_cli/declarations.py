@@ -16,17 +16,18 @@ from .settings import Path, find_class, find_shape, is_word, make_default, make_
 
 @dataclass
 class Option:
-    """Single option.
+    """Single option of a parser.
 
     Attributes:
         key: Its dotted key.
         argument: Its annotation and default.
         required: Whether it must be set.
         help: Its description in the help.
-        convert: A function that converts a word to its value.
+        convert: Function that converts the text of a value; None for the annotated type.
         choices: The allowed values.
-        instantiate: Whether `instantiate_classes` builds the object, if it is one.
-        untyped: Whether a word remains text, as in argparse; a file's value is not converted.
+        instantiate: Whether `instantiate_classes` builds the object that the value describes.
+        untyped: Whether a value from the command line or environment remains text, as in argparse. A value from a file
+            keeps its YAML type.
     """
 
     key: str
@@ -46,16 +47,16 @@ class Option:
         """Return the argument at ``path``, relative to this option.
 
         Args:
-            path: The path.
+            path: The path, relative to this option.
             value: The settings of the option.
         """
         return _follow(self.argument, path, value)
 
     def check(self, checker: SettingsChecker, value: Value | None) -> Recipe | None:
-        """Return a recipe for the option's value. Report a problem and return None if it is wrong.
+        """Return a recipe for the option's value. Report a problem and return None if the value is invalid.
 
         Args:
-            checker: Collects problems.
+            checker: Checker that collects the problems.
             value: The settings of the option; None for the default.
         """
         path = (self.key,)
@@ -91,14 +92,15 @@ class ClassGroup:
 
     Attributes:
         key: The dotted key.
-        bases: The class, or the classes of which an object's class must extend one.
+        bases: The class; in subclass mode, the classes of which the named class must extend at least one.
         subclass_mode: Whether the settings name the class.
         required: Whether the settings must name a class in subclass mode.
-        skip: Arguments that are not part of the settings.
+        skip: Names of arguments that are not part of the settings.
         instantiate: Whether `instantiate_classes` builds the object.
-        open: Whether names are accepted that the signature does not have. False for the Trainer, which refuses them.
+        open: Whether arguments outside the signature are accepted if the class has ``**kwargs``. False for the Trainer.
         help: Its description in the help.
-        ignored_nulls: Names of Lightning's arguments that the class does not have, for which null is accepted.
+        ignored_nulls: Names of Lightning's arguments that the class does not have. For these, null is accepted and
+            ignored.
     """
 
     key: str
@@ -121,7 +123,7 @@ class ClassGroup:
         """Return the argument at ``path``, relative to this group.
 
         Args:
-            path: The path.
+            path: The path, relative to this group.
             value: The settings of the group.
         """
         target = self.bases[0]
@@ -138,7 +140,7 @@ class ClassGroup:
         """Return a recipe for the group's object. Report a problem and return None if it cannot be built.
 
         Args:
-            checker: Collects problems.
+            checker: Checker that collects the problems.
             value: The settings of the group; None if nothing is set.
         """
         path: Path = tuple(self.key.split("."))
@@ -169,7 +171,7 @@ class ClassGroup:
     def _report_absent_flags(
         self, checker: SettingsChecker, entries: dict[Any, Value], takes: Signature, path: Path
     ) -> dict[Any, Value]:
-        """Report flags that the Trainer does not have, with their replacement, and return the others."""
+        """Report flags that the Trainer does not have, with their replacements, and return the remaining flags."""
         for name, item in entries.items():
             if name not in takes.arguments:
                 try:
@@ -211,7 +213,7 @@ class Link:
     Attributes:
         sources: Dotted keys of the sources.
         target: The dotted key that receives the value.
-        compute: Computes the value from the sources' values; None for a single source's value itself.
+        compute: Function that computes the value from the sources' values. None uses the value of a single source.
         at_instantiation: Whether the sources are built objects or their attributes.
     """
 
@@ -224,7 +226,7 @@ class Link:
         """Return the target's value.
 
         Args:
-            find_source: Returns the value of a source by its dotted key.
+            find_source: Function that returns the value of a source, given its dotted key.
         """
         values = [find_source(source) for source in self.sources]
         return values[0] if self.compute is None else self.compute(*values)
@@ -240,10 +242,10 @@ def order_by_links(declared: Mapping[str, Declared], links: list[Link]) -> list[
 
     Args:
         declared: Options and groups by key.
-        links: The links.
+        links: The links between these keys.
 
     Raises:
-        ValueError: If the links form a circle.
+        ValueError: If the links form a cycle.
     """
     needs: dict[str, set[str]] = {key: set() for key in declared}
     for link in links:
@@ -270,10 +272,10 @@ def find_owner(declared: Mapping[str, Declared], key: str) -> str:
 
     Args:
         declared: Options and groups by key.
-        key: The dotted key.
+        key: The dotted key, such as ``"model.lr"``.
 
     Raises:
-        ValueError: If there is no such key.
+        ValueError: If the key does not belong to an option or group.
     """
     owner = max((name for name in declared if key == name or key.startswith(f"{name}.")), key=len, default=None)
     if owner is None:
@@ -297,7 +299,7 @@ def _follow(argument: Argument, path: Path, value: Value | None) -> Argument | N
 
 
 def read_return_annotation(function: Callable[..., Any]) -> Any:
-    """Return the annotation of a function's return value; None without one."""
+    """Return the annotation of a function's return value; None if it has none."""
     try:
         return get_type_hints(function).get("return")
     except NameError:  # imported for type checkers only

@@ -28,10 +28,10 @@ def format_help(
     """Return the help of a parser.
 
     Args:
-        usage: The first line. Default: None, the standard line.
+        usage: The first line; None for the standard line.
         prog: The name of the program.
         description: The program's description.
-        declared: The parser's options.
+        declared: The parser's options and groups by key.
         subcommands: The subcommands' parsers by name.
     """
     words = "SUBCOMMAND [options]" if subcommands else "[options]"

@@ -19,12 +19,12 @@ def apply_link(
     section: Value | None,
     configs: Namespace,
 ) -> Value | None:
-    """Return a section with the value of a link in it.
+    """Return a section in which the link's target has the value of the link.
 
     Args:
         declared_by_key: All options and groups of the parser.
-        checker: Collects problems.
-        link: The link.
+        checker: Checker that collects the problems.
+        link: The link to apply.
         key: The key of the option or group that the link's target belongs to.
         section: The settings of that option or group.
         configs: The configurations of the options and groups that have been checked.

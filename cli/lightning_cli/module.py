@@ -1,4 +1,4 @@
-"""Construction of a task from the settings that LightningCLI has for it."""
+"""Construction of a task from its LightningCLI settings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def instantiate_module(class_type: type, config: Mapping[str, Any]) -> Any:
     """Build an object of a class from its settings.
 
     Args:
-        class_type: The class, or a base class of the one that ``config["_class_path"]`` names.
+        class_type: The class, or a base class of the class that ``config["_class_path"]`` names.
         config: The arguments by name.
 
     Returns:
-        The object.
+        The object that was built.
 
     Raises:
-        ConfigError: If an argument does not fit.
+        ConfigError: If an argument is invalid.
     """
     parser = LightningArgumentParser(exit_on_error=False)
     settings = dict(config)

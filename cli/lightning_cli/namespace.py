@@ -14,7 +14,7 @@ class Namespace(argparse.Namespace):
 
     Args:
         entries: Values by name or dotted name. Mappings are kept as mappings.
-        named: Further values.
+        named: Further values by name.
     """
 
     def __init__(self, entries: Mapping[str, Any] | argparse.Namespace | None = None, **named: Any) -> None:
@@ -61,7 +61,7 @@ class Namespace(argparse.Namespace):
 
         Args:
             key: The dotted key.
-            default: The value for a missing key.
+            default: The value for a missing key. Default: None.
         """
         try:
             return self[key]
@@ -73,10 +73,10 @@ class Namespace(argparse.Namespace):
 
         Args:
             key: The dotted key.
-            default: The value for a missing key. Default: none, which raises KeyError.
+            default: The value for a missing key. If it is not passed, a missing key raises KeyError.
 
         Raises:
-            KeyError: If there is no such key and no default.
+            KeyError: If the key is missing and ``default`` is not passed.
         """
         value = self.get(key, default)
         if value is _MISSING:

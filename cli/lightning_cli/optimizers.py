@@ -19,7 +19,7 @@ class ReduceLROnPlateau(schedulers.ReduceLROnPlateau):
     """PyTorch's `ReduceLROnPlateau` with the name of the metric that it monitors.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The optimizer whose learning rates are reduced.
         monitor: Name of the metric.
         mode: As in PyTorch.
         factor: As in PyTorch.
@@ -65,14 +65,14 @@ def instantiate_class(args: Any, init: Mapping[str, Any] | argparse.Namespace) -
     """Build an object from its settings and from positional arguments that the settings do not contain.
 
     Args:
-        args: A tuple of positional arguments, or a single one.
+        args: A tuple of positional arguments, or a single argument.
         init: ``{"class_path": ..., "init_args": {...}}``.
 
     Returns:
-        The object.
+        The object that was built.
 
     Raises:
-        ConfigError: If ``class_path`` is missing or names no class that can be imported.
+        ConfigError: If ``class_path`` is missing or cannot be imported.
 
     Example:
         >>> import torch

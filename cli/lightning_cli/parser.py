@@ -53,7 +53,7 @@ _PEER_FLAGS = frozenset({"model_registry"})
 
 
 class ActionConfigFile(argparse.Action):
-    """Marker of the option that reads files: ``parser.add_argument("--config", action=ActionConfigFile)``."""
+    """Action of an option that reads files: ``parser.add_argument("--config", action=ActionConfigFile)``."""
 
 
 class LightningArgumentParser:
@@ -66,8 +66,8 @@ class LightningArgumentParser:
         prog: The program's name in the help. Default: the script's.
         default_config_files: Files that are read before all others, if they exist. Their names may contain ``*``.
         parser_mode: ``"omegaconf"`` resolves ``${...}``; in ``"yaml"`` and ``"json"`` it is plain text.
-        exit_on_error: Whether an error ends the program with status 2. Otherwise the error is raised.
-        dump_header: First lines of a written configuration, as comments. Default: Treadle's version.
+        exit_on_error: Whether an error exits the program with status 2. If False, the error is raised.
+        dump_header: Comment lines at the top of a written configuration. Default: Treadle's version.
         epilog: Last lines of the help.
         usage: The usage line of the help.
 
@@ -136,18 +136,18 @@ class LightningArgumentParser:
         Args:
             *names: ``"--key"``, ``"--group.key"``, and short forms.
             type: An annotation such as ``int`` or ``list[int] | None``, a class, or a function that converts a word.
-            default: The value if it is not set.
-            required: Whether it must be set.
-            help: Its description in the help.
+            default: The value if the option is not set.
+            required: Whether the option must be set.
+            help: The option's description in the help.
             choices: The allowed values.
             nargs: ``"+"``, ``"*"`` or a number, for a list; ``"?"`` for a single value.
             action: ``"store_true"``, ``"store_false"`` or `ActionConfigFile`.
-            dest: The key. Default: the longest name.
+            dest: The option's key. Default: the longest name.
             const: Accepted as in argparse, and ignored.
             metavar: Accepted as in argparse, and ignored.
 
         Raises:
-            ValueError: If the argument is positional, or the action is unknown.
+            ValueError: If the argument is positional or the action is unknown.
         """
         if not names or not all(name.startswith("-") for name in names):
             raise ValueError(f"add_argument{names!r}: positional arguments are not supported. Name it --{names[0]}.")
@@ -197,7 +197,7 @@ class LightningArgumentParser:
             nested_key: The group's dotted key. Default: None, the top level.
             as_group: Accepted and ignored.
             as_positional: Accepted and ignored.
-            skip: Names of arguments to skip; a number skips that many from the first.
+            skip: Names of arguments to skip. A number skips that many leading arguments.
             instantiate: Whether `instantiate_classes` builds the object.
             fail_untyped: Accepted and ignored.
             sub_configs: Accepted and ignored.
@@ -253,11 +253,11 @@ class LightningArgumentParser:
             baseclass: The class that the named class must extend, or a tuple of classes.
             nested_key: The object's dotted key.
             as_group: Accepted and ignored.
-            skip: Arguments that the object gets by other means.
+            skip: Names of arguments that are supplied when the object is built.
             instantiate: Whether `instantiate_classes` builds the object.
             required: Whether the settings must name a class.
             help: The object's description in the help.
-            default: The object if none is named, as ``{"class_path": ..., "init_args": {...}}``.
+            default: The object to build if the settings name none, as ``{"class_path": ..., "init_args": {...}}``.
             fail_untyped: Accepted and ignored.
             **unused: Accepted and ignored.
 
@@ -283,7 +283,7 @@ class LightningArgumentParser:
         """Add the arguments of a method, each as a single option.
 
         Args:
-            theclass: The class.
+            theclass: The class that has the method.
             themethod: The method's name.
             nested_key: Prefix of the dotted keys. Default: None, the top level.
             skip: Names of arguments to skip.
@@ -309,7 +309,7 @@ class LightningArgumentParser:
         Args:
             lightning_class: The class, or a function that returns such an object.
             nested_key: The group's dotted key.
-            subclass_mode: Whether the settings name the class, which must extend this one.
+            subclass_mode: Whether the settings name the class, which must extend ``lightning_class``.
             required: Whether the settings must name a class in subclass mode.
 
         Returns:
@@ -339,7 +339,7 @@ class LightningArgumentParser:
         """Add the arguments of an optimizer.
 
         Args:
-            optimizer_class: A class, or a tuple of classes, one of which the class in the settings must extend.
+            optimizer_class: A class, or a tuple of classes. The class in the settings must extend one of them.
             nested_key: The group's dotted key.
             link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes it the
                 task's optimizer.
@@ -358,7 +358,7 @@ class LightningArgumentParser:
         """Add the arguments of a learning rate scheduler.
 
         Args:
-            lr_scheduler_class: A class, or a tuple of classes, one of which the class in the settings must extend.
+            lr_scheduler_class: A class, or a tuple of classes. The class in the settings must extend one of them.
             nested_key: The group's dotted key.
             link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes it the
                 task's scheduler.
@@ -391,18 +391,18 @@ class LightningArgumentParser:
         compute_fn: Callable[..., Any] | None = None,
         apply_on: str = "parse",
     ) -> None:
-        """Give an argument the value of other arguments. It cannot be set in any other way.
+        """Derive the value of an argument from other arguments. The argument cannot be set in any other way.
 
         Args:
-            source: A dotted key, or a tuple of them.
+            source: A dotted key, or a tuple of dotted keys.
             target: The dotted key of the argument.
-            compute_fn: Computes the value from the sources' values; required for several sources.
-            apply_on: ``"parse"``: the sources are settings. ``"instantiate"``: they are built objects or attributes of
-                them.
+            compute_fn: Function that computes the value from the sources' values. Required for several sources.
+            apply_on: ``"parse"`` if the sources are settings; ``"instantiate"`` if they are built objects or attributes
+                of built objects.
 
         Raises:
-            ValueError: If a key was not added, several sources have no function, ``apply_on`` is unknown, or ``target``
-                is linked already.
+            ValueError: If a key was not added, several sources are linked without ``compute_fn``, ``apply_on`` is
+                unknown, ``target`` is linked already, or the links form a cycle.
         """
         sources = (source,) if isinstance(source, str) else tuple(source)
         if apply_on not in ("parse", "instantiate"):
@@ -419,11 +419,11 @@ class LightningArgumentParser:
         )
 
     def set_defaults(self, *mappings: Mapping[str, Any], **named: Any) -> None:
-        """Set values by dotted key. Files, environment and command line override them.
+        """Set defaults by dotted key. Files, environment variables and the command line override them.
 
         Args:
-            *mappings: Values by dotted key.
-            **named: Values by key.
+            *mappings: Defaults by dotted key.
+            **named: Defaults by key.
 
         Raises:
             ValueError: If a key was not added.
@@ -434,7 +434,7 @@ class LightningArgumentParser:
                 self.defaults = self.place(self.defaults, key, make_settings(value, "set_defaults"))
 
     def get_defaults(self, skip_validation: bool = False) -> Namespace:
-        """Return the configuration if nothing is set.
+        """Return the configuration without a command line: defaults, default files and environment variables.
 
         Args:
             skip_validation: Accepted and ignored.
@@ -450,11 +450,11 @@ class LightningArgumentParser:
         return self.get_defaults().get(key)
 
     def add_subcommands(self, required: bool = True, dest: str = "subcommand", **unused: Any) -> Subcommands:
-        """Return the object whose ``add_subcommand`` adds a subcommand with its own parser; arguments are ignored."""
+        """Return an object to which subcommands with their own parsers can be added. The arguments are ignored."""
         return Subcommands(self)
 
     def add_argument_group(self, *unused: Any, **also_unused: Any) -> LightningArgumentParser:
-        """Return this parser and ignore the arguments: groups only order argparse's help."""
+        """Return this parser. The arguments are ignored, because groups only arrange argparse's help."""
         return self
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -467,7 +467,8 @@ class LightningArgumentParser:
             namespace: A configuration to merge the command line into. Default: None.
 
         Raises:
-            SystemExit: After help and ``--print_config``, and for an error unless ``exit_on_error=False``.
+            SystemExit: After the help or the configuration is printed, and after an error unless
+                ``exit_on_error=False``.
         """
         words = list(sys.argv[1:] if args is None else args)
         return self._guard(lambda: read_command_line(self, [str(word) for word in words], namespace))
@@ -490,10 +491,10 @@ class LightningArgumentParser:
         return self._guard(lambda: self._finish_any(merge(self.start(), read_settings(cfg_path))))
 
     def parse_string(self, cfg_str: str) -> Namespace:
-        """Return the configuration that a text specifies.
+        """Return the configuration that a YAML text specifies.
 
         Args:
-            cfg_str: The text, in YAML.
+            cfg_str: The YAML text.
         """
         parsed = parse(cfg_str, "text")
         return self._guard(lambda: self._finish_any(merge(self.start(), normalize(parsed or Value({}, "text")))))
@@ -514,7 +515,7 @@ class LightningArgumentParser:
         return self._finish_any(root)
 
     def _finish_any(self, root: Value) -> Namespace:
-        """Return the checked configuration; with subcommands, that of the chosen subcommand."""
+        """Return the checked configuration, including that of the chosen subcommand, if any."""
         if not self.subcommands:
             return self.finish(root)
         name = choose_subcommand(self, root)
@@ -541,7 +542,7 @@ class LightningArgumentParser:
         sys.exit(report_error(self.prog, ConfigError(*others, f"{last}\n`{self.prog} --help` lists the options.")))
 
     def start(self) -> Value:
-        """Return the settings before any command line: defaults, default files, environment."""
+        """Return the settings that precede the command line: defaults, default files and environment variables."""
         root = self.defaults
         for pattern in self.default_config_files:
             folder = FilePath(pattern).expanduser()
@@ -556,7 +557,7 @@ class LightningArgumentParser:
         return root
 
     def _iterate_variables(self) -> Iterator[tuple[str, str]]:
-        """Iterate over the keys that environment variables can set and the variables' names, files first."""
+        """Iterate over keys and the names of the environment variables that set them. Keys of files come first."""
         keys = [*self.config_keys, *self.declared]
         for key, declared in self.declared.items():
             if isinstance(declared, ClassGroup) and not declared.subclass_mode:
@@ -565,7 +566,7 @@ class LightningArgumentParser:
             yield key, f"{self.env_prefix}_{key}".upper().replace(".", "__")
 
     def merge_file(self, root: Value, file: str | FilePath) -> Value:
-        """Return the settings with those of a file merged into them.
+        """Return the settings with a file's settings merged into them.
 
         Args:
             root: The settings.
@@ -584,7 +585,7 @@ class LightningArgumentParser:
             key: The dotted key.
             value: The new value.
             add: Whether to append the value to the list at the key.
-            merging: Whether to merge a mapping into the one at the key.
+            merging: Whether to merge a mapping into the mapping at the key.
         """
         path: Path = tuple("class" if part == "class_path" else part for part in key.split(".") if part != "init_args")
         if key in self.declared and isinstance(self.declared[key], ClassGroup):
@@ -601,7 +602,7 @@ class LightningArgumentParser:
         return argument is not None and find_shape(argument.type) is None
 
     def _find_default(self, root: Value, path: Path) -> Value | None:
-        """Return the default of the argument at a path, to merge into."""
+        """Return the default of the argument at a path, into which settings can be merged."""
         argument = self._find_argument(root, path)
         return None if argument is None else make_default(argument)
 
@@ -633,7 +634,7 @@ class LightningArgumentParser:
         return config
 
     def _remove_target(self, config: Namespace, link: Link) -> None:
-        """Remove the value of a link from a configuration."""
+        """Remove the value of a link's target from a configuration."""
         owner = find_owner(self.declared, link.target)
         rest = ".".join(map(str, link.path[len(owner.split(".")) :]))
         for key in (f"{owner}.{rest}", f"{owner}.init_args.{rest}") if rest else (owner,):
@@ -683,12 +684,12 @@ class LightningArgumentParser:
         """Return the configuration with its objects built.
 
         Args:
-            cfg: A parsed configuration. Its values may have been changed.
-            instantiate_groups: Whether groups of arguments become objects. Otherwise only the objects nested in them
-                do.
+            cfg: A parsed configuration, whose values may have been modified.
+            instantiate_groups: Whether groups of arguments become objects. If False, only the objects nested in them
+                are built.
 
         Raises:
-            ConfigError: If a changed value does not fit.
+            ConfigError: If a modified value is invalid.
         """
         built = cfg.clone()
         for name, parser in self.subcommands.items():
@@ -764,12 +765,12 @@ class LightningArgumentParser:
         overwrite: bool = False,
         **options: Any,
     ) -> None:
-        """Write a configuration to a file, atomically.
+        """Write a configuration to a file atomically.
 
         Args:
             cfg: The configuration.
-            path: The file.
-            format: ``"yaml"`` or ``"json"``. Default: by the file's suffix.
+            path: Path of the file.
+            format: ``"yaml"`` or ``"json"``. Default: JSON if the file's suffix is ``.json``, otherwise YAML.
             skip_none: Whether to omit null values.
             overwrite: Whether to replace an existing file.
             **options: Further arguments of `dump`.
@@ -786,7 +787,7 @@ class LightningArgumentParser:
         os.replace(draft, file)  # a concurrent reader sees the complete file or none
 
     def format_help(self) -> str:
-        """Return the text of the help."""
+        """Return the help text."""
         return format_help(self.usage, self.prog, self.description, self.declared, self.subcommands) + (
             self.epilog or ""
         )

@@ -19,12 +19,11 @@ class SaveConfigCallback(Callback):
 
     Args:
         parser: The parser that produced the configuration.
-        config: The configuration.
+        config: The configuration to write.
         config_filename: The file's name.
         overwrite: Whether to replace an existing file of that name.
         multifile: Accepted and ignored: the settings of several files are written to one file.
-        save_to_log_dir: Whether to write the file. Without it only ``save_config`` runs, which a subclass must
-            override.
+        save_to_log_dir: Whether to write the file. If False, only ``save_config`` runs, which a subclass must override.
 
     Raises:
         ValueError: If ``save_to_log_dir`` is False and ``save_config`` is not overridden.
@@ -88,7 +87,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> Any:
-        """Save the configuration elsewhere as well. Runs on rank zero alone, so it must not use collectives.
+        """Save the configuration in a further place. Runs only on rank zero, so it must not use collectives.
 
         Args:
             trainer: The Trainer. Its ``logger`` can record the text that ``self.parser.dump(self.config)`` returns.

@@ -1,6 +1,7 @@
 """Settings in LightningCLI's form: ``class_path`` and ``init_args``, merged and placed by dotted keys.
 
-Internally an object is the mapping ``{class: NAME, argument: value}`` of `cli.config`; the functions here translate.
+Internally, an object is a mapping ``{class: NAME, argument: value}``, as in `cli.config`. The functions in this module
+translate between the two forms.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _CONFIG_FILES = (".yaml", ".yml", ".json")
 class ClassPath(str):
     """Key ``class`` of a mapping that was written with ``class_path``.
 
-    A parameter annotated as a plain dict gets such a mapping back in its original form, see `restore_class_path`.
+    If a parameter is annotated as a plain dict, it receives such a mapping in its original form; see
+    `restore_class_path`.
     """
 
     __slots__ = ()
@@ -41,10 +43,10 @@ _CLASS = ClassPath("class")
 
 
 def make_settings(data: Any, source: str) -> Value:
-    """Return plain data, namespaces and objects as values, all with the same source.
+    """Convert plain data, namespaces and objects to values that all have the same source.
 
     Args:
-        data: The data.
+        data: Plain data, a namespace, a lazy instance, or any other object.
         source: The source of all values.
     """
     if is_lazy(data):
@@ -64,7 +66,7 @@ def is_lazy(value: Any) -> bool:
 
 
 def normalize(value: Value) -> Value:
-    """Return the values with ``class_path``, ``init_args`` and ``dict_kwargs`` rewritten to one mapping."""
+    """Return the values with ``class_path``, ``init_args`` and ``dict_kwargs`` merged into one mapping."""
     if isinstance(value.data, list):
         return replace(value, data=[normalize(item) for item in value.data])
     if not isinstance(value.data, dict):
@@ -95,7 +97,7 @@ def translate_class_path(name: str) -> str:
 
 
 def restore_class_path(value: Value) -> Value:
-    """Return the values with mappings in ``class_path`` form if they were written in it."""
+    """Return the values, with mappings that were written with ``class_path`` restored to that form."""
     if isinstance(value.data, list):
         return replace(value, data=[restore_class_path(item) for item in value.data])
     if not isinstance(value.data, dict):
@@ -111,15 +113,15 @@ def restore_class_path(value: Value) -> Value:
 def merge(
     before: Value, later: Value, is_replaced: Callable[[Path], bool] = lambda path: False, path: Path = ()
 ) -> Value:
-    """Merge two values: objects argument by argument, otherwise the later one replaces the earlier one.
+    """Merge two values. Mappings are merged key by key; otherwise, the later value replaces the earlier one.
 
-    If another class is named, the arguments that it accepts are kept, as in LightningCLI.
+    If ``later`` names another class, the earlier arguments that this class accepts are kept, as in LightningCLI.
 
     Args:
         before: The earlier settings.
         later: The later settings.
-        is_replaced: Returns whether the mapping at a path is a plain dict, which is replaced as a whole.
-        path: The path of both.
+        is_replaced: Function that returns whether the mapping at a path is a plain dict, which is replaced entirely.
+        path: The path of both values.
     """
     old = expand_class_name(before) if isinstance(before.data, str) else before
     if not isinstance(old.data, dict):
@@ -139,7 +141,7 @@ def merge(
 
 
 def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
-    """Return the arguments of an object that another class accepts as well, with that class."""
+    """Return a newly named class with the arguments of an earlier object that this class accepts."""
     if "class" not in entries:
         return {_CLASS: named}
     if entries["class"].data == named.data:
@@ -155,7 +157,7 @@ def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
 
 
 def find_class(name: Any) -> Any:
-    """Return the class of a name, or None."""
+    """Return the class that a name refers to, or None."""
     try:
         return catalog.find(translate_class_path(str(name)), object) if name else None
     except ConfigError:
@@ -175,7 +177,7 @@ def read_settings(file: str | FilePath) -> Value:
 
 
 def read_named_file(value: Value) -> Value:
-    """Return the content of a configuration file if the value is the path of one; otherwise the value."""
+    """Return the settings in a configuration file if the value is its path; otherwise, return the value."""
     if not isinstance(value.data, str) or not value.data.endswith(_CONFIG_FILES):
         return value
     named_in = FilePath(value.source.rpartition(":")[0] or ".")
@@ -185,10 +187,10 @@ def read_named_file(value: Value) -> Value:
 
 
 def parse_value(text: str, source: str) -> Value:
-    """Return the value of a word on the command line or of an environment variable.
+    """Parse a value from the command line or an environment variable.
 
     Args:
-        text: The word.
+        text: The text of the value.
         source: The source of the value.
     """
     return normalize(parse_override_value(text, source)) if text else Value("", source)
@@ -200,10 +202,10 @@ def is_word(value: Value) -> bool:
 
 
 def append(value: Value | None, new: Value) -> Value:
-    """Return a list with one more value, or with the values of another list.
+    """Return a list to which a value, or all items of another list, have been appended.
 
     Args:
-        value: The list, a single value, or None.
+        value: The list, a single value that becomes its first item, or None.
         new: The value or values to append.
     """
     before = [] if value is None or value.data is None else value.data if isinstance(value.data, list) else [value]
@@ -224,7 +226,7 @@ def place(
         value: The settings.
         path: The path. A name that leads into a list refers to the list's last item.
         new: The new value.
-        find_default: Returns the default at a path, into which the new value is merged.
+        find_default: Function that returns the default at a path, into which the new value is merged.
         add: Whether to append to the list at the path.
         done: The length of the path that leads to ``value``.
 
@@ -256,13 +258,13 @@ def place(
 
 
 def _replace_value(value: Value, new: Value) -> Value:
-    """Return the new value; if it only names a class, with the earlier arguments that the class accepts."""
+    """Return the new value. If it names a class, keep the earlier arguments that the class accepts."""
     named = expand_class_name(new)
     return merge(value, named) if isinstance(named.data, dict) and "class" in named.data else new
 
 
 def make_default(argument: Argument) -> Value | None:
-    """Return the default of an argument as settings that others can be merged into; None if it is not such data."""
+    """Return an argument's default as settings into which others can be merged; None if it is not plain data."""
     default = argument.default
     if default is REQUIRED or argument.several:
         return None
@@ -279,13 +281,13 @@ def make_default(argument: Argument) -> Value | None:
 
 
 def find_shape(annotation: Any) -> Any:
-    """Return the dataclass in an annotation, whose arguments are the keys of a value; None if there is none."""
+    """Return the dataclass that an annotation contains; None if it does not contain one."""
     inner = typing.get_args(annotation) or (annotation,)
     return next((kind for kind in inner if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 
 def describe_import_path(target: Any) -> str:
-    """Return the shortest import path of an imported class or function; empty if it has none."""
+    """Return the shortest import path of an imported class or function; an empty string if it has none."""
     full_name, module = getattr(target, "__qualname__", ""), getattr(target, "__module__", None) or ""
     name = full_name.rpartition(".")[2]  # as for `torch.tanh`, whose full name contains a private class
     parts = module.split(".")
@@ -300,7 +302,7 @@ def find_value(value: Value | None, path: Path) -> Value | None:
 
     Args:
         value: The settings.
-        path: The path.
+        path: The path within the settings.
     """
     for part in path:
         value = value.data.get(part) if value is not None and isinstance(value.data, dict) else None
@@ -308,7 +310,7 @@ def find_value(value: Value | None, path: Path) -> Value | None:
 
 
 def as_mapping(value: Value | None) -> Value:
-    """Return settings as a mapping; an empty one for None."""
+    """Return settings as a mapping; an empty mapping for None."""
     return Value({}, "default") if value is None or value.data is None else expand_class_name(value)
 
 
@@ -317,7 +319,7 @@ def remove_value(value: Value | None, path: Path) -> Value | None:
 
     Args:
         value: The settings.
-        path: The path.
+        path: The path within the settings.
     """
     if value is None or not path or not isinstance(value.data, dict) or path[0] not in value.data:
         return value if path else None

@@ -15,9 +15,9 @@ class Subcommands:
         """Add a subcommand.
 
         Args:
-            name: The subcommand.
-            parser: Its parser.
-            help: Its description in the help.
+            name: The subcommand's name.
+            parser: The subcommand's parser.
+            help: The subcommand's description in the help.
         """
         parser.prog = f"{self.parser.prog} {name}"
         parser.env_prefix = f"{self.parser.env_prefix}_{name.upper()}_"

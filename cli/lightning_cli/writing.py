@@ -1,4 +1,4 @@
-"""Configurations as text: converted to plain data, then to YAML that reads back as the same values."""
+"""Conversion of configurations to plain data, and to YAML that reads back as the same values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .settings import describe_import_path, find_class
 
 
 class NotWritten(Exception):
-    """Error about an object that cannot be represented as text."""
+    """Error raised for an object that cannot be represented as text."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -79,10 +79,10 @@ def drop_none(data: Any) -> Any:
 
 
 def drop_equal(data: Any, defaults: Any) -> Any:
-    """Return nested dicts without the entries that equal their defaults.
+    """Return nested dicts without entries that equal their defaults.
 
     Args:
-        data: The entries.
+        data: The entries by key.
         defaults: The defaults by key.
     """
     kept = {}
@@ -98,7 +98,7 @@ def drop_equal(data: Any, defaults: Any) -> Any:
 
 
 def escape_references(data: Any) -> Any:
-    """Return data in which ``${`` is escaped, so that it reads back as text."""
+    """Return data with ``${`` escaped, so that it reads back as text."""
     if isinstance(data, dict):
         return {key: escape_references(item) for key, item in data.items()}
     if isinstance(data, list):

@@ -1,7 +1,7 @@
-"""Counterparts in Treadle of the names of Lightning, Fabric and Accelerate, the peers.
+"""Treadle's counterparts of names in Lightning, Fabric and Accelerate (the peers).
 
-The answers come from Treadle itself, whose modules read the tables in ``compat/``: a name has a counterpart if the
-import that is written for it works.
+The counterparts are looked up in Treadle's modules, which read the tables in ``compat/``. A name has a counterpart if
+the import that replaces it works.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class PeerModule:
     """Module of a peer.
 
     Attributes:
-        peer: lightning, fabric or accelerate, or umbrella for the package `lightning` itself; treadle or compat for a
-            module of Treadle.
-        path: The path below the peer's root, "" for the root.
+        peer: ``"lightning"``, ``"fabric"`` or ``"accelerate"``; ``"umbrella"`` for the package `lightning` itself;
+            ``"treadle"`` or ``"compat"`` for a module of Treadle.
+        path: The module's dotted path below the peer's root package; ``""`` for the root.
     """
 
     peer: str
@@ -60,7 +60,7 @@ class PeerModule:
 
     @property
     def is_ours(self) -> bool:
-        """Return whether it is already a module of Treadle."""
+        """Return whether this is a module of Treadle, not of a peer."""
         return self.peer in ("treadle", "compat")
 
 
@@ -69,7 +69,7 @@ def split_peer(module: str) -> PeerModule | None:
     """Return the peer's module that an import names; None for any other module.
 
     Args:
-        module: The module as imported, ``"lightning.pytorch.callbacks"``.
+        module: The module as imported, such as ``"lightning.pytorch.callbacks"``.
     """
     for prefix, peer in _ROOTS.items():
         if module == prefix or module.startswith(f"{prefix}."):
@@ -91,7 +91,7 @@ def find_module(module: str) -> str | None:
     """Return the name of the Treadle module that corresponds to a peer's module, or None.
 
     Args:
-        module: The module as imported, ``"lightning.pytorch.callbacks"``.
+        module: The module as imported, such as ``"lightning.pytorch.callbacks"``.
     """
     peer = split_peer(module)
     return None if peer is None else next(iter(list_modules(peer)), None)
@@ -101,8 +101,8 @@ def find_integration(module: str | None, name: str) -> str | None:
     """Return the Treadle module that replaces a name of another library's Lightning integration, or None.
 
     Args:
-        module: The library's module as imported, ``"ray.train.lightning"``.
-        name: The name in it.
+        module: The library's module as imported, such as ``"ray.train.lightning"``.
+        name: The name in that module.
     """
     ours, replaced = _INTEGRATIONS.get(module or "", ("", ()))
     is_replaced = bool(ours) and (name in list_exports(ours) if replaced is None else name in replaced)
@@ -111,14 +111,14 @@ def find_integration(module: str | None, name: str) -> str | None:
 
 @cache
 def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
-    """Return Treadle's module that has a peer's name, the advice on what to use instead, or None.
+    """Return the Treadle module that has a peer's name, advice on a replacement, or None.
 
-    A name that the module at the same path does not have is looked up in its parent packages: older versions of the
-    peers, and modules that merely import a name, have it at other paths (`core.lightning.LightningModule`).
+    If the module at the same path lacks a name, the name is looked up in the parent packages. Older versions of the
+    peers, and modules that only import the name, have it at other paths, such as `core.lightning.LightningModule`.
 
     Args:
         module: The peer's module as imported.
-        name: The name in it.
+        name: The name in that module.
     """
     peer = split_peer(module)
     while peer is not None:
@@ -133,22 +133,22 @@ def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
 
 
 def find_answer(module: PeerModule, name: str) -> Elsewhere | None:
-    """Return the tables' advice about a name without a counterpart, or None.
+    """Return the advice that the tables give about a name without a counterpart, or None.
 
     Args:
         module: The peer's module.
-        name: The name in it.
+        name: The name in that module.
     """
     answer = read_names(module.path).get(name)
     return answer if isinstance(answer, Elsewhere) else None
 
 
 def describe_missing(module: str, name: str) -> str:
-    """Return the finding about a name without a counterpart.
+    """Return the text of the finding about a name without a counterpart.
 
     Args:
         module: The peer's module as imported.
-        name: The name in it.
+        name: The name in that module.
     """
     peer = split_peer(module)
     answer = None if peer is None else find_answer(peer, name)
@@ -159,7 +159,7 @@ def look_up(module: str, name: str) -> Any:
     """Return the attribute of a module of Treadle, or `MISSING`.
 
     Args:
-        module: Treadle's module.
+        module: Name of the Treadle module.
         name: The name of the attribute.
     """
     namespace = vars(importlib.import_module(module))
@@ -183,11 +183,11 @@ def list_exports(module: str) -> set[str]:
 
 
 def walk(module: str, attributes: Sequence[str]) -> tuple[int, bool]:
-    """Follow attributes from a module of Treadle, through its submodules, to the first name that is not a module.
+    """Follow attributes from a Treadle module through its submodules to the first name that is not a module.
 
     Args:
-        module: Treadle's module, ``"treadle"``.
-        attributes: ``["callbacks", "ModelCheckpoint", "state_key"]``.
+        module: Name of the Treadle module to start from, such as ``"treadle"``.
+        attributes: Names of the attributes, such as ``["callbacks", "ModelCheckpoint", "state_key"]``.
 
     Returns:
         The number of attributes followed, and whether the last of them exists. Attributes after the first name that is
@@ -217,7 +217,7 @@ def find_submodule(module: str, name: str) -> str | None:
 
 
 def find_dotted(dotted: str) -> str | None:
-    """Return Treadle's name for a peer's dotted name (``"lightning.pytorch.callbacks.Timer"``); None for a module."""
+    """Return Treadle's name for a peer's dotted name; None for a module or a name without a counterpart."""
     parts = dotted.split(".")
     for count in range(len(parts) - 1, 0, -1):
         module, names = ".".join(parts[:count]), parts[count:]

@@ -1,7 +1,7 @@
-"""Uses in a program that behave differently in Treadle, according to the rows of docs/differences.
+"""Detection of uses that behave differently in Treadle, according to the rows of docs/differences.
 
-`compat/differences.toml` has the rows that can be matched against a program's text; `make compat` writes it from the
-document.
+`compat/differences.toml` contains the rows that can be matched against a program's text. `make compat` generates the
+file from the document.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Usage:
     """Use of a name.
 
     Attributes:
-        line: The line.
+        line: The line number, from 1.
         name: A peer's name; ``.name`` for a method that is called on any object, ``def name`` for a method that is
             defined, ``module.name`` for a call written that way.
         keywords: The keyword arguments of a call.
@@ -38,9 +38,9 @@ class Usage:
 
 
 def list_differences(usages: Iterable[Usage]) -> Iterator[tuple[int, str, bool]]:
-    """Yield the line, the text and whether it needs a change, for each use that behaves differently.
+    """Yield the line, the text and whether a change is needed, for each use that behaves differently.
 
-    A name that needs no change is reported once; a flag is reported wherever it is passed.
+    A name that does not require a change is reported once. A flag is reported wherever it is passed.
 
     Args:
         usages: The uses in the program.

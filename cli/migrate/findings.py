@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """Place that needs a person's attention.
+    """Place in a project that requires manual attention.
 
     Attributes:
-        path: The file, as it is shown.
-        line: The line, from 1; 0 for the whole file.
-        text: The name, and what to change or consider.
-        by_hand: Whether the program needs a change. Otherwise it runs, but behaves differently.
+        path: The file's path, as shown in the output.
+        line: The line number, from 1; 0 for the whole file.
+        text: The name, and the change to make or to consider.
+        by_hand: Whether the program must be changed. If False, it runs, but behaves differently.
     """
 
     path: str

@@ -12,11 +12,11 @@ _PRAGMA = re.compile(r"#\s*(noqa|type:|pylint:|isort:|ruff:|pyright:|fmt:|mypy:)
 
 
 def rewrite_import(source: str, modules: Mapping[int, str]) -> str:
-    """Return an ``import a.b as c, d`` with other modules, each of them once.
+    """Rewrite a statement ``import a.b as c, d`` with new modules, and remove duplicates.
 
     Args:
         source: The statement's text.
-        modules: The new modules by position of the alias.
+        modules: The new modules, by the position of the alias.
     """
     statement = _parse(source)
     assert isinstance(statement, cst.Import)
@@ -32,16 +32,17 @@ def rewrite_import(source: str, modules: Mapping[int, str]) -> str:
 def rewrite_from(
     source: str, modules: Sequence[str | None], statements: Mapping[int, str], separator: str, trailing: str
 ) -> str:
-    r"""Return a ``from a import b, c`` as one statement for each new module.
+    r"""Rewrite a statement ``from a import b, c`` as one statement for each new module.
 
     Names without a new module stay in the last statement.
 
     Args:
         source: The statement's text.
-        modules: For each name, its new module; None for a name that stays. A star has a single entry.
-        statements: Statements that replace a name entirely, by its position: ``import treadle as pl``.
-        separator: The text between two statements, ``"\n    "``.
-        trailing: The comment after the statement. A comment for tools is repeated after each.
+        modules: The new module of each name; None for a name that stays. A star import has a single entry.
+        statements: Statements that replace a name entirely, such as ``import treadle as pl``, by the name's position.
+        separator: The text between two statements, such as ``"\n    "``.
+        trailing: The comment after the statement. A comment for tools, such as ``# noqa``, is repeated after each new
+            statement.
     """
     statement = _parse(source)
     assert isinstance(statement, cst.ImportFrom)
@@ -62,7 +63,7 @@ def rewrite_from(
 def _keep_names(
     statement: cst.ImportFrom, keys: Sequence[str | None], wanted: str | None, is_first: bool
 ) -> cst.ImportFrom:
-    """Return the statement with some of its names, each with the comments above it and next to it."""
+    """Return the statement with only some of its names, and with the comments above and next to these names."""
     assert not isinstance(statement.names, cst.ImportStar)
     names, positions = list(statement.names), [position for position, key in enumerate(keys) if key == wanted]
     spaces = [statement.lpar.whitespace_after if statement.lpar else None, *map(_space_behind, names)]
@@ -98,7 +99,7 @@ def _join(
     above: cst.BaseParenthesizableWhitespace | None,
     has_comment: bool = True,
 ) -> cst.BaseParenthesizableWhitespace | None:
-    """Return the space between two names: the comment next to the first, the comment lines above the second."""
+    """Return the space between two names: the comment next to the first one, and the lines above the second one."""
     if not isinstance(beside, cst.ParenthesizedWhitespace):
         return above if isinstance(above, cst.ParenthesizedWhitespace) and not _has_comment(above) else beside
     line = beside.first_line
@@ -109,7 +110,7 @@ def _join(
 
 
 def _end_list(last: cst.ImportAlias, statement: cst.ImportFrom) -> tuple[cst.ImportAlias, cst.ImportFrom]:
-    """Make a name from the middle the last one, with the comment next to it and the original closing parenthesis."""
+    """Turn an inner name into the last one, with the comment next to it and the original closing parenthesis."""
     assert not isinstance(statement.names, cst.ImportStar)
     space = _space_behind(last)
     comment = space.first_line if isinstance(space, cst.ParenthesizedWhitespace) else None

@@ -24,11 +24,11 @@ def migrate_notebook(text: str, path: str) -> tuple[str, list[Finding]]:
     """Return a notebook's text after the migration, and the findings.
 
     Args:
-        text: The file's text, JSON.
-        path: The file, as findings name it. Their lines are counted over the notebook's code cells.
+        text: The file's text, in JSON.
+        path: The file's path for findings. Findings add the number of the cell to it, and count lines within the cell.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: If the file or its code does not parse.
+        SyntaxError, ValueError, RecursionError, MemoryError: If the file or its code cannot be parsed.
     """
     notebook = json.loads(text)
     cells = {number: cell for number, cell in _list_cells(notebook) if not _OTHER_LANGUAGE.match(_join(cell))}
@@ -62,7 +62,7 @@ def _join(cell: dict[str, Any]) -> str:
 
 
 def _hide_magics(source: str) -> tuple[str, list[str]]:
-    """Return the code with IPython's own lines replaced by statements, and those lines. Code that parses has none."""
+    """Replace IPython's own lines by statements. Return the code and those lines; code that parses has none."""
     with suppress(SyntaxError):
         ast.parse(source)
         return source, []
@@ -105,7 +105,7 @@ def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
     """Replace the sources of cells in the text of a notebook. All other characters are unchanged.
 
     Args:
-        text: The notebook's text, JSON.
+        text: The notebook's text, in JSON.
         notebook: The parsed notebook.
         sources: The new sources by cell number.
     """
@@ -128,7 +128,7 @@ def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
 
 
 def _locate_sources(notebook: Any) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield each cell's number with the numbers of strings, including keys, before its source and in its source."""
+    """Yield each cell's number, with how many strings (including keys) precede its source and how many it has."""
     position = 0
     for key, value in notebook.items():
         position += 1

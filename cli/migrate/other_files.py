@@ -1,4 +1,4 @@
-"""Migration of files other than Python's: class paths in configurations, requirements, commands."""
+"""Migration of files other than Python files: class paths in configurations, requirements and commands."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _LAUNCH = re.compile(r"(?:^|[\s;&|\"'])(?P<command>accelerate\s+launch|(?:lightn
 
 
 def is_text(name: str) -> bool:
-    """Return whether a file of this name is examined, apart from Python files and notebooks."""
+    """Return whether a file with this name is examined as text. False for Python files and notebooks."""
     path = PurePath(name)
     return path.suffix in (*CONFIGURATIONS, *SCRIPTS) or path.name.startswith(_NAMES) or _is_list(path.name)
 
 
 def migrate_text(text: str, path: str) -> tuple[str, list[Finding]]:
-    """Return a configuration's text with Treadle's class paths, and the findings.
+    """Return a file's text with class paths translated to Treadle's, and the findings.
 
     Args:
         text: The file's text.
-        path: The file, as findings name it.
+        path: The file's path for findings.
     """
     name = PurePath(path).name
     findings: list[Finding] = []
@@ -59,11 +59,11 @@ def migrate_text(text: str, path: str) -> tuple[str, list[Finding]]:
 
 
 def find_requirements(text: str, path: str) -> list[Finding]:
-    """Return findings for the lines that require a peer, unless the file requires Treadle already.
+    """Return findings for lines that require a peer, unless the file requires Treadle already.
 
     Args:
         text: The text of a file that lists requirements, ``setup.py`` included.
-        path: The file, as findings name it.
+        path: The file's path for findings.
     """
     findings: list[Finding] = []
     for number, line in enumerate(text.split("\n") if not _TREADLE.search(text) else (), 1):
@@ -78,7 +78,7 @@ def find_requirements(text: str, path: str) -> list[Finding]:
 
 
 def _is_list(name: str) -> bool:
-    """Return whether a file lists requirements."""
+    """Return whether a file with this name lists requirements."""
     return (
         re.fullmatch(r"(?:.*requirements.*|constraints)\.(?:txt|in)", name) is not None
         or name in ("pyproject.toml", "setup.cfg", "Pipfile")

@@ -1,4 +1,4 @@
-"""Migration of a project's files: which are examined, how they are read and how they are replaced."""
+"""Migration of a project's files: their selection, reading and replacement."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _PYTHON = (".py", ".pyi", ".pyw")
 
 @dataclass(frozen=True)
 class Change:
-    """Change of a file.
+    """Change to a file.
 
     Attributes:
         file: The file's path.
-        path: The path as it is shown.
+        path: The path, as shown in the output.
         old: The file's bytes.
         new: The file's bytes after the migration.
     """
@@ -74,8 +74,8 @@ class Migration:
     """Changes and findings of a migration.
 
     Attributes:
-        changes: The files that change.
-        findings: Places that need a person's attention.
+        changes: The changes, one for each file that changes.
+        findings: Places that require manual attention.
         count: The number of files examined.
     """
 
@@ -85,11 +85,11 @@ class Migration:
 
 
 def migrate_project(path: str | Path) -> Migration:
-    """Return the changes of a migration of a file or folder, without writing any file.
+    """Compute the migration of a file or folder without writing any file.
 
     Args:
-        path: A file, or a folder with everything below it. Hidden folders, virtual environments and symbolic links in
-            it are skipped.
+        path: A file, or a folder whose contents are migrated recursively. Hidden folders, virtual environments and
+            symbolic links in it are skipped.
     """
     migration = Migration()
     for file in _list_files(Path(path), migration.findings):
@@ -134,7 +134,7 @@ def _list_files(path: Path, findings: list[Finding]) -> Iterator[Path]:
 
 
 def _is_skipped(folder: Path) -> bool:
-    """Return whether a folder holds none of the project's own files."""
+    """Return whether a folder is skipped, because it does not contain the project's own files."""
     is_environment = any(os.path.exists(folder / name) for name in ("pyvenv.cfg", "conda-meta"))
     return folder.name.startswith(".") or folder.name in (*_SKIPPED, *_RECORDS) or is_environment
 
@@ -164,7 +164,7 @@ def _migrate_file(file: Path, shown: str) -> tuple[Change | None, list[Finding]]
 
 
 def _split_lines(raw: bytes) -> list[bytes]:
-    """Split bytes into lines with their ends, as `patch` counts them: at line feeds only."""
+    """Split bytes into lines at line feeds only, as `patch` does, and keep the line feeds."""
     return [line for line in re.split(rb"(?<=\n)", raw) if line]
 
 

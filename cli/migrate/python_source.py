@@ -47,11 +47,11 @@ def migrate_source(text: str, path: str) -> tuple[str, list[Finding]]:
     """Return a Python file's text after the migration, and the findings.
 
     Args:
-        text: The file's text, with its original line ends.
-        path: The file, as findings name it.
+        text: The file's text, with its original line endings.
+        path: The file's path for findings.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: If the file does not parse.
+        SyntaxError, ValueError, RecursionError, MemoryError: If the file cannot be parsed.
     """
     return _Source(text, path).migrate()
 
@@ -73,7 +73,7 @@ class _Source:
         self.usages: list[Usage] = []
 
     def migrate(self) -> tuple[str, list[Finding]]:
-        """Return the migrated text and the findings, sorted."""
+        """Return the migrated text and the sorted findings."""
         for node, scope in self.nodes:
             if isinstance(node, ast.Import):
                 self._bind_import(node, scope)
@@ -230,7 +230,7 @@ class _Source:
         return match[0].decode() if match else "\n"
 
     def _between(self, node: ast.stmt) -> tuple[str, str]:
-        """Return the separator of the statements that replace an import, and the comment after it."""
+        """Return the separator between the statements that replace an import, and the comment after the import."""
         start, end = self._span(node)
         line_start = self.line_starts[bisect_right(self.line_starts, start) - 1]
         match = _NEWLINE.search(self.raw, end)
@@ -270,7 +270,7 @@ class _Source:
         return find_counterpart(module, name) in list_modules(peer) and find_submodule(module, name) is None
 
     def _choose_module(self, module: str, binding: Binding) -> str | None:
-        """Return Treadle's module that has most of the names used."""
+        """Return the Treadle module that has the largest number of the names used."""
         peer = split_peer(module)
         assert peer is not None
         best, most = None, -1

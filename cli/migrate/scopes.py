@@ -27,12 +27,12 @@ class Binding:
     """Name that an import of a peer binds.
 
     Attributes:
-        module: The peer's module that the name refers to, or that the name is from.
+        module: The peer's module that the name refers to or is imported from.
         name: The name in that module; None if a module is bound.
-        statement: The import.
+        statement: The import statement.
         position: The position of the alias in the statement.
-        is_plain: Whether it is ``import a.b``, which binds ``a``.
-        uses: The expressions that use it, each with the attributes after the name.
+        is_plain: Whether the statement has the form ``import a.b``, which binds ``a``.
+        uses: The expressions that use the name, each with the attributes after the name.
     """
 
     module: str
@@ -45,11 +45,11 @@ class Binding:
 
 @dataclass(eq=False)
 class Scope:
-    """Scope of names.
+    """Scope in which names are bound.
 
     Attributes:
-        node: The node that opens it.
-        parent: The enclosing scope.
+        node: The syntax node that opens the scope.
+        parent: The enclosing scope; None for a module.
         bindings: Imports of peers by the name they bind.
         others: Names that are bound in another way.
         outer: Names declared global or nonlocal.
@@ -76,9 +76,9 @@ class Scope:
 
 
 def list_nodes(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
-    """Return every node with the scope it is evaluated in, in source order, and record bindings.
+    """Return every node in source order with the scope in which it is evaluated, and record bindings.
 
-    It does not recurse, because a sum of a thousand terms is a tree a thousand nodes deep.
+    The traversal is not recursive, because a sum of a thousand terms is a tree that is a thousand nodes deep.
     """
     nodes: list[tuple[ast.AST, Scope]] = []
     stack: list[tuple[ast.AST, Scope]] = [(tree, Scope(tree, None))]

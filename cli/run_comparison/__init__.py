@@ -1,4 +1,4 @@
-"""A comparison of runs: what they measured, side by side, and what differs between their configurations."""
+"""Comparison of runs: their metrics side by side, and the differences between their configurations."""
 
 from __future__ import annotations
 

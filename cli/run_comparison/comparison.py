@@ -1,4 +1,4 @@
-"""The differences between runs, read from their folders."""
+"""Differences between runs, read from their folders."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Comparison:
         runs: The runs, in the order of their columns.
 
     Attributes:
-        labels: Name and number of each run; its path if two runs have the same.
+        labels: Name and number of each run; the run's path if several runs have the same name and number.
         facts: State, duration, counts and best value of each run.
-        config: Configuration keys whose values differ; for a run without a configuration, the Trainer's flags.
+        config: Configuration keys whose values differ. For a run without a configuration, the Trainer's flags are used.
         shared_config: Number of configuration keys whose values are the same in all runs.
         hyperparameters: Hyperparameters of the task and the data module whose values differ.
         environment: Versions, revision and hardware that differ.
-        metrics: Last value of each metric, of any run.
-        charts: A chart by metric: the points of each run that logged it, by the run's label.
+        metrics: Last value of each metric that any run logged.
+        charts: Points of a chart for each metric: by metric, then by the label of the run that logged it.
         problems: A sentence for each file that cannot be read; its run is treated as if the file were empty.
     """
 
@@ -98,7 +98,7 @@ def _label_runs(runs: Sequence[Run]) -> list[str]:
 
 
 def format_value(value: Any) -> str:
-    """Return a logged value as text; one that is not finite is text already."""
+    """Return a logged value as text. Values that are not finite are text already."""
     return value if isinstance(value, str) else format_number(value)
 
 
@@ -118,7 +118,7 @@ _FACTS: dict[str, Callable[[Run], str]] = {
 
 
 def _flatten_config(run: Run) -> dict[str, str]:
-    """Return a run's configuration, a line for each single value, by dotted key; for a script's run, its flags."""
+    """Return a run's configuration values as text, by dotted key; for a run of a script, the Trainer's flags."""
     text = index.config(run)
     if not text:
         flags = {f"trainer.{name}": value for name, value in run.facts.get("flags", {}).items()}

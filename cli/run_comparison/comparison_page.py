@@ -1,4 +1,4 @@
-"""A page that compares runs, as one self-contained HTML file."""
+"""Page that compares runs, as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _STYLE = """
 
 
 def write_page(comparison: Comparison, path: Path) -> None:
-    """Write the page to a file, atomically.
+    """Write the page to a file atomically.
 
     Args:
-        comparison: The runs.
-        path: The file. One that an earlier comparison wrote is replaced.
+        comparison: The comparison to show.
+        path: Path of the file. The page of an earlier comparison is replaced.
 
     Raises:
         ValueError: If another file exists at the path.
@@ -55,7 +55,7 @@ def _is_comparison(path: Path) -> bool:
 
 
 def render_page(comparison: Comparison) -> str:
-    """Return the page: facts, curves, last values, and what differs between configurations and environments."""
+    """Return the page as HTML: state, curves, last values, and differences of configurations and environments."""
     line_styles = dict(zip(comparison.labels, choose_styles(comparison.labels), strict=True))
     charts = [Chart(metric, lines, line_styles) for metric, lines in comparison.charts.items()]
     title = " and ".join(comparison.labels) if len(comparison.labels) == 2 else f"{len(comparison.labels)} runs"
@@ -79,7 +79,7 @@ def render_page(comparison: Comparison) -> str:
 
 
 def _render_rows(rows: Rows, line_styles: dict[str, str]) -> str:
-    """Return a table with a column for each run, headed by its label and the line that it has in the charts."""
+    """Return a table with a column for each run, whose head shows the run's label and its line in the charts."""
     return f'<div class="compared"><table class="numbers">{"".join(_iterate_rows(rows, line_styles))}</table></div>'
 
 

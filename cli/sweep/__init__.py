@@ -1,4 +1,4 @@
-"""Sweeps: trials of one configuration with different values, each its own run, several at a time, resumed exactly."""
+"""Sweeps: trials of one configuration with different values. Each trial is a run that can be resumed."""
 
 from __future__ import annotations
 

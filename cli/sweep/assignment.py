@@ -21,11 +21,11 @@ class Assignment:
 
     Attributes:
         folder: The trial's run folder. A run in another folder does not belong to the sweep.
-        scheduler: ID of the process that started this one. When it dies, the trial saves and ends.
-        metric: Name of the metric that counts.
+        scheduler: Process ID of the scheduler. When the scheduler dies, the trial saves a checkpoint and ends.
+        metric: Name of the metric to optimize.
         mode: ``"min"`` or ``"max"``.
-        take: ``"best"`` or ``"last"`` of the logged values.
-        storage: URL of the study; empty without a pruner, which alone needs it.
+        take: The logged value that counts, ``"best"`` or ``"last"``.
+        storage: URL of the study's storage, which only a pruner needs; empty without a pruner.
         study: Name of the study; empty without a pruner.
         number: Number of the trial in the study.
         pruner: The pruner's kind and options.
@@ -42,7 +42,7 @@ class Assignment:
     pruner: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> dict[str, str]:
-        """Return the environment variable that holds the assignment."""
+        """Return the environment variable that contains the assignment."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
@@ -53,6 +53,6 @@ class Assignment:
 
 
 def follow_scheduler() -> None:
-    """If this process runs a trial, end it when its scheduler ends. Must be called before anything else."""
+    """Terminate this process when its scheduler ends, if it runs a trial. Call this before anything else."""
     if (assignment := Assignment.read()) is not None:
         die_with_parent(assignment.scheduler, signal.SIGTERM)

@@ -54,12 +54,12 @@ class TrialPoint:
     """Trial as it is drawn in charts.
 
     Attributes:
-        run: The number of its run folder.
+        run: The number of the trial's run folder.
         value: The value of the metric.
-        parameters: Its values by key, as the study stores them.
+        parameters: The values of its parameters by key, as the study stores them.
         words: The text of its tooltip.
         pruned: Whether it was pruned.
-        colour: The colour for its rank, from `colour_by_rank`.
+        colour: The color for its rank, from `colour_by_rank`.
         is_best: Whether it is the best trial.
     """
 
@@ -73,7 +73,7 @@ class TrialPoint:
 
     @property
     def attributes(self) -> str:
-        """SVG attributes of the trial in all charts, except its class."""
+        """SVG attributes of the trial in all charts, except ``class``."""
         return f'data-trial="{self.run}" stroke="{self.colour}" fill="{self.colour}"'
 
     @property
@@ -83,7 +83,7 @@ class TrialPoint:
 
 
 def colour_by_rank(rank: int, count: int) -> str:
-    """Return the colour of a rank, between those of the best and the worst.
+    """Return the color of a rank, interpolated between the colors of the best and the worst rank.
 
     Args:
         rank: The rank, from 0 for the best.
@@ -99,11 +99,11 @@ class Axis:
     """Axis that maps values to a scale from 0 to 1.
 
     Attributes:
-        name: The title.
+        name: The title of the axis.
         low: The lower end.
         high: The upper end.
         log: Whether the axis is logarithmic.
-        choices: The values with one place each; empty for numbers.
+        choices: The values of a categorical axis, one tick each; empty for numbers.
     """
 
     name: str
@@ -114,10 +114,10 @@ class Axis:
 
     @classmethod
     def of_parameter(cls, parameter: Parameter, name: str) -> Axis:
-        """Return the axis of a parameter, from one end of its range to the other.
+        """Return the axis of a parameter, which spans the range of its values.
 
         Args:
-            parameter: The parameter.
+            parameter: The parameter to show.
             name: The title of the axis.
         """
         space = parameter.space
@@ -127,18 +127,18 @@ class Axis:
 
     @classmethod
     def of_values(cls, name: str, values: Sequence[float]) -> Axis:
-        """Return an axis that contains all values; logarithmic if they span two orders of magnitude or more.
+        """Return an axis that contains all values. It is logarithmic if they span two orders of magnitude or more.
 
         Args:
             name: The title of the axis.
-            values: The values.
+            values: The values to show.
         """
         low, high = min(values), max(values)
         log = low > 0 and high / low >= 100
         return cls(name, *pad_range(low, high, log), log)
 
     def place(self, value: Any) -> float:
-        """Return the place of a value on the scale."""
+        """Return the position of a value on the scale from 0 to 1."""
         if self.choices:
             return (self.choices.index(value) + 0.5) / len(self.choices)
         low, high = self._scale(self.low), self._scale(self.high)
@@ -148,7 +148,7 @@ class Axis:
         return math.log10(value) if self.log else value
 
     def list_ticks(self) -> list[tuple[float, str]]:
-        """Return the places and labels of the ticks."""
+        """Return the positions and labels of the ticks."""
         if self.choices:
             every = -(-len(self.choices) // _MOST_CHOICES)
             words = [format_parameter(choice) for choice in self.choices]
@@ -165,11 +165,11 @@ def _part(low: float, high: float, log: bool) -> tuple[float, float]:
 
 
 def draw_history(points: Sequence[TrialPoint], axis: Axis, goal: str) -> str:
-    """Return a figure of every trial's value in the order of the runs, and of the best value so far.
+    """Return a figure of the trials' values in the order of their runs, with a line for the best value up to each run.
 
     Args:
-        points: The trials.
-        axis: The axis of their values.
+        points: The trials to draw.
+        axis: The axis of the metric.
         goal: ``"minimize"`` or ``"maximize"``.
     """
     width, height, left, right, top, bottom = 560, 260, 60, 14, 12, 28
@@ -215,7 +215,7 @@ def draw_history(points: Sequence[TrialPoint], axis: Axis, goal: str) -> str:
 
 
 def draw_parallel_coordinates(points: Sequence[TrialPoint], axes: Sequence[tuple[str, Axis]], values: Axis) -> str:
-    """Return a figure with an axis for each parameter and one for the value, and a line for each trial.
+    """Return a figure with an axis for each parameter, an axis for the metric, and a line for each trial.
 
     Args:
         points: The trials, the best first.
@@ -261,7 +261,7 @@ def draw_slice(points: Sequence[TrialPoint], key: str, axis: Axis, values: Axis)
     """Return a figure of the metric over the values of one parameter.
 
     Args:
-        points: The trials.
+        points: The trials to draw.
         key: The parameter's key.
         axis: The axis of the parameter.
         values: The axis of the metric.
@@ -291,5 +291,5 @@ def draw_slice(points: Sequence[TrialPoint], key: str, axis: Axis, values: Axis)
 
 
 def is_drawn(value: float | None) -> bool:
-    """Return whether a value has a place on an axis."""
+    """Return whether a value can be drawn, because it is finite and not too large."""
     return value is not None and math.isfinite(value) and abs(value) <= LARGEST

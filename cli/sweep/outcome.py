@@ -18,7 +18,7 @@ _CUT_SHORT = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, sign
 
 
 class End(Enum):
-    """End of a trial, or the fact that it has not ended."""
+    """Kind of a trial's end, or the reason why the trial has not ended."""
 
     COMPLETE = "complete"
     PRUNED = "pruned"
@@ -32,9 +32,9 @@ class Outcome:
     """Outcome of a trial.
 
     Attributes:
-        end: The kind of its end.
+        end: The kind of the trial's end.
         value: The value of the metric, if the trial is complete.
-        error: The error of a failed trial, or what cut a trial short.
+        error: The error of a failed trial, or the reason why a trial was cut short.
         steps: Optimizer steps taken.
     """
 
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def judge(folder: Path, status: int | None = None) -> Outcome:
-    """Return the outcome of a trial.
+    """Return the outcome of a trial, determined from its run folder and exit status.
 
     Args:
         folder: The trial's run folder.
@@ -78,7 +78,7 @@ def judge(folder: Path, status: int | None = None) -> Outcome:
 
 
 def _find_signal(status: int) -> signal.Signals | None:
-    """Return the signal that cut a process short, by killing it or by making it save and exit."""
+    """Return the signal that killed a process or made it save and exit; None if there was none."""
     number = -status if status < 0 else status - 128
     return signal.Signals(number) if number in set(_CUT_SHORT) else None
 

@@ -30,10 +30,10 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Choices:
-    """List of values.
+    """List of the values of a parameter.
 
     Attributes:
-        values: The values, of any kind that a configuration may hold.
+        values: The values, of any type that a configuration may contain.
     """
 
     values: tuple[Value, ...]
@@ -44,13 +44,13 @@ class Choices:
         return [v.data if v.data is None or isinstance(v.data, str | int | float) else _label(v) for v in self.values]
 
     def describe(self) -> dict[str, Any]:
-        """Return the values in the normal form of a sweep file."""
+        """Return the values in the canonical form of a sweep file."""
         return {"values": [to_plain(value) for value in self.values]}
 
 
 @dataclass(frozen=True)
 class Range:
-    """Range of numbers, both ends included.
+    """Range of numbers that includes both ends.
 
     Attributes:
         low: The lower end.
@@ -67,19 +67,19 @@ class Range:
     integer: bool
 
     def describe(self) -> dict[str, Any]:
-        """Return the range in the normal form of a sweep file."""
+        """Return the range in the canonical form of a sweep file."""
         words: dict[str, Any] = {"distribution": "int" if self.integer else "float", "min": self.low, "max": self.high}
         return words | ({"step": self.step} if self.step is not None else {}) | ({"log": True} if self.log else {})
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Key of the configuration with its values.
+    """Configuration key whose value varies between trials.
 
     Attributes:
-        key: The dotted key.
-        source: Its place in the sweep file.
-        space: The values.
+        key: The dotted key, such as ``"model.lr"``.
+        source: The place of the parameter in the sweep file.
+        space: The values that the key may have.
     """
 
     key: str
@@ -87,7 +87,7 @@ class Parameter:
     space: Choices | Range
 
     def list_grid(self) -> list[Any] | None:
-        """Return all values as a study stores them; None if there are infinitely or too many."""
+        """Return all values as a study stores them; None if their number is infinite or too large."""
         space = self.space
         if isinstance(space, Choices):
             return space.labels
@@ -108,7 +108,7 @@ class Parameter:
             yield from (Value(end, self.source) for end in dict.fromkeys((self.space.low, self.space.high)))
 
     def to_value(self, stored: Any) -> Value:
-        """Return the configuration's value for a value stored in a study."""
+        """Convert a value stored in a study to the configuration's value."""
         if isinstance(self.space, Range):
             return Value(int(stored) if self.space.integer else float(stored), self.source)
         value = self.space.values[self.space.labels.index(stored)]
@@ -116,11 +116,11 @@ class Parameter:
 
 
 def parse_parameters(section: Value, problems: list[str]) -> list[Parameter]:
-    """Return the parameters of a sweep file's section.
+    """Parse the section ``parameters`` of a sweep file.
 
     Args:
         section: The section's values.
-        problems: Problems are appended to this list.
+        problems: List to which problems are appended.
     """
     parameters = []
     for key, source, value in _iterate_entries(section, "", problems):
@@ -141,7 +141,7 @@ def parse_parameters(section: Value, problems: list[str]) -> list[Parameter]:
 
 
 def _iterate_entries(section: Value, before: str, problems: list[str]) -> Iterator[tuple[str, str, Value]]:
-    """Yield key, source and values of each parameter; W&B's nested form is flattened."""
+    """Yield the key, source and values of each parameter, with W&B's nested form flattened."""
     if not isinstance(section.data, dict) or not section.data:
         problems.append(
             f"{section.source}: parameters must be a mapping of keys to values, such as model.lr: [0.1, 0.01]."
@@ -159,7 +159,7 @@ def _parse_space(value: Value) -> Choices | Range:
     """Return the values of a parameter.
 
     Raises:
-        ConfigError: If the parameter does not define its values.
+        ConfigError: If the values are missing or invalid.
     """
     if isinstance(value.data, list):
         return _parse_choices(value)

@@ -37,7 +37,7 @@ class Report:
 
     Args:
         study: The sweep's study.
-        folder: The sweep's folder, which the links are relative to.
+        folder: The sweep's folder, to which the links are relative.
     """
 
     def __init__(self, study: Study, folder: Path) -> None:
@@ -49,13 +49,13 @@ class Report:
         self.points = self._make_points()
 
     def render(self) -> str:
-        """Return the content of the file."""
+        """Return the report as HTML."""
         body = [*self._render_head(), *self._render_best(), *self._render_charts(), *self._render_importance()]
         body += [*self._render_trials(), *self._render_failures()]
         return render_document(f"sweep {self.sweep.name}", body, f"<script>{SCRIPT}</script>", STYLE)
 
     def _make_points(self) -> list[TrialPoint]:
-        """Return the trials to draw, the best first and pruned ones last."""
+        """Return the trials to draw, sorted from the best to the worst, with pruned trials last."""
         shown = [trial for trial in self.trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
         shown = [trial for trial in shown if is_drawn(trial.value)]
         sign = 1 if self.sweep.metric.goal == "minimize" else -1
@@ -174,7 +174,7 @@ class Report:
             yield render_section("Failed trials", f"<table>{''.join(rows)}</table>")
 
     def _link(self, run: Any) -> str:
-        """Return a trial's name, as a link to its run's report if there is one."""
+        """Return a trial's name, as a link to its run's report if the report exists."""
         name = escape(f"{self.folder.name}/{run}")
         return f'<a href="{run}/report.html">{name}</a>' if (self.folder / str(run) / "report.html").is_file() else name
 

@@ -1,9 +1,9 @@
-"""Scheduler of a sweep: decides which trial starts or continues next, and records the outcomes.
+"""Scheduler of a sweep, which decides which trial starts or continues next, and records the outcomes.
 
-Several processes may run it for one sweep, on several machines that share the sweep's folder. Each decision is made
-under a lock: to start the study's next trial, or to continue a trial that no running process works on. A trial's
-number, values and run folder are stored in the study before its process starts. After a scheduler is killed, the next
-one finds the trial and continues it in its own folder, from its last checkpoint.
+Several processes may run a scheduler for the same sweep, on machines that share the sweep's folder. Each decision is
+made under a lock: to start the study's next trial, or to continue a trial that no running process executes. A trial's
+number, values and run folder are stored in the study before its process starts. If a scheduler is killed, the next
+scheduler finds the trial, and continues it in its run folder from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Scheduler:
         sweep: The sweep.
         configs: Creates the trials' configurations.
         command: The command that runs a trial's ``fit``. The run folder and ``ckpt_path=auto`` are appended.
-        workers: The trials' processes.
+        workers: Manages the trials' processes.
     """
 
     def __init__(self, sweep: Sweep, configs: TrialConfigs, command: Sequence[str], workers: Workers) -> None:
@@ -64,7 +64,7 @@ class Scheduler:
         self._report_due = time.monotonic() + _REPORT_EVERY
 
     def run(self) -> int:
-        """Run until every trial has ended, or until a signal or too many failures end it. Return the exit status.
+        """Run trials until all have ended, or a signal or too many failures stop the sweep. Return the exit status.
 
         Raises:
             ConfigError: If the sweep cannot start or continue with the settings in its file.
@@ -132,7 +132,7 @@ class Scheduler:
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:
-        """Record the first signal; a second one kills the trials immediately."""
+        """Record the first signal, and request on a second signal that the trials are killed immediately."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is None:
@@ -155,7 +155,7 @@ class Scheduler:
     # -- the next trial ------------------------------------------------------------------------------------------
 
     def _decide(self) -> int | None:
-        """Return the next trial, claimed by this process; None if there is none."""
+        """Claim the next trial for this process, and return its number; None if there is no trial to run."""
         with self.folder.deciding():
             trials = self.study.list_trials()
             self._elsewhere = {}
@@ -176,7 +176,7 @@ class Scheduler:
         return None
 
     def _adopt(self, trial: FrozenTrial) -> bool:
-        """Return whether to run a trial whose scheduler has died. If the trial ended on its own, record its outcome."""
+        """Return whether to run a trial whose scheduler has died. If the trial has ended, record its outcome."""
         number = trial.user_attrs.get("run")
         if number is None:
             return True
@@ -234,7 +234,7 @@ class Scheduler:
     # -- outcomes ------------------------------------------------------------------------------------------------
 
     def _settle(self, worker: Worker) -> None:
-        """Record the outcome of a process of this session. A trial that was cut short is left to be continued."""
+        """Record the outcome of a process of this session. A trial that was cut short can be continued later."""
         outcome = judge(worker.folder, worker.process.returncode)
         label = self._label(int(worker.folder.name))
         if outcome.end is End.CUT_SHORT:
@@ -257,7 +257,7 @@ class Scheduler:
         self._report()
 
     def _tell(self, number: int, label: str, outcome: Outcome, took: str = "") -> None:
-        """End a trial in the study."""
+        """Record in the study that a trial has ended, and print its outcome."""
         if outcome.end is End.FAILED:
             self._failures += 1
             self._first_error = self._first_error or f"{label}: {outcome.error}"

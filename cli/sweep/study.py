@@ -50,13 +50,13 @@ T = TypeVar("T")
 
 
 class Study:
-    """Study of a sweep. One process at a time may call methods that change it, except reporting of values.
+    """Study of a sweep. Only one process at a time may call methods that modify it, except to report values.
 
     Args:
         sweep: The sweep.
 
     Raises:
-        ConfigError: If the storage or an option is wrong.
+        ConfigError: If the storage cannot be opened, or if an option is invalid.
     """
 
     def __init__(self, sweep: Sweep) -> None:
@@ -85,7 +85,7 @@ class Study:
         return _PASSWORD.sub(r"\1***@", self.url)
 
     def _complete_pruner(self) -> Choice | None:
-        """Return the pruner with the ``max_resource`` that Hyperband needs, so that all processes use the same."""
+        """Return the pruner with the ``max_resource`` that Hyperband needs, so that it is the same in all processes."""
         prune, epochs = self.sweep.prune, _get_max_epochs(self.sweep)
         if prune is None or prune.kind != "hyperband" or epochs is None:
             return prune
@@ -97,7 +97,7 @@ class Study:
         return {} if prune is None else prune.describe()
 
     def list_trials(self) -> list[FrozenTrial]:
-        """Return all trials, in order."""
+        """Return all trials, ordered by number."""
         return retry(lambda: self.study.get_trials(deepcopy=False))
 
     def ask(self) -> int:
@@ -108,10 +108,10 @@ class Study:
         return self.study.ask().number
 
     def draw(self, number: int) -> dict[str, Any]:
-        """Return the values of a trial as they are stored, and draw those that it does not have yet.
+        """Return a trial's values as they are stored, and draw values that the trial does not have yet.
 
-        They depend on the sweep's seed and the trial's number; on earlier trials only if the method learns from them.
-        An interruption does not change them.
+        The values depend on the sweep's seed and the trial's number, and on earlier trials if the method learns from
+        them. An interruption does not change the values.
 
         Args:
             number: The trial's number.
@@ -125,7 +125,7 @@ class Study:
 
         Args:
             number: The trial's number.
-            **attributes: The attributes.
+            **attributes: The attributes by name.
         """
         trial_id = _get_id(self.study, number)
         for name, value in attributes.items():
@@ -136,8 +136,8 @@ class Study:
 
         Args:
             number: The trial's number.
-            state: The state that it ended in.
-            value: The value of the metric, if it is complete.
+            state: The state in which the trial ended.
+            value: The value of the metric, if the trial is complete. Default: None.
         """
         retry(lambda: self.study.tell(number, value, state, skip_if_finished=True))
 
@@ -165,17 +165,17 @@ class Study:
 
 
 def make_url(sweep: Sweep) -> str:
-    """Return the URL of a sweep's storage; for the journal, ``journal:`` and its path."""
+    """Return the URL of a sweep's storage; for a journal, ``journal:`` and the path of its file."""
     if sweep.storage is None:
         return URL.create("sqlite", database=str(sweep.folder / DATABASE)).render_as_string(hide_password=False)
     return f"journal:{sweep.folder / JOURNAL}" if sweep.storage == "journal" else sweep.storage
 
 
 def open_storage(url: str) -> BaseStorage:
-    """Open a storage; see `make_url`.
+    """Open the storage at a URL.
 
     Args:
-        url: The URL.
+        url: The URL, in the form that `make_url` returns.
     """
     optuna.logging.set_verbosity(logging.WARNING)
     if url.startswith("journal:"):
@@ -201,7 +201,7 @@ def retry(access: Callable[[], T]) -> T:
     """Call a function that accesses the storage and return its result. Retry if the database is busy.
 
     Args:
-        access: The function.
+        access: The function to call.
     """
     for left in range(_TRIES - 1, -1, -1):
         try:
@@ -236,7 +236,7 @@ def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
 
     Args:
         sweep: The sweep.
-        number: The trial's number, which the seed depends on.
+        number: The trial's number, on which the seed depends.
 
     Raises:
         ConfigError: If an option is unknown, or Optuna rejects its value.
@@ -267,7 +267,8 @@ def _build(kind: type[T], options: Mapping[str, Any], choice: Choice, key: str) 
 class GridSampler(BaseSampler):
     """Sampler that gives trial n the n-th combination of a grid.
 
-    Optuna's own sampler picks among the combinations that have not been started, so two processes may pick the same.
+    Optuna's own sampler picks one of the combinations that have not been started, so that two processes may pick the
+    same combination.
 
     Args:
         sweep: The sweep.
@@ -277,13 +278,13 @@ class GridSampler(BaseSampler):
         self._sweep = sweep
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """Return an empty search space: each value is sampled independently."""
+        """Return an empty search space, because each value is sampled independently."""
         return {}
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """Return no values: each value is sampled independently."""
+        """Return no values, because each value is sampled independently."""
         return {}
 
     def sample_independent(
@@ -310,7 +311,7 @@ def _get_id(study: optuna.Study, number: int) -> int:
 
 
 def _get_max_epochs(sweep: Sweep) -> int | None:
-    """Return the number of epochs per trial if it is the same for all trials and each epoch reports one value."""
+    """Return the number of epochs if all trials have the same and report once per epoch; otherwise, None."""
     trainer = sweep.base.data.get("trainer")
     flags = trainer.data if trainer is not None and isinstance(trainer.data, dict) else {}
     varied: Sequence[str] = [parameter.key for parameter in sweep.parameters]

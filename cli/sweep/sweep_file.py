@@ -1,4 +1,4 @@
-"""Sweep file: parsed and checked without torch or Optuna."""
+"""Parsing and checks of sweep files, without torch or Optuna."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class Metric:
     """Logged value that a sweep optimizes.
 
     Attributes:
-        name: The name that it is logged under.
+        name: The name under which the value is logged.
         goal: ``"minimize"`` or ``"maximize"``.
-        take: ``"best"`` or ``"last"`` of the values that a trial logs.
+        take: The value that counts among those that a trial logs, ``"best"`` or ``"last"``.
     """
 
     name: str = ""
@@ -85,7 +85,7 @@ class Choice:
     """Method or pruner with its options.
 
     Attributes:
-        kind: Its name.
+        kind: The name of the method or pruner.
         options: Arguments of Optuna's class by name.
         source: Its place in the sweep file.
     """
@@ -95,7 +95,7 @@ class Choice:
     source: str = ""
 
     def describe(self) -> dict[str, Any]:
-        """Return the name and options in the normal form of a sweep file."""
+        """Return the name and options in the canonical form of a sweep file."""
         return {"type": self.kind, **self.options}
 
 
@@ -104,19 +104,19 @@ class Sweep:
     """Sweep described by a file.
 
     Attributes:
-        file: The file.
+        file: Path of the sweep file.
         base: The configuration of every trial, with unresolved references.
         name: The name of the sweep and of its folder.
-        directory: The folder of all runs.
+        directory: The parent folder of all runs.
         method: The method that chooses values.
-        metric: The metric.
+        metric: The metric to optimize.
         parameters: The parameters to vary.
         trials: The number of trials.
-        processes: The number of trials at a time.
-        prune: The pruner; None for none.
-        seed: The seed of the values that are drawn.
+        processes: The number of trials that run at the same time.
+        prune: The pruner, or None.
+        seed: The seed for drawing the trials' values.
         storage: An Optuna URL or ``"journal"``; None for the file in the sweep's folder.
-        max_failures: The number of failed trials that ends the sweep as long as none has succeeded; None for no limit.
+        max_failures: The number of failures after which the sweep ends if no trial has succeeded; None for no limit.
     """
 
     file: str
@@ -135,7 +135,7 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
-        """Folder of the sweep, with a folder in it for each trial."""
+        """Folder of the sweep, which contains a folder for each trial."""
         return Path(self.directory).expanduser().absolute() / self.name
 
     def get_combination(self, number: int) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Sweep:
 
 
 def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two descriptions that make them different sweeps, one line per key.
+    """Return a line for each key whose change means that two descriptions are not of the same sweep.
 
     Args:
         before: The description of earlier sessions.
@@ -199,7 +199,7 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
         defaults: Default configuration, which the sweep's configuration overrides.
 
     Raises:
-        ConfigError: If the file is wrong; the error names every problem with file and line.
+        ConfigError: If the file is invalid; the error names every problem with file and line.
     """
     of_sweep: list[str] = []
     of_config: list[str] = []
@@ -228,7 +228,7 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
 def _read_base(
     value: Value | None, folder: Path, overrides: Sequence[str], defaults: Mapping[str, Any] | None
 ) -> Value:
-    """Return the configuration of every trial. Paths of files are relative to the sweep file."""
+    """Return the configuration of every trial. Paths of configuration files are relative to the sweep file."""
     sources: list[str | Path | Value] = []
     for item in [] if value is None else value.data if isinstance(value.data, list) else [value]:
         if not isinstance(item.data, str | dict):
@@ -253,20 +253,20 @@ class _Reader:
     """Reader of the values of one sweep file that collects every problem.
 
     Args:
-        file: The file.
-        values: Its values by key. All keys are known.
-        problems: The problems so far.
+        file: Path of the sweep file.
+        values: The file's values by key, without unknown keys.
+        problems: List of problems, to which further problems are appended.
     """
 
     def __init__(self, file: str, values: Mapping[str, Value], problems: list[str]) -> None:
         self.file, self.values, self.problems = file, values, problems
 
     def read(self, base: Value, section: Value | None) -> Sweep:
-        """Return the sweep.
+        """Build the sweep from the values of the file.
 
         Args:
             base: The configuration of every trial.
-            section: The parameters.
+            section: The section ``parameters``.
 
         Raises:
             ConfigError: If there are problems; the error names all of them.
@@ -401,7 +401,7 @@ class _Reader:
         return count if trials is None else min(trials, count)
 
     def _check_keys(self, sweep: Sweep) -> None:
-        """Report parameters that decide where a trial is kept or what it resumes from."""
+        """Report parameters that would change where a trial is stored or from what it resumes."""
         for parameter in sweep.parameters:
             if parameter.key.partition(".")[0] in ("run", "ckpt_path", "schedule"):
                 self.problems.append(

@@ -25,7 +25,7 @@ _POLL = 0.1  # seconds between two attempts to get a lock that another process h
 
 
 class SweepFolder:
-    """Folder of a sweep, in which several processes on several machines may work at a time.
+    """Folder of a sweep, in which several processes on several machines may work at the same time.
 
     .. code-block:: text
 
@@ -40,7 +40,7 @@ class SweepFolder:
 
     Attributes:
         path: The folder.
-        token: The name of this process's own lock.
+        token: The name of this process's lock.
     """
 
     def __init__(self, sweep: Sweep) -> None:
@@ -53,7 +53,7 @@ class SweepFolder:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Hold a lock as one of the processes that work on the sweep, for the ``with`` block."""
+        """Hold the lock of this process, which marks it as working on the sweep, within a ``with`` block."""
         own = self._private / self.token
         try:
             own.mkdir(parents=True)
@@ -69,7 +69,7 @@ class SweepFolder:
             shutil.rmtree(own, ignore_errors=True)
 
     def find_host(self, token: str) -> str | None:
-        """Return the machine of the process with a token; None if the process is not alive.
+        """Return the name of the machine on which a process runs; None if the process is not alive.
 
         Args:
             token: The name of the process's lock.
@@ -92,7 +92,7 @@ class SweepFolder:
             lock.release()
 
     def forget_the_dead(self) -> None:
-        """Remove the locks of processes that were killed. Call it while `deciding`."""
+        """Remove the locks of processes that were killed. Requires the lock of `deciding`."""
         for entry in self._private.iterdir():
             if entry.is_dir() and entry.name != self.token and self.find_host(entry.name) is None:
                 shutil.rmtree(entry, ignore_errors=True)
@@ -100,13 +100,13 @@ class SweepFolder:
     # -- description ---------------------------------------------------------------------------------------------
 
     def describe(self) -> bool:
-        """Write the description, or compare it with that of earlier sessions. Call it while `deciding`.
+        """Compare the sweep with that of earlier sessions, and write its description. Requires the lock of `deciding`.
 
         Returns:
             Whether the sweep is new.
 
         Raises:
-            ConfigError: If the folder has another sweep, or other runs.
+            ConfigError: If the folder contains another sweep, or runs that are not trials of a sweep.
         """
         file, description = self.path / DESCRIPTION, self.sweep.describe()
         anew = (
@@ -135,15 +135,15 @@ class SweepFolder:
         return is_new
 
     def has_runs(self) -> bool:
-        """Return whether the folder has any run folder."""
+        """Return whether the folder contains any run folders."""
         return any(entry.name.isdigit() for entry in self.path.iterdir())
 
     def write(self, name: str, text: str) -> None:
-        """Write a file atomically: readers see the old or the new one.
+        """Write a file atomically, so that readers see either the old or the new file.
 
         Args:
             name: The file's name.
-            text: The text.
+            text: The new content of the file.
         """
         part = self.path / f".{name}.{self.token}"
         try:
@@ -156,11 +156,11 @@ class SweepFolder:
     # -- folders of trials ---------------------------------------------------------------------------------------
 
     def choose_number(self, trial: int, taken: Container[int | None]) -> int:
-        """Return the number of a trial's run folder: the trial's number, from 1, or the next one that is free.
+        """Return the number of a trial's run folder: the trial's number counted from 1, or the next free number.
 
         Args:
             trial: The trial's number in the study, from 0.
-            taken: The folders of other trials, which may not exist yet.
+            taken: The numbers of other trials' run folders, which may not exist yet.
         """
         free = (number for number in itertools.count(trial + 1) if number not in taken)
         return next(number for number in free if self._may_take(self.path / str(number), trial))
@@ -174,12 +174,12 @@ class SweepFolder:
             return {entry.name for entry in path.iterdir()} <= {CONFIG, f".{CONFIG}.tmp", f".{RECORD}.tmp"}
 
     def prepare(self, number: int, trial: int, config: str, parameters: Mapping[str, Any]) -> None:
-        """Write the run folder of a trial unless it exists. Call it while `deciding`.
+        """Write the run folder of a trial unless it exists. Requires the lock of `deciding`.
 
         Args:
             number: The number of the run folder.
             trial: The trial's number in the study.
-            config: The configuration, YAML.
+            config: The configuration, in YAML.
             parameters: The trial's values by key.
         """
         path = self.path / str(number)

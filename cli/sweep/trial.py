@@ -1,4 +1,4 @@
-"""Callback of a trial's own process that records its value and prunes it."""
+"""Callback in a trial's process that records the trial's value and prunes the trial."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trial_of(folder: RunFolder) -> TrialCallback | None:
 
 
 def _read_assignment(folder: Path) -> Assignment | None:
-    """Return the assignment of a trial that is continued by hand. Such a trial is not pruned."""
+    """Return the assignment of a trial that a user continues manually. Such a trial is not pruned."""
     try:
         metric = Metric(**json.loads((folder.parent / DESCRIPTION).read_text(encoding="utf-8"))["metric"])
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -47,12 +47,12 @@ def _read_assignment(folder: Path) -> Assignment | None:
 class TrialCallback(PruningCallback):
     """Callback that records the metric of a sweep's trial and stops the trial if the study's pruner decides so.
 
-    Unlike `PruningCallback` it raises nothing: a pruned trial ends like one that is stopped early, and saves. Its state
-    is in the checkpoints, so a continued trial has its best value.
+    Unlike `PruningCallback`, it does not raise an exception: a pruned trial ends like a run that is stopped early, and
+    saves a checkpoint. Checkpoints contain the callback's state, so that a continued trial keeps its best value.
 
     Args:
         assignment: The trial's assignment.
-        write: Adds entries to the run's record.
+        write: Function that adds entries to the run's record.
     """
 
     after_task = 1  # before checkpoints are saved, which contain its state
@@ -79,7 +79,7 @@ class TrialCallback(PruningCallback):
         self._value, self.pruned = state_dict["value"], state_dict["pruned"]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Open the trial on rank zero."""
+        """Open the study's trial on rank zero, if it may be pruned."""
         if stage == "fit":
             self._validations, self._value, self.pruned = 0, None, None
             with trainer.accelerator.world.together():
@@ -103,7 +103,7 @@ class TrialCallback(PruningCallback):
         return open_trial(study, assignment.number)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop a trial that was pruned before its sweep continued it, but not one that is continued by hand."""
+        """Stop a trial that was already pruned when its sweep continued it, but not one that is continued manually."""
         if self.pruned is not None and self._assignment.pruner:
             self._prune(trainer)
         else:
@@ -141,7 +141,7 @@ class TrialCallback(PruningCallback):
         trainer.should_stop = True
 
     def conclude(self) -> None:
-        """Record that the trial was pruned, if it was. Called after ``fit`` has returned."""
+        """Record a pruned trial as pruned. Call this after ``fit`` has returned."""
         if self.pruned is not None:
             self._write({"state": "pruned", "note": self.pruned})
 

@@ -1,4 +1,4 @@
-"""Configuration of a trial: the sweep's with the trial's values, checked and with all defaults."""
+"""Configuration of a trial: the sweep's configuration with the trial's values and all defaults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TrialConfigs:
 
     Args:
         sweep: The sweep.
-        program: The command that runs a trial, for the file's first line.
+        program: The command that runs a trial, for the first line of the configuration file.
         model: The task's class, unless the configuration names a subclass of it. Default: None.
         data: The data module's class, unless the configuration names a subclass of it. Default: None.
     """
@@ -40,7 +40,7 @@ class TrialConfigs:
         """Validate every choice and both ends of every range, with all other parameters at their first value.
 
         Raises:
-            ConfigError: If the configuration does not accept a key or value; the error names all of them.
+            ConfigError: If the configuration does not accept a key or value; the error names every problem.
         """
         first = {parameter.key: next(parameter.list_samples()) for parameter in self.sweep.parameters}
         problems = self._list_problems(first)
@@ -79,7 +79,7 @@ class TrialConfigs:
         return to_plain(trainer) if trainer is not None and isinstance(trainer.data, dict) else {}
 
     def find_devices(self) -> tuple[int, list[str] | None]:
-        """Return the processes per trial that the configuration requests, and the GPUs that trials may use."""
+        """Return the number of processes per trial, which the configuration sets, and the GPUs that trials may use."""
         flags = self._get_flags()
         devices = flags.get("devices")
         count = devices if isinstance(devices, int) and devices > 0 else 1

@@ -1,4 +1,4 @@
-"""Parameters of a trial in words. Does not import torch."""
+"""Formatting of a trial's parameters as text. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 
 def shorten_keys(keys: Iterable[str]) -> dict[str, str]:
-    """Return each dotted key with its shortest unambiguous form: ``lr`` for ``model.lr``."""
+    """Return each dotted key with its shortest unambiguous form, such as ``lr`` for ``model.lr``."""
     ends = {key: key.rpartition(".")[2] for key in keys}
     return {key: end if list(ends.values()).count(end) == 1 else key for key, end in ends.items()}
 
 
 def format_parameters(parameters: Mapping[str, Any]) -> str:
-    """Return the parameters of a trial on one line: ``lr=0.003 batch_size=64``."""
+    """Return the parameters of a trial as one line, such as ``lr=0.003 batch_size=64``."""
     names = shorten_keys(parameters)
     return " ".join(f"{names[key]}={format_parameter(value)}" for key, value in parameters.items())
 
 
 def format_parameter(value: Any) -> str:
-    """Return a stored value in words: four significant digits at most, and objects by their class."""
+    """Return a stored value as text: floats with at most four significant digits, objects with their class name."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if not isinstance(value, str):

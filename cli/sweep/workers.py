@@ -1,4 +1,4 @@
-"""Processes of the trials: started, watched and ended."""
+"""Processes of the trials: their start, supervision and termination."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Worker:
     Attributes:
         trial: The trial's number in the study.
         folder: The trial's run folder.
-        slot: The index of its slot among the trials that run at a time.
-        process: The process.
-        began: The time of its start, by the monotonic clock.
+        slot: The index of the trial's slot among the trials that run at the same time.
+        process: The running process.
+        began: The time of its start in seconds, by the monotonic clock.
     """
 
     trial: int
@@ -39,15 +39,16 @@ class Worker:
 
 
 class Workers:
-    """Processes of the trials that run at a time.
+    """Processes of the trials that run at the same time.
 
-    Each runs in its own session. Ctrl-C at the terminal reaches only the sweep, which asks the trials to save and end.
+    Each process runs in its own session. Ctrl-C at the terminal reaches only the sweep, which asks the trials to save
+    and exit.
 
     Args:
         count: The maximum number of trials at a time.
-        devices: Processes of each trial.
-        gpus: GPUs of this machine, as in ``CUDA_VISIBLE_DEVICES``, shared out over the trials. None does not restrict
-            them.
+        devices: Number of processes of each trial.
+        gpus: GPUs of this machine, as in ``CUDA_VISIBLE_DEVICES``, which are divided among the trials. None leaves the
+            GPUs unrestricted.
 
     Attributes:
         running: The processes by the trial's number.
@@ -66,7 +67,8 @@ class Workers:
     def start(self, trial: int, folder: Path, command: Sequence[str], variables: Mapping[str, str]) -> Worker:
         """Start the process of a trial. Its output is appended to a file in the run folder.
 
-        Call it on the main thread: Linux ends a process that follows its parent when the thread that started it ends.
+        Call this method on the main thread: a trial ends with its parent, and Linux regards the thread that started the
+        process as the parent.
 
         Args:
             trial: The trial's number.
@@ -108,10 +110,10 @@ class Workers:
         self._events.put(None)
 
     def wait(self, seconds: float | None) -> Worker | None:
-        """Return a worker whose process has ended, as soon as there is one; None after the timeout or when woken.
+        """Wait for a worker whose process has ended, and return it; None after the timeout or a call of `wake`.
 
         Args:
-            seconds: The timeout; None for no limit.
+            seconds: The timeout in seconds; None for no limit.
         """
         try:
             trial = self._events.get(timeout=seconds)
@@ -120,10 +122,10 @@ class Workers:
         return None if trial is None else self.running.pop(trial)
 
     def end(self, number: signal.Signals) -> None:
-        """Send a signal to every process; SIGKILL goes to their children as well.
+        """Send a signal to every process. SIGKILL is sent to the child processes, too.
 
         Args:
-            number: The signal.
+            number: The signal to send.
         """
         for worker in self.running.values():
             if number is signal.SIGKILL:
@@ -134,7 +136,7 @@ class Workers:
 
 
 def share_gpus(gpus: Sequence[str], count: int, slot: int) -> list[str]:
-    """Return the GPUs of one of ``count`` slots: an equal share, or a single one if there are too few GPUs.
+    """Return the GPUs of one of ``count`` slots: an equal share, or a single GPU if there are too few.
 
     Args:
         gpus: The GPUs of the machine.

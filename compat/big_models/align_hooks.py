@@ -72,14 +72,14 @@ class _MappedPiece:
 
 
 class AlignDevicesHook(ModelHook):
-    """Hook that moves a module's inputs to its device, and its weights too if they are offloaded.
+    """Hook that moves a module's inputs to its device, and its weights, too, if they are offloaded.
 
     Args:
-        execution_device: The device on which the module runs. Default: None, nothing is moved.
+        execution_device: The device on which the module runs. Default: None, which moves nothing.
         offload: Whether weights are offloaded except during the forward pass.
         io_same_device: Whether to return the output on the device of the inputs.
         weights_map: Values of offloaded weights by name in the module. Default: the current values, kept on the CPU.
-        offload_buffers: Whether buffers are offloaded too, except those that are in no state dict.
+        offload_buffers: Whether to offload buffers, too, except non-persistent ones.
         place_submodules: Whether the hook also handles the weights of submodules.
         skip_keys: Names of keyword arguments, and of entries of the output, that are not moved.
         tied_params_map: As in `set_module_tensor_to_device`.
@@ -121,7 +121,7 @@ class AlignDevicesHook(ModelHook):
         """Move the module's weights to its device, or offload them.
 
         Args:
-            module: The module that the hook is added to.
+            module: The module to which the hook is added.
         """
         if str(self.execution_device) == "meta":
             self.tied_params_map = None  # all meta tensors have the same address
@@ -162,9 +162,9 @@ class AlignDevicesHook(ModelHook):
         """Load the weights and move the inputs.
 
         Args:
-            module: The module.
-            *args: Positional inputs of its forward.
-            **kwargs: Keyword inputs of its forward.
+            module: The module that has the hook.
+            *args: Positional inputs of the forward pass.
+            **kwargs: Keyword inputs of the forward pass.
         """
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
@@ -183,7 +183,7 @@ class AlignDevicesHook(ModelHook):
         return move(args, device, ()), move(kwargs, device, self._get_skip_keys())
 
     def _read(self, loan: Loan) -> Tensor:
-        """Return the values of an offloaded tensor; modules that run at the same time share tied ones."""
+        """Return the values of an offloaded tensor. Modules that run at the same time share those of tied tensors."""
         device = self._get_device()
         if self.tied_params_map is None:
             return loan.read(device)
@@ -199,8 +199,8 @@ class AlignDevicesHook(ModelHook):
         """Release the weights and move the output.
 
         Args:
-            module: The module.
-            output: The output of its forward.
+            module: The module that has the hook.
+            output: The output of the forward pass.
         """
         with torch.inference_mode(False), torch.no_grad():
             for loan in self._loans.values():
@@ -216,7 +216,7 @@ class AlignDevicesHook(ModelHook):
         """Restore the module's weights on their original devices.
 
         Args:
-            module: The module.
+            module: The module that has the hook.
         """
         restored: dict[int, Tensor] = {}
         for name, device in self.original_devices.items():
@@ -246,7 +246,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def _tie(module: nn.Module, names: list[str]) -> None:
-    """Give a module one tensor under all these names: the tensor of the first."""
+    """Tie a module's tensors with these names to the tensor with the first name."""
     if len(names) > 1:
         path, _, last = names[0].rpartition(".")
         set_tensor_by_names(module, names[1:], getattr(module.get_submodule(path), last))
@@ -259,13 +259,13 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Add an `AlignDevicesHook` to each module with weights, from ``module`` down, that has no hook.
+    """Add an `AlignDevicesHook` to ``module`` and each of its submodules that has weights but no hook.
 
     Args:
         module: The module to start from.
         execution_device: The device on which the modules run.
         skip_keys: As in `AlignDevicesHook`.
-        preload_module_classes: Names of classes whose submodules get no hooks.
+        preload_module_classes: Names of classes. The submodules of a module of such a class do not get hooks.
         tied_params_map: As in `set_module_tensor_to_device`.
     """
     if not hasattr(module, "_hf_hook") and module.state_dict():
@@ -288,14 +288,14 @@ def attach_align_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Add an `AlignDevicesHook` to each module that has tensors of its own.
+    """Add an `AlignDevicesHook` to ``module`` and each of its submodules that owns tensors directly.
 
     Args:
         module: The module to start from.
         execution_device: As in `AlignDevicesHook`.
         offload: Whether weights are offloaded except during the forward pass.
         weights_map: Values of offloaded weights by names that begin with ``module_name``.
-        offload_buffers: Whether buffers are offloaded too.
+        offload_buffers: Whether buffers are offloaded, too.
         module_name: The module's name in ``weights_map``.
         skip_keys: As in `AlignDevicesHook`.
         preload_module_classes: Names of classes whose modules load all offloaded weights of their submodules when
@@ -340,14 +340,14 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Add an `AlignDevicesHook` to each block of a model that a map names.
+    """Add an `AlignDevicesHook` to each block that a map of devices or offloading names, or else to the whole model.
 
     Args:
         module: The model.
         execution_device: The device on which the model runs, or devices by block name.
         offload: Whether weights are offloaded except during the forward pass, for all blocks or by block name.
         weights_map: As in `attach_align_device_hook`.
-        offload_buffers: Whether buffers are offloaded too.
+        offload_buffers: Whether buffers are offloaded, too.
         module_name: The module's name in the maps.
         skip_keys: As in `AlignDevicesHook`.
         preload_module_classes: As in `attach_align_device_hook`.
@@ -403,9 +403,9 @@ class LayerwiseCastingHook(ModelHook):
     """Hook that stores a module's weights in one dtype and computes in another.
 
     Args:
-        storage_dtype: The dtype between forward passes, usually a smaller one.
+        storage_dtype: The dtype between forward passes, usually a smaller one than ``compute_dtype``.
         compute_dtype: The dtype during the forward pass.
-        non_blocking: Whether to cast without waiting.
+        non_blocking: Whether to cast asynchronously, if possible.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
@@ -415,7 +415,7 @@ class LayerwiseCastingHook(ModelHook):
         """Cast the weights to the storage dtype.
 
         Args:
-            module: The module that the hook is added to.
+            module: The module to which the hook is added.
         """
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
@@ -423,9 +423,9 @@ class LayerwiseCastingHook(ModelHook):
         """Cast the weights to the compute dtype.
 
         Args:
-            module: The module.
-            *args: Positional inputs of its forward.
-            **kwargs: Keyword inputs of its forward.
+            module: The module that has the hook.
+            *args: Positional inputs of the forward pass.
+            **kwargs: Keyword inputs of the forward pass.
         """
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
@@ -434,8 +434,8 @@ class LayerwiseCastingHook(ModelHook):
         """Cast the weights to the storage dtype.
 
         Args:
-            module: The module.
-            output: The output of its forward.
+            module: The module that has the hook.
+            output: The output of the forward pass.
         """
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
@@ -457,7 +457,7 @@ def attach_layerwise_casting_hooks(
         compute_dtype: The dtype during the forward pass.
         skip_modules_pattern: Regular expressions that are searched in the names of modules to skip.
         skip_modules_classes: Classes of modules to skip.
-        non_blocking: Whether to cast without waiting.
+        non_blocking: Whether to cast asynchronously, if possible.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else [*(skip_modules_pattern or ())]
 

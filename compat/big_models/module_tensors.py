@@ -51,7 +51,7 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return whether two devices are the same; an accelerator without an index has index 0.
+    """Return whether two devices are the same. An accelerator without an index has index 0.
 
     Args:
         first_device: A device.
@@ -65,7 +65,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Return a size in bytes, such as ``"5MB"`` (10**6 each), ``"1GiB"`` (2**30) or ``"8Gb"`` (bits).
+    """Convert a size to bytes. Text may be ``"5MB"`` (10**6 bytes each), ``"1GiB"`` (2**30) or ``"8Gb"`` (bits).
 
     Args:
         size: The size, in bytes or as text.
@@ -82,7 +82,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def dtype_byte_size(dtype: Any) -> float:
-    """Return the bytes of one element: 1/8 for bool, as in Accelerate, and fractions for its custom dtypes.
+    """Return the size of one element in bytes. As in Accelerate, it is 1/8 for bool, and a fraction for int4 and int2.
 
     Args:
         dtype: A ``torch.dtype`` or a member of `CustomDtype`.
@@ -103,7 +103,7 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """Return the identity of the memory of a tensor: device, address and size in bytes.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor to identify.
     """
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
@@ -112,13 +112,13 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the parameters, then the buffers, of a module by name. A tied tensor is yielded once.
+    """Iterate over names and tensors of a module's parameters, then of its buffers. A tied tensor is yielded once.
 
     Args:
-        module: The module.
+        module: The module that has the tensors.
         include_buffers: Whether to yield buffers.
         recurse: Whether to include submodules.
-        remove_non_persistent: Whether to exclude buffers that are in no state dict.
+        remove_non_persistent: Whether to exclude non-persistent buffers, which are not in the state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -127,12 +127,12 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of the buffers that are in no state dict.
+    """Return the names of the non-persistent buffers, which are not in the state dict.
 
     Args:
-        module: The module.
+        module: The module that has the tensors.
         recurse: Whether to include submodules.
-        fqns: Whether names are relative to ``module`` instead of to each buffer's own module.
+        fqns: Whether names are relative to ``module`` instead of to the submodule that owns the buffer.
     """
     modules = module.named_modules() if recurse else [("", module)]
     return {
@@ -143,7 +143,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the names of shared parameters, a sorted list per parameter.
+    """Return the names of tied parameters, as one sorted list per parameter.
 
     Args:
         model: The model.
@@ -156,7 +156,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
-    """Tie each group of parameters again, to the first of them that is not on the meta device.
+    """Tie each group of parameters again to its first parameter that is not on the meta device.
 
     Args:
         model: The model.
@@ -191,14 +191,14 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Iterable[str]], device_map: Mapping[str, Device]
 ) -> None:
-    """Warn about each group of tied parameters that a device map puts on several devices.
+    """Warn about each group of tied parameters that a device map assigns to different devices.
 
     Args:
         tied_params: Groups of names, as `find_tied_parameters` returns them.
         device_map: Devices by name of module or parameter.
 
     Raises:
-        ValueError: If the map gives a parameter no device.
+        ValueError: If the map does not assign a device to a parameter.
     """
     for names in tied_params:
         devices = {name: look_up_device(device_map, name) for name in names}
@@ -212,12 +212,12 @@ def check_tied_parameters_on_same_device(
 
 
 def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
-    """Return the bytes of a model's buffers. The arguments are those of `compute_module_sizes`."""
+    """Return the size of a model's buffers in bytes. The arguments are those of `compute_module_sizes`."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
 
 def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
-    """Return the names that have no other names below them.
+    """Return the names that have no other names nested below them.
 
     Args:
         module_sizes: Names, such as the keys that `compute_module_sizes` returns.
@@ -231,7 +231,7 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: Sequence[str],
 ) -> tuple[int, list[str]]:
-    """Return the size of the largest layer, and the layers that have it.
+    """Return the size of the largest layer in bytes, and the names of all layers of that size.
 
     A layer is a tensor, a module without submodules, or a module of a class that must not be split.
 
@@ -257,7 +257,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the size of a model in bytes, and that of its largest layer with the names of such layers.
+    """Return the size of a model in bytes, and the size and names of its largest layers.
 
     Args:
         model: The model.
@@ -286,18 +286,19 @@ def set_module_tensor_to_device(
     """Move one parameter or buffer of a module to a device.
 
     Args:
-        module: The module.
+        module: The module that has the tensors.
         tensor_name: The tensor's name relative to ``module``.
         device: The target device.
-        value: The new values. Default: None, the current ones.
-        dtype: The dtype to convert ``value`` to, unless it holds integers. Default: the tensor's dtype.
-        fp16_statistics: Not supported: statistics of an 8-bit weight.
-        tied_params_map: Copies of tied tensors by address and device. An existing copy is used, a new one is added.
-        non_blocking: Whether to copy without waiting.
-        clear_cache: Whether to release freed memory of the accelerator.
+        value: The new values. Default: None, which keeps the current ones.
+        dtype: The dtype to which ``value`` is converted, unless it contains integers. Default: the tensor's dtype.
+        fp16_statistics: Statistics of an 8-bit weight. Not supported.
+        tied_params_map: Copies of tied tensors by address and device. An existing copy is used; a new copy is added.
+        non_blocking: Whether to copy asynchronously, if possible.
+        clear_cache: Whether to release unused cached memory of the accelerator.
 
     Raises:
-        ValueError: If the tensor does not exist or has no values, or ``value`` has another shape.
+        ValueError: If the tensor does not exist, has no values, or is a weight of bitsandbytes, if ``value`` has
+            another shape, or if ``fp16_statistics`` is passed.
     """
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path)
@@ -364,10 +365,10 @@ def _follows_dtype(tensor: Tensor) -> bool:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return whether weights of a module are offloaded until it is called.
+    """Return whether weights of a module are offloaded until the module is called.
 
     Args:
-        module: The module.
+        module: The module that has the tensors.
     """
     return _get_offload_hook(module) is not None or find_station(module) is not None
 
@@ -379,11 +380,12 @@ def _get_offload_hook(module: nn.Module) -> Any:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Move a module's own parameters to a device within a ``with`` block; offloaded ones are offloaded again after it.
+    """Move a module's direct parameters to a device within a ``with`` block, and restore their devices afterwards.
 
     Args:
-        module: The module.
-        execution_device: The device. Default: the one on which the module runs; parameters that are not offloaded stay.
+        module: The module that has the tensors.
+        execution_device: The device. Default: None, which moves only offloaded parameters, to the device on which the
+            module runs.
     """
     hook = _get_offload_hook(module)
     if hook is not None:
@@ -412,7 +414,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's full state on the CPU, offloaded weights included. Warn about tensors without values.
+    """Return a model's full state dict on the CPU, including offloaded weights. Warn about tensors without values.
 
     Args:
         model: The model.
@@ -437,9 +439,9 @@ def get_state_dict_from_offload(
     """Fill in the values of one module's tensors in a state dict.
 
     Args:
-        module: The module.
+        module: The module that has the tensors.
         module_name: The name of one of its tensors in ``state_dict``.
-        state_dict: The state dict, which is changed in place.
+        state_dict: The state dict, which is modified in place.
         device_to_put_offload: The device for offloaded values.
 
     Returns:
@@ -456,12 +458,12 @@ def get_state_dict_from_offload(
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Device] | None = None
 ) -> dict[str, Tensor]:
-    """Load the tensors of one file. Nothing in the file is run.
+    """Load the tensors of one file without executing any code in it.
 
     Args:
-        checkpoint_file: A safetensors file, or a file of ``torch.save`` with a state dict.
+        checkpoint_file: A safetensors file, or a ``torch.save`` file that contains a state dict.
         device_map: Devices by name of module or tensor. Tensors that are not in it, or mapped to ``"disk"``, are loaded
-            to the CPU. Default: None, the CPU for all.
+            to the CPU. Default: None, which loads all tensors to the CPU.
     """
     tensors: dict[str, Tensor] = {}
     for name, piece in open_weights(checkpoint_file).items():

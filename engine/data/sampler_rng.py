@@ -128,7 +128,7 @@ class Draws:
             sampler.load_state_dict(copy.deepcopy(saved))
 
     def read_host_state(self) -> dict[str, Any]:
-        """Return the states of the host's generators and of the private ones, inside `RandomStream.drawing`."""
+        """Return the states of the CPU generators and the private ones. Call it inside `RandomStream.drawing`."""
         return {"stream": host_state(), "generators": self.private_states()}
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Order of samples: the user's own sampler is replayed, and each process keeps its share."""
+"""Sharding of a loader by indices: the user's sampler is replayed, and each process keeps its share."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ _COMPARED = 64  # number of indices
 
 
 class GroupIndices(NamedTuple):
-    """Indices of the micro-batches of one group.
+    """Sample indices of the micro-batches of one accumulation group.
 
     Attributes:
-        global_batches: The indices of all processes, with the sizes of the user's own batches if those are kept.
+        global_batches: For each micro-batch, the indices of all processes, and the sizes of the user's own batches if
+            these are kept.
         slices: This process's share of each global batch.
     """
 
@@ -45,10 +46,10 @@ class GroupIndices(NamedTuple):
     slices: list[slice]
 
     def of(self, number: int) -> list[Any]:
-        """Return this process's indices in one micro-batch; none for a stand-in.
+        """Return this process's indices in one micro-batch; an empty list if its share is empty.
 
         Args:
-            number: The index of the micro-batch in the group.
+            number: The index of the micro-batch in the group, from 0.
         """
         return self.global_batches[number][0][self.slices[number]]
 
@@ -57,11 +58,11 @@ class ShardedBatches:
     """Batch sampler that replays the user's own sampler and keeps this process's share of each global batch.
 
     A global batch is the next ``batch_size * size`` indices of the user's sampler, or the next ``size`` batches of a
-    custom batch sampler. The short last one is sharded as well: nothing is padded or repeated.
+    custom batch sampler. A short last global batch is sharded as well: no sample is padded or repeated.
 
     Args:
         loader: The user's loader; only its samplers are used.
-        planner: Groups and weights.
+        planner: Computes the accumulation groups and the weights of their batches.
         stream: The stream that samplers without their own generator draw from.
         merge_tail: Evaluation only: if the last global batch has fewer samples than there are processes, add them to
             the one before, so that every process takes part in every batch.
@@ -70,9 +71,9 @@ class ShardedBatches:
     Attributes:
         order: The RNG state that the epoch's order was drawn from; if it is set before the epoch begins, that epoch is
             repeated.
-        micros: For each batch that was yielded and that the loop has not processed yet: its metadata, the draws made
-            for it from a copy of the stream (None if the epoch's order was drawn in one call), and the indices of its
-            group.
+        micros: For each batch that was yielded but not yet processed by the loop: its metadata, the draws made for it
+            from a copy of the stream, and the indices of its group. The draws are None if the epoch's order was drawn
+            in one call.
     """
 
     def __init__(
@@ -103,11 +104,11 @@ class ShardedBatches:
         """Set up the next iteration.
 
         Args:
-            epoch: The number of the epoch.
-            skip: Samples of the epoch that were yielded before, over all ranks.
-            limit: The maximum number of batches to yield.
-            done: Batches of this rank that contained these samples.
-            passed: Further batches to skip.
+            epoch: The epoch number, from 0.
+            skip: Number of samples of the epoch that were already yielded, over all ranks.
+            limit: The maximum number of batches to yield; None for no limit.
+            done: Number of this rank's batches that contained these samples.
+            passed: Number of further batches to skip.
         """
         self.epoch, self.skip, self.limit = epoch, skip, limit
         self.done = done
@@ -115,7 +116,7 @@ class ShardedBatches:
         self.micros: deque[tuple[Micro, Draw | None, GroupIndices]] = deque()
 
     def split(self) -> None:
-        """Interpret ``batch_size`` as that of the global batch.
+        """Interpret ``batch_size`` as the size of the global batch, and divide it by the number of processes.
 
         Raises:
             ValueError: If it is not divisible by the number of processes, or if the loader has no ``batch_size``.
@@ -131,14 +132,14 @@ class ShardedBatches:
 
     @property
     def draws_later(self) -> bool:
-        """True if the order is drawn during the epoch, and not completely at its beginning."""
+        """True if the order is drawn during the epoch rather than entirely at its beginning."""
         return not self.draws_at_once
 
     def unshuffle(self) -> bool:
-        """Use the dataset's order in place of torch's own random samplers.
+        """Replace torch's own random samplers by the order of the dataset.
 
         Returns:
-            Whether the loader shuffles, or shuffled before this call.
+            True if the loader shuffled before this call.
         """
         sampler = self.sampler
         if isinstance(sampler, RandomSampler):
@@ -154,8 +155,8 @@ class ShardedBatches:
         """Start the loader's iterator; the seed that it draws for its workers comes from the stream.
 
         Args:
-            get_iterator: Starts the iterator.
-            silently: Undo the draw of the seed, because a resumed run had already drawn it.
+            get_iterator: Function that starts and returns the iterator.
+            silently: Undo the draw of the seed, because the run had already drawn it before it was resumed.
         """
         self._undo = self.draws.state() if silently or self.order is not None else None
         with self.draws.stream.drawing():
@@ -187,13 +188,13 @@ class ShardedBatches:
         return self._count_batches(self._count_items(len), limit)
 
     def agree(self, world: World) -> None:
-        """Determine whether the ranks share one dataset in one order, or each reads its own data. Call it on all ranks.
+        """Determine whether all ranks share one ordered dataset or each reads its own data. Call it on all ranks.
 
         Args:
-            world: The ranks.
+            world: The ranks that iterate the loader.
 
         Raises:
-            ValueError: On every rank, if neither is the case.
+            ValueError: On every rank, if neither applies.
         """
         if self.planner.shares is None and not share_data(self.dataset, world):
             self.planner.disable_sharding()
@@ -205,10 +206,10 @@ class ShardedBatches:
             self.planner.shares.agree(self.share(), world, type(self.dataset).__name__)
 
     def _has_common_order(self, world: World) -> bool:
-        """Return whether the user's sampler yields the same indices on all ranks, unlike one that depends on the rank.
+        """Return whether the user's sampler yields the same indices on all ranks.
 
         Raises:
-            ValueError: On every rank, if some ranks' samplers agree and others do not.
+            ValueError: On every rank, if the samplers of some ranks yield the same indices and others do not.
         """
         if type(self.sampler).__module__ == Sampler.__module__:  # torch's own samplers do not depend on the rank
             return True
@@ -227,7 +228,7 @@ class ShardedBatches:
         return Share(samples if self.plain or not self.batched else None, self.batch_size, self._count_batches(count))
 
     def _count_items(self, count: Callable[[Any], Any]) -> Any:
-        """Return the length of the user's sampler; restore the random state if computing the length draws from it."""
+        """Return the length of the user's sampler, and restore the RNG state if computing the length changes it."""
         if not self._counting_draws:
             return count(self.sampler)
         before = host_state()
@@ -237,7 +238,7 @@ class ShardedBatches:
         return items
 
     def _count_batches(self, items: int, limit: int | None = None) -> int:
-        """Return the number of batches that this process forms from the last ``items`` of the user's sampler."""
+        """Return the number of batches that this process forms from the last ``items`` items of the user's sampler."""
         size = self.planner.size
         count, rest = divmod(items, self.width)
         count += bool(rest) and not self.drop_last
@@ -247,7 +248,7 @@ class ShardedBatches:
         return count - merged
 
     def length(self, limit: int | None) -> int | None:
-        """Return the number of batches in an epoch; for a sampler without a length, the limit or None.
+        """Return the number of batches in an epoch, at most ``limit``; ``limit`` itself if the sampler has no length.
 
         Args:
             limit: The maximum; None for no limit.
@@ -261,31 +262,31 @@ class ShardedBatches:
 
     @property
     def full(self) -> int:
-        """Number of samples in a full batch, over all ranks; batches, if a custom batch sampler forms them."""
+        """Number of samples in a full batch, over all ranks; the number of batches for a custom batch sampler."""
         return self.batch_size * self.planner.world_size
 
     @property
     def left_out(self) -> int:
-        """Number of samples per epoch that ``drop_last`` skips: those of a short last global batch."""
+        """Number of samples per epoch that ``drop_last`` drops: the samples of a short last global batch."""
         count = self._count_items(get_length)
         return count % self.width if self.drop_last and count is not None else 0
 
     def items(self, samples: int, batches: int) -> int:
-        """Return the number of items of the ranks' samplers in the first batches of this epoch.
+        """Return the number of sampler items, over all ranks, in the first batches of this epoch.
 
         Args:
-            samples: The samples in these batches.
-            batches: The number of batches.
+            samples: The number of samples in these batches, over all ranks.
+            batches: The number of this process's batches.
         """
         return batches * self.full if self.batched and not self.plain else samples
 
     def batches_of(self, items: int) -> int:
-        """Return the number of this process's batches that ``items`` of the user's sampler correspond to.
+        """Return the number of this process's batches that correspond to ``items`` items of the user's sampler.
 
-        Together with the remaining batches, they make up an epoch.
+        The result plus the number of remaining batches is the number of batches in an epoch.
 
         Args:
-            items: The number of items.
+            items: The number of items from the start of the epoch.
         """
         count = self._count_items(get_length)
         if count is None or self.planner.shares is not None:
@@ -300,7 +301,7 @@ class ShardedBatches:
             self.take_drawn()
 
     def take_drawn(self) -> Draw | None:
-        """Return the draws from a copy of the stream since the last call; None if all were drawn in one call."""
+        """Return the draws from a copy of the stream since the last call; None if the order was drawn in one call."""
         if self._rest is None:
             return None
         before, self._taken = self._taken, self._rest.state
@@ -310,7 +311,7 @@ class ShardedBatches:
     # -- order ---------------------------------------------------------------------------------------------------
 
     def _open(self) -> Iterator[Any]:
-        """Draw the epoch's order, or draw it again in a resumed epoch."""
+        """Return an iterator over the epoch's batches; draw their order, or repeat the draw in a resumed epoch."""
         draws = self.draws
         with draws.stream.drawing():
             self._rewind()
@@ -335,18 +336,18 @@ class ShardedBatches:
         return itertools.chain(first, batches)
 
     def _name_seed_purpose(self) -> int | str:
-        """Return the purpose of the seed of the epoch's workers; ranks with their own data use different seeds."""
+        """Return the purpose from which the workers' seed is derived; ranks with their own data get different seeds."""
         rank = 0 if self.planner.shares is None else self.planner.world_rank
         return f"epoch {self.epoch} of rank {rank}" if rank else self.epoch
 
     def _keep_in_step(self, before: dict[str, Any]) -> None:
-        """Advance the run's stream equally on all ranks, because each has drawn an order of a different length."""
+        """Advance the run's stream equally on all ranks, because each rank drew an order of a different length."""
         stream = self.draws.stream
         stream.go_to(before["stream"])
         stream.advance()
 
     def _pull(self, block: int) -> Iterator[Any]:
-        """Return the items of the user's sampler, drawn from the stream and not from the process's own state."""
+        """Return an iterator over the items of the user's sampler, which draws from the run's stream."""
         self._rest = None
         if type(self.sampler) is RandomSampler and self.sampler.generator is not None:
             # It draws again at its end, which workers reach at another time than the loop.
@@ -385,7 +386,7 @@ class ShardedBatches:
                 yield list(itertools.chain.from_iterable(batches)), None
 
     def _read_groups(self) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
-        """Yield groups of global batches, each with the numbers of samples in its batches."""
+        """Yield groups of global batches, each with a list of the numbers of samples in its batches."""
         batches: Iterator[Any] = itertools.islice(self._read_global_batches(), self.limit)
         if self.merge_tail:
             batches = _merge_tail(batches, self.planner.size)
@@ -397,7 +398,7 @@ class ShardedBatches:
     def _read_rank_groups(
         self, shares: RankShares
     ) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
-        """Yield groups if each rank reads its own data, until the last rank has read it; see `_read_groups`."""
+        """Yield the groups of this rank's own data until every rank has read all of its data; see `_read_groups`."""
         batches, stand_in = self._read_global_batches(), list[Any]()
         for indices, _ in itertools.islice(batches, self.done):
             stand_in = indices[:1]
@@ -461,7 +462,7 @@ def _cut_share(indices: list[Any], widths: list[int] | None, rank: int, size: in
 
 
 def _merge_tail(batches: Iterator[Any], size: int) -> Iterator[Any]:
-    """Add a last batch of fewer than ``size`` samples to the one before it."""
+    """Yield global batches; merge a last one with fewer than ``size`` samples into the batch before it."""
     previous = next(batches, None)
     for indices, widths in batches:
         assert previous is not None
@@ -475,10 +476,10 @@ def _merge_tail(batches: Iterator[Any], size: int) -> Iterator[Any]:
 
 
 def shards_itself(loader: Any) -> bool:
-    """Return whether a loader's sampler gives each process its own share, as a ``DistributedSampler`` does.
+    """Return whether a loader's sampler already gives each process its own share, like ``DistributedSampler``.
 
     Args:
-        loader: The loader.
+        loader: The user's loader.
     """
     batches = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
@@ -493,8 +494,8 @@ def set_epoch(loader: Any, epoch: int) -> None:
     """Call ``set_epoch`` of the dataset and the samplers of ``loader`` that have this method.
 
     Args:
-        loader: The loader.
-        epoch: The number of the epoch that begins.
+        loader: The user's loader.
+        epoch: The number of the epoch that begins, from 0.
     """
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     owners = (

@@ -1,4 +1,4 @@
-"""Resume in the middle of an epoch, for loops that count their batches themselves."""
+"""Resume in the middle of an epoch, for training loops that count their own batches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from .loader import Loader
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return an iterable over the current epoch of ``dataloader`` without its first ``num_batches`` batches.
 
-    The batches are those of an uninterrupted epoch; for the following epochs, iterate ``dataloader`` itself. A prepared
-    loader that `Accelerator.load_state` has restored already has its position, and does not skip twice.
+    The remaining batches are the same as in an uninterrupted epoch. For the following epochs, iterate ``dataloader``
+    itself. A prepared loader that `Accelerator.load_state` has restored is already at the saved position, and does not
+    skip the batches a second time.
 
     Args:
-        dataloader: A prepared loader, a ``DataLoader`` or any iterable of batches.
-        num_batches: Number of batches, of one process, that were already trained on.
+        dataloader: A prepared loader, a ``DataLoader``, or any other iterable of batches.
+        num_batches: Number of batches that each process has already trained on.
 
     Raises:
         ValueError: If the number is negative.
@@ -33,10 +34,10 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 class SkippedLoader:
-    """One epoch of a loader without its first batches; all other attributes are those of the loader.
+    """Iterable over one epoch of a loader without its first batches; other attributes are looked up in the loader.
 
     Args:
-        loader: The loader.
+        loader: The loader to iterate.
         skipped: The number of batches to skip.
     """
 
@@ -71,7 +72,7 @@ def _skip_batches(loader: Iterable[Any], count: int) -> Iterator[Any]:
 
 
 class _Tail:
-    """Batch sampler without its first batches, whose indices are still drawn."""
+    """Batch sampler that draws the indices of its first ``count`` batches but does not yield them."""
 
     def __init__(self, batches: Any, count: int) -> None:
         self.batches = batches

@@ -1,4 +1,4 @@
-"""Properties of other libraries' streams: Hugging Face datasets, WebDataset, MosaicML. None is imported."""
+"""Properties of streams of Hugging Face datasets, WebDataset and MosaicML Streaming, none of which is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MAPPED = "MappedExamplesIterable"
 
 
 def split_over(dataset: Any) -> int:
-    """Return the number of ranks that ``split_dataset_by_node`` split a Hugging Face stream over, else 0.
+    """Return the number of ranks over which ``split_dataset_by_node`` split a Hugging Face stream; 0 if not split.
 
     Args:
         dataset: The stream.
@@ -20,11 +20,11 @@ def split_over(dataset: Any) -> int:
 
 
 def explain_split(dataset: Any, ranks: int) -> str:
-    """Return a sentence on how to split a stream that is the same on all ranks, so that each reads only its share.
+    """Return a hint on how to split a stream that is the same on all ranks, so that each rank reads only its share.
 
     Args:
         dataset: The stream.
-        ranks: The number of ranks that read it.
+        ranks: The number of ranks that read the stream.
     """
     library = _name_library(dataset)
     if library == "datasets":
@@ -44,9 +44,10 @@ def explain_split(dataset: Any, ranks: int) -> str:
 
 
 def explain_state_gap(dataset: Any) -> str:
-    """Return why the state of a stream does not contain its exact position; "" if it does.
+    """Return the reason why a stream's state does not contain its exact position; "" if it does.
 
-    The documentation of Hugging Face's ``IterableDataset.state_dict`` describes both cases.
+    The documentation of Hugging Face's ``IterableDataset.state_dict`` describes both cases: a shuffle buffer, and a
+    batched map of tables.
 
     Args:
         dataset: The stream.
@@ -63,10 +64,10 @@ def explain_state_gap(dataset: Any) -> str:
 
 
 def copies_state(owner: Any) -> bool:
-    """Return whether ``state_dict`` is implemented by a library that returns a copy, which does not change later.
+    """Return whether ``state_dict`` comes from a library that returns a copy, so that the result does not change later.
 
-    One ``state_dict`` call takes 16-70 us in Hugging Face datasets; in torchdata it takes 0.3 us with workers and
-    100 us without.
+    A ``state_dict`` call takes 16-70 us in Hugging Face datasets. In torchdata, it takes 0.3 us with workers and 100 us
+    without.
 
     Args:
         owner: An object with ``state_dict``.
@@ -75,7 +76,7 @@ def copies_state(owner: Any) -> bool:
 
 
 def explain_not_repeatable(dataset: Any) -> str:
-    """Return why a stream without a state yields different samples when it is read again; "" if no reason is known.
+    """Return why a stream without a state yields other samples when it is read again; "" if no reason is known.
 
     Args:
         dataset: The stream.
@@ -99,7 +100,7 @@ def explain_not_repeatable(dataset: Any) -> str:
 
 
 def iter_parts(dataset: Any) -> Iterator[Any]:
-    """Yield the dataset and the objects of its library that it consists of; nothing for other libraries.
+    """Yield a Hugging Face or WebDataset stream and its nested stages; nothing for other datasets.
 
     Args:
         dataset: The stream.

@@ -1,4 +1,4 @@
-"""Batches from a source that cannot be indexed: an IterableDataset, a generator, any iterable of batches."""
+"""Batches from a source that cannot be indexed: an IterableDataset, a generator, or any other iterable of batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .workers import TORCH_SEEDED, SeededStream, note_workers, seed_epoch
 
 
 class Counted:
-    """Collate function that also returns the number of samples. It works in worker processes."""
+    """Collate function that also returns the number of samples of the batch. It can be used in worker processes."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -37,20 +37,20 @@ class Counted:
 
 
 def format_ordinal(number: int) -> str:
-    """Return ``"2nd"``, ``"3rd"``, ``"4th"`` ...
+    """Return the ordinal form of a number, such as ``"2nd"``.
 
     Args:
-        number: A positive number.
+        number: A positive integer.
     """
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
 
 def make_batches_error(source: Any) -> ValueError:
-    """Return the error for a loader whose own ``__iter__`` yields fewer or more batches than it reads.
+    """Return the error for a loader whose custom ``__iter__`` yields fewer or more batches than it reads.
 
     Args:
-        source: The loader.
+        source: The user's loader.
     """
     return ValueError(
         f"{type(source).__name__} does not yield one batch for each batch that it reads, so it can be neither sharded "
@@ -60,11 +60,11 @@ def make_batches_error(source: Any) -> ValueError:
 
 
 class Unwrapped:
-    """Iterator that removes the sizes that `Counted` adds and records them, so that a subclass sees plain batches.
+    """Iterator that removes and records the sizes that `Counted` adds, so that a loader subclass sees plain batches.
 
     Args:
-        iterator: Yields ``(samples, batch)``.
-        sizes: Receives the numbers of samples.
+        iterator: Iterator over ``(number of samples, batch)`` pairs.
+        sizes: Queue to which the numbers of samples are appended.
     """
 
     def __init__(self, iterator: Iterator[Any], sizes: deque[int]) -> None:
@@ -90,7 +90,7 @@ class BatchAhead:
     """Batch that was read ahead of the loop.
 
     Attributes:
-        size: Its number of samples.
+        size: The number of samples in the batch; 1 if sizes are unknown.
         batch: The batch as the source yielded it.
         state: The state of the source before the batch was read; None if the source has no state.
         drawn: The draws made to read the batch; None if this process draws nothing.
@@ -103,26 +103,26 @@ class BatchAhead:
 
 
 class StreamedBatches:
-    """Reader of the batches of a stream, in groups with exact weights.
+    """Reader that groups the batches of a stream into optimizer steps and weights them exactly.
 
-    A stream that splits itself by rank (it depends on the rank, or a library has split it) is read unchanged: each rank
-    trains on the batches of its own stream. A stream that is the same on all ranks is distributed: every rank reads all
-    of it, and in each round of ``size`` batches, batch r belongs to rank r. The first batches are compared across ranks
-    to determine which case applies.
+    A stream that is already split by rank, by its own code or by a library, is read unchanged: each rank trains on the
+    batches of its own stream. A stream that is the same on all ranks is distributed: every rank reads all of it, and in
+    each round of ``size`` batches, batch r belongs to rank r. The first batches are compared across ranks to determine
+    which case applies.
 
     A rank without a batch in a round takes part with weight zero.
 
-    A stream that splits itself by rank may be read ahead of the loop by one or two groups of micro-batches, so that the
-    ranks can vote on its end along with their gradients; see `RankShares`.
+    A stream that is already split by rank may be read ahead of the loop by one or two groups of micro-batches, so that
+    the ranks can vote on its end along with their gradients; see `RankShares`.
 
     Args:
         source: The user's loader or iterable.
-        counted: The number of samples in a full batch, if ``sizes`` has that of each batch; None if all batches have
-            the same weight.
-        planner: Groups and weights.
+        counted: The number of samples in a full batch, if ``sizes`` contains the size of each batch; None if all
+            batches have the same weight.
+        planner: Computes the accumulation groups and the weights of their batches.
         draws: The random sources that the source may draw from.
         lent: Whether this process reads the source itself. The source then draws from the run's random stream, so that
-            its draws are the same on every rank, and the same again after a resume.
+            its draws are the same on every rank and are repeated after a resume.
         stateful: An object with ``state_dict`` and ``load_state_dict`` that contains the position of the source, or
             None.
         gap: The reason why the state of the source is not used, or "".
@@ -131,9 +131,9 @@ class StreamedBatches:
     Attributes:
         order: The RNG state that the epoch was drawn from; if it is set before the epoch begins, that epoch is
             repeated.
-        micros: Metadata of batches that were yielded and that the loop has not processed yet.
-        sizes: The samples in batches that the source has created and not yet yielded.
-        compare: The ranks whose first batches are still to be compared, or None.
+        micros: Metadata of the batches that were yielded but not yet processed by the loop.
+        sizes: The numbers of samples in the batches that the source has created but not yet yielded.
+        compare: The ranks whose first batches have not been compared yet; None if no comparison is pending.
         first_digest: Digest of the current epoch's first batch, to check that a resume reads the same batches; "" if
             the epoch is not read again.
     """
@@ -179,10 +179,10 @@ class StreamedBatches:
         """Set up the next iteration; see `ShardedBatches.begin`.
 
         Args:
-            epoch: The number of the epoch.
-            skip: Samples of the epoch that were yielded before, over all ranks.
-            limit: The maximum number of batches to yield.
-            done: Batches of this rank that contained these samples.
+            epoch: The epoch number, from 0.
+            skip: Number of samples of the epoch that were already yielded, over all ranks.
+            limit: The maximum number of batches to yield; None for no limit.
+            done: Number of this rank's batches that contained these samples.
         """
         self.epoch, self.skip, self.limit, self.done = epoch, skip, limit, done
         self.sizes.clear()
@@ -195,7 +195,7 @@ class StreamedBatches:
 
     @property
     def full(self) -> int:
-        """Number of samples in a full batch, over all ranks; batches, if their samples are not known."""
+        """Number of samples in a full batch, over all ranks; the number of batches if sample counts are unknown."""
         return (self.counted or 1) * self.planner.world_size
 
     left_out = 0
@@ -215,14 +215,14 @@ class StreamedBatches:
         return count if limit is None else limit if count is None else min(limit, count)
 
     def share(self) -> Share:
-        """Return the length of this rank's own data; batches of unknown size have the same weight."""
+        """Return the length of this rank's own data; batches of unknown size count as one sample."""
         return Share(None, self.counted or 1, get_length(self.source), self.cursor is not None)
 
     def agree(self, world: World) -> None:
-        """Determine whether the ranks share a stream, if this is known before the first batch. Call it on all ranks.
+        """Determine before the first batch, if possible, whether the ranks share a stream. Call it on all ranks.
 
         Args:
-            world: The ranks.
+            world: The ranks that iterate the loader.
         """
         if self.planner.shares is not None:
             self.planner.shares.agree(self.share(), world, self._name)
@@ -241,7 +241,7 @@ class StreamedBatches:
         """Disable sharding, because the stream is already split by rank. Call it on all ranks.
 
         Args:
-            world: The ranks.
+            world: The ranks that iterate the loader.
         """
         self.compare = None
         self.planner.disable_sharding()
@@ -252,21 +252,21 @@ class StreamedBatches:
         return type(getattr(self.source, "dataset", self.source)).__name__
 
     def items(self, samples: int, batches: int) -> int:
-        """Return the number of items; for a stream, the number of samples. See `ShardedBatches.items`.
+        """Return ``samples``, because the items of a stream are samples; see `ShardedBatches.items`.
 
         Args:
-            samples: The samples in the first batches of the epoch.
-            batches: The number of batches.
+            samples: The number of samples in the first batches of the epoch, over all ranks.
+            batches: The number of these batches; unused.
         """
         return samples
 
     def batches_of(self, items: int) -> int:
-        """Return the number of this process's batches that ``items`` correspond to.
+        """Return the number of this process's batches that correspond to ``items`` items.
 
-        Together with the remaining batches, they make up an epoch.
+        The result plus the number of remaining batches is the number of batches in an epoch.
 
         Args:
-            items: The number of items.
+            items: The number of items from the start of the epoch.
         """
         size, read, count = self.planner.size, -(-items // (self.counted or 1)), get_length(self.source)
         if count is None or size < self.planner.world_size:
@@ -279,11 +279,11 @@ class StreamedBatches:
         return self.lent
 
     def unshuffle(self) -> bool:
-        """Return False: the order of a stream cannot be changed. See `ShardedBatches.unshuffle`."""
+        """Return False, because the order of a stream cannot be changed. See `ShardedBatches.unshuffle`."""
         return False
 
     def split(self) -> None:
-        """Raise an error, because the batches of a stream are not split.
+        """Raise an error, because the batches of a stream cannot be split.
 
         Raises:
             ValueError: Always.
@@ -297,8 +297,8 @@ class StreamedBatches:
         """Start the source's iterator, which may draw a seed for its workers; see `ShardedBatches.start`.
 
         Args:
-            get_iterator: Starts the iterator.
-            silently: Whether a resumed run had already started persistent workers.
+            get_iterator: Function that starts and returns the iterator.
+            silently: Whether the run had already started persistent workers before it was resumed.
         """
         draws = self.draws
         start_state = draws.state()
@@ -328,9 +328,9 @@ class StreamedBatches:
 
     @contextmanager
     def starting(self, persistent: bool) -> Iterator[None]:
-        """Return the context in which the iterator, and its workers, are started.
+        """Return the context in which the iterator and its workers are started.
 
-        Persistent workers draw their seed once per run, and get the same seed again in a resumed run.
+        Persistent workers draw their seed once per run. A resumed run gives them the same seed again.
 
         Args:
             persistent: Whether the workers persist.
@@ -345,9 +345,9 @@ class StreamedBatches:
                 yield
 
     def started(self) -> None:
-        """Note that the loader's own iterator exists; its creation draws random numbers.
+        """Move the reader's stream to the saved position, now that the loader's iterator exists.
 
-        A subclass may create it with the first batch.
+        Creating the iterator draws random numbers. A loader subclass may create it only with the first batch.
         """
         if self._reader is not None and self._late is not None:
             self._reader.go_to(self._late)
@@ -357,7 +357,7 @@ class StreamedBatches:
         """Yield this process's micro-batches; their metadata is in ``micros``.
 
         Args:
-            source: The iterator of `start`.
+            source: The iterator that `start` returned.
         """
         source = avoid_rewind(source)
         stands, self._stands = self._stands, None
@@ -381,7 +381,7 @@ class StreamedBatches:
         )
 
     def _deal_batches(self, source: Iterator[Any], left: int | None) -> Iterator[Any]:
-        """Yield this process's share of one stream, which all ranks read."""
+        """Yield this process's share of a stream that all ranks read completely."""
         micros = self.micros
         rank, size = self.planner.rank, self.planner.size
         while left is None or left > 0:
@@ -427,7 +427,7 @@ class StreamedBatches:
     def _take_group(
         self, source: Iterator[Any], width: int, shares: RankShares
     ) -> tuple[list[tuple[int, Any]], Draw | None]:
-        """Return the next group of micro-batches, shorter at the end of the stream, and the draws made to read it."""
+        """Return up to ``width`` micro-batches, fewer at the end of the stream, and the draws made to read them."""
         if shares.depth:
             self._read_ahead(source, width)
         taken = [self._ahead.popleft() for _ in range(min(width, len(self._ahead)))]
@@ -440,7 +440,7 @@ class StreamedBatches:
         return group, drawn
 
     def _read_ahead(self, source: Iterator[Any], count: int) -> None:
-        """Read until ``count`` batches are ahead of the loop, or the stream ends."""
+        """Read until ``count`` batches are buffered ahead of the loop, or the stream ends."""
         while len(self._ahead) < count and not (self._ended or self._is_exhausted):
             state = None if self.stateful is None else self.stateful.state_dict()
             if not (read := self._read(source, 1)):
@@ -449,7 +449,7 @@ class StreamedBatches:
             self._ahead.append(BatchAhead(*read[0], state, self._take_drawn()))
 
     def _look_ahead(self, source: Iterator[Any], left: int | None, shares: RankShares) -> None:
-        """Read the group that the votes of the current one describe, and set this rank's votes."""
+        """Read the upcoming group that the current group's votes describe, and set this rank's votes."""
         begin, width = 0, 0
         for _ in range(shares.depth):
             begin += width
@@ -466,8 +466,8 @@ class StreamedBatches:
     def _pop_outlook(self, shares: RankShares, width: int) -> Outlook | None:
         """Return the votes on the next group; None if there are none.
 
-        If the loop's backward passes carry no votes, reading ahead is disabled on all ranks. If the group is wider or
-        narrower than expected, this group and the following ones differ from those that were voted on.
+        If the loop's backward passes carry no votes, reading ahead is disabled on all ranks. If the width of the group
+        is not the one that was voted on, the votes on this group and on the groups already read ahead are discarded.
         """
         if self.cursor is not None:
             self.cursor.outlook = None
@@ -483,10 +483,10 @@ class StreamedBatches:
         return outlook
 
     def _compare_ranks(self, source: Iterator[Any], world: World) -> None:
-        """Compare the first batches to determine whether the ranks read one stream or each its own.
+        """Compare the ranks' first batches to determine whether all ranks read the same stream.
 
         Raises:
-            ValueError: On every rank, if some ranks read the same stream and others a different one.
+            ValueError: On every rank, if some ranks read the same stream and others read a different one.
         """
         self.compare = None
         self._pushed.extend(self._read(source, 1))
@@ -503,7 +503,7 @@ class StreamedBatches:
             )
 
     def _compare_first(self, source: Iterator[Any]) -> None:
-        """Record the first batch of the epoch; warn if a resumed epoch begins with another one."""
+        """Record a digest of the epoch's first batch; warn if a resumed epoch begins with a different batch."""
         expected, self._expected = self._expected, ""
         self.first_digest = ""
         if isinstance(self.source, list | tuple) or (self.limit == 0 and not self.skip):
@@ -523,7 +523,7 @@ class StreamedBatches:
     def state(self, drawn: Draw | None) -> dict[str, Any] | None:
         """Return the position of the source, if it has a state.
 
-        Between two groups nothing has been read ahead of the loop.
+        If batches are buffered ahead of the loop, the position is that of the first buffered batch.
 
         Args:
             drawn: The draws made for the last batch; None for the current state of the stream.
@@ -542,17 +542,17 @@ class StreamedBatches:
         return {"source": source_state, "stream": stream, "ended": ended}
 
     def load_state(self, state: dict[str, Any] | None, first_digest: str = "") -> None:
-        """Start the next iteration at a state returned by `state`.
+        """Start the next iteration at a position returned by `state`.
 
         Args:
-            state: The state; None reads the epoch again and skips batches.
+            state: The position; None reads the epoch again and skips the batches before the saved position.
             first_digest: Digest of the first batch of the epoch that is resumed, if known.
         """
         self._stands = state if self.stateful is not None else None
         self._expected = first_digest
 
     def _take_drawn(self) -> Draw | None:
-        """Return the reader's draws since the last call, or None if this process draws nothing."""
+        """Return the draws from the reader's stream since the last call; None if this process draws nothing."""
         if not self.lent or self._reader is None:
             return None
         before, self._taken = self._taken, self._reader.state
@@ -584,7 +584,7 @@ class StreamedBatches:
         return "the checkpoint has no state of the stream"
 
     def _fast_forward(self, source: Iterator[Any]) -> Any:
-        """Read up to the position where the run stopped; return the last batch, or None."""
+        """Read and skip the batches before the position where the run stopped; return the last of them, or None."""
         presharded = self.planner.shares is not None
         passed, batches, batch = 0, 0, None
         if self.skip and not isinstance(self.source, list | tuple):
@@ -603,10 +603,10 @@ class StreamedBatches:
 
 
 def follow_iterator(view: DataLoader[Any], plan: StreamedBatches) -> None:
-    """Note when ``view``'s own ``__iter__`` creates its iterator, and remove the sizes that `Counted` adds.
+    """Patch ``view`` so that ``plan`` learns when its iterator is created and records the sizes that `Counted` adds.
 
     Args:
-        view: The copy of the user's loader.
+        view: The copy of the user's loader; its ``_get_iterator`` is replaced.
         plan: The reader of its batches.
     """
     weak = weakref.ref(view)  # a cycle would keep persistent workers alive

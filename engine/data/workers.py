@@ -1,4 +1,4 @@
-"""Reading of samples: in workers, each sample with its own seed, or in this process; and the lifetime of workers."""
+"""Reading of samples in worker processes, with a seed per sample, or in this process; lifetime of the workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TORCH_SEEDED = -1
 
 
 class _StandIn:
-    """Dataset that wraps another one and forwards everything else to it."""
+    """Base class of datasets that wrap another dataset and forward all other attributes to it."""
 
     dataset: Any
 
@@ -39,10 +39,10 @@ class _StandIn:
 
 
 class SeededStream(_StandIn, IterableDataset[Any]):
-    """Stream whose persistent workers draw in each epoch what newly started workers would draw.
+    """Stream whose persistent workers draw the same random numbers in each epoch as newly started workers.
 
-    Without this class, the workers' draws would depend on all previous epochs, of which a resumed run has only the last
-    one. The first epoch is that of a plain loop: torch seeds the workers with a number that the loader draws.
+    Without this class, the workers' draws would depend on all previous epochs, which a resumed run does not repeat. The
+    first epoch is the same as in a plain loop: torch seeds the workers with a number that the loader draws.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -58,20 +58,21 @@ class SeededStream(_StandIn, IterableDataset[Any]):
 
 
 def seed_epoch(stream: SeededStream, seed: int) -> None:
-    """Set the seed of the workers for the next epoch. Not a method, because all names belong to the dataset.
+    """Set the workers' seed for the next epoch. This is a function because a method could hide one of the dataset's.
 
     Args:
-        stream: The stream.
-        seed: The seed, or `TORCH_SEEDED`.
+        stream: The stream whose workers are seeded.
+        seed: The seed, or `TORCH_SEEDED` to keep the seed that torch has set.
     """
     stream.__dict__["_epoch_seed"][0] = seed
 
 
 class SeededSamples(_StandIn):
-    """Dataset that seeds the generators before each sample. Used only inside loader workers.
+    """Dataset that seeds the generators before each sample is read. It is used only in loader workers.
 
-    The seed depends on the epoch and the sample's position in it, so a resume, or another number of workers or
-    processes, gives the same augmentations, and a sample drawn twice in an epoch is augmented in two ways.
+    The seed depends on the epoch and on the sample's position in it. A resumed run, or a run with another number of
+    workers or processes, therefore draws the same augmentations. A sample that occurs twice in an epoch gets two
+    different augmentations.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -107,9 +108,9 @@ def _reads_in_bulk(dataset: Any) -> bool:
 
 
 def iterate_in_process(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Return an iterator equivalent to torch's without workers, without its profiler marks around each batch.
+    """Return an iterator like that of a ``DataLoader`` without workers, but without profiler marks around each batch.
 
-    This reduces the time of a step in `benchmarks/overhead.py` from 1.08 to 1.03 times that of the raw loop.
+    In `benchmarks/overhead.py`, this reduces the time of a step from 1.08 to 1.03 times that of the raw loop.
 
     Args:
         loader: The loader, with ``num_workers=0``.
@@ -132,15 +133,15 @@ def _generate_batches(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 class LiveWithRank:
-    """``worker_init_fn`` that makes a worker end with its rank, and that calls the user's function.
+    """``worker_init_fn`` that ends a worker when its rank ends, and then calls the user's own ``worker_init_fn``.
 
-    Launchers and terminals signal whole process groups. A rank that receives SIGTERM needs its workers to complete its
-    step and save, but torch's workers end on SIGTERM. The workers therefore form a separate process group. A Ctrl-C
-    that is sent to each process individually is ignored.
+    Launchers and terminals signal whole process groups. A rank that receives SIGTERM needs its workers to complete the
+    step and save a checkpoint, but torch's workers end on SIGTERM. The workers therefore form a separate process group.
+    A Ctrl-C that is sent to each process individually is ignored.
 
-    When the rank ends, its workers end immediately: torch's own check for their parent runs every 5 s. A thread that
-    waits for the parent's end takes no time and works on every system. Unlike Linux's death signal, it does not fire
-    when only the thread that started the worker has ended.
+    When the rank ends, its workers end immediately; torch's own check of the parent process runs only every 5 s. A
+    thread in the worker waits for the parent to end, which takes no processor time and works on every operating system.
+    Unlike Linux's parent-death signal, it does not react when only the thread that started the worker has ended.
 
     Args:
         init: The user's ``worker_init_fn``, or None.
@@ -150,7 +151,7 @@ class LiveWithRank:
         self._init = init
 
     def __call__(self, worker_id: int) -> None:
-        """Prepare the worker; called inside it."""
+        """Prepare the worker process; torch calls this inside it."""
         if hasattr(os, "setpgid"):
             os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -168,14 +169,14 @@ def _end_with(sentinel: Any) -> None:
 
 
 def note_workers(view: DataLoader[Any], iterator: Any) -> Any:
-    """Store a reference to an iterator that has workers, for `end_workers`.
+    """Store a weak reference to an iterator that has workers, for `end_workers`.
 
     Args:
-        view: The loader.
-        iterator: Its iterator.
+        view: The loader to store the reference on.
+        iterator: The iterator of the loader.
 
     Returns:
-        The iterator.
+        The same iterator.
     """
     if hasattr(iterator, "_shutdown_workers"):
         view.__dict__["_treadle_iterator"] = weakref.ref(iterator)
@@ -186,7 +187,7 @@ def end_workers(view: DataLoader[Any]) -> None:
     """End the workers of the loader's latest iterator, even if other references to it exist.
 
     Args:
-        view: The loader.
+        view: The loader whose workers to end.
     """
     iterator = view.__dict__.pop("_treadle_iterator", lambda: None)()
     if iterator is not None:

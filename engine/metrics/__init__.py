@@ -1,4 +1,4 @@
-"""Logged values, reduced over steps and ranks, and the state of metric objects."""
+"""Reduction of logged values over steps and ranks, and the state of metric objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous read of numbers from a GPU."""
+"""Asynchronous reading of numbers from a GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .logged_values import stack_numbers
 
 
 class LateNumbers:
-    """Reader of numbers that a GPU may still be computing; it returns those of an earlier call once they are ready.
+    """Asynchronous reader of numbers that a GPU may still be computing. It returns numbers of an earlier call.
 
-    Reading the latest numbers would wait for all queued work at each refresh of a progress bar.
+    Reading the latest numbers at each refresh of a progress bar would wait for all work queued on the GPU.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class LateNumbers:
         self._coming: tuple[list[str], Tensor, torch.cuda.Event] | None = None
 
     def read(self, values: dict[str, Any]) -> dict[str, float]:
-        """Return the numbers under their names; numbers on a GPU are those of an earlier call, if there are any.
+        """Return numbers by name: the latest ones, or, if any is on a GPU, the last ones whose copy is complete.
 
         Args:
             values: Numbers or 0-d tensors by name.

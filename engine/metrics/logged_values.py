@@ -1,7 +1,7 @@
-"""Logged values: recorded without waiting, and reduced in bulk over steps and processes.
+"""Logged values, recorded without waiting for the device and reduced in bulk over steps and processes.
 
-`Metrics.log` appends; it never waits for the device and never communicates. Every ``log_every_n_steps``, and when an
-epoch ends, all values are packed into one vector, exchanged once and read once.
+`Metrics.log` only appends a value: it neither waits for the device nor communicates. Every ``log_every_n_steps`` steps
+and at the end of each epoch, all values are packed into one vector, which is exchanged once and read once.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 class Metrics:
-    """All logged values of one stage.
+    """Store of all values logged in one stage.
 
     Args:
-        training: Whether the stage trains. By default, training steps log the value of the step, and all other hooks
-            log the mean over the epoch.
-        copies: Whether values must be copied, since CUDA graphs overwrite their results.
+        training: Whether this is a training stage. By default, training steps log the value of the step, and all other
+            hooks log the mean over the epoch.
+        copies: Whether values must be copied, because CUDA graphs overwrite their results.
 
     Attributes:
-        weight: Samples of the current batch; the weight of a value in its epoch mean.
-        suffix: Added to names if there are several evaluation loaders.
-        place: The current batch of an evaluation.
-        evaluation: The values that an evaluation within this stage logs, while it runs.
+        weight: Number of samples in the current batch, which is the weight of a value in its epoch mean.
+        suffix: Suffix that is added to names if there are several evaluation loaders.
+        place: The current batch of an evaluation, as (loader index, batch index).
+        evaluation: The values that an evaluation within this stage logs, while the evaluation runs.
 
     Example:
         >>> import treadle
@@ -61,26 +61,26 @@ class Metrics:
         self._entries = self._in_step
 
     def between_batches(self, yes: bool) -> None:
-        """Set whether the hooks that run now belong to the epoch rather than to a batch.
+        """Set whether the following hooks belong to the epoch rather than to a batch.
 
         Args:
-            yes: Whether they belong to the epoch.
+            yes: True if the hooks belong to the epoch.
         """
         self._entries = self._in_epoch if yes else self._in_step
         if yes:
             self.weight = 1.0  # the weight of a process's value, not of a batch's
 
     def counted(self, batches: Iterable[Any], cursor: Cursor, owner: nn.Module) -> Iterator[Any]:
-        """Yield batches; stand-ins among them do not change the metric objects of ``owner``.
+        """Yield batches, and undo changes that stand-in batches make to the metric objects of ``owner``.
 
-        A stand-in is another process's sample, which fills an empty share of the last global batch so that the
-        collectives match. In an evaluation it does not change ``owner``'s own lists, sums and counts either. In
-        training it does, because step counts must stay the same on all processes.
+        A stand-in is a sample of another process. It fills an empty share of the last global batch, so that the
+        collectives of all processes match. In an evaluation, changes to lists, sums and counts in attributes of
+        ``owner`` are undone too. In training they are kept, because step counts must stay the same on all processes.
 
         Args:
             batches: The batches of a prepared loader.
-            cursor: The position in the loader.
-            owner: The task.
+            cursor: The position in the loader, which identifies stand-ins.
+            owner: The task that processes the batches.
         """
         for batch in batches:
             if cursor.micro is None or cursor.micro.samples:
@@ -94,7 +94,7 @@ class Metrics:
 
     @property
     def entries(self) -> list[Entry]:
-        """All entries, in the order in which they were first logged."""
+        """All entries, those of steps before those of the epoch, each in the order in which they were first logged."""
         return [*self._in_step.values(), *self._in_epoch.values()]
 
     def log(
@@ -112,19 +112,19 @@ class Metrics:
         """Record one value; see ``TaskModule.log``.
 
         Args:
-            name: The name.
+            name: The name to log under.
             value: A number, a tensor with one element or a metric object.
             prog_bar: Show it in the progress bar.
             logger: Send it to loggers. Default: True.
             on_step: Log the value of each step. Default: in training steps.
             on_epoch: Log the value over the epoch. Default: outside of training steps.
             reduce_fx: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch function with one of these names.
-            batch_size: The weight of the value in a mean. Default: the samples of the batch.
+            batch_size: The weight of the value in a mean. Default: the number of samples in the batch.
             add_suffix: Add the suffix of the evaluation loader.
 
         Raises:
             ValueError: If the arguments contradict each other or those of an earlier call.
-            TypeError: If the name is not a str or the value not a number.
+            TypeError: If the name is not a string or the value is not a number.
         """
         if self.suffix and add_suffix:
             name += self.suffix
@@ -159,7 +159,7 @@ class Metrics:
                 entry.fold()
 
     def _detach(self, value: Tensor) -> Tensor:
-        """Return a value on an accelerator without its graph, copied if it could change later."""
+        """Detach a tensor on an accelerator from its graph, and copy it if its memory could be overwritten later."""
         # A parameter, or a tensor that the user counts in, changes later; the result of an operation does not. A view
         # would keep its whole base alive, such as the logits of a batch. The next replay of a CUDA graph overwrites its
         # results.
@@ -215,19 +215,20 @@ class Metrics:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def step_values(self, world: World) -> list[tuple[Entry, float]]:
-        """Return the values of the latest step over all processes, in one exchange. Must be called on all ranks.
+        """Return the latest step's values, reduced over all processes in one exchange. Must be called on all ranks.
 
         Args:
-            world: The processes.
+            world: The processes to reduce over.
         """
         entries = [entry for entry in self._in_step.values() if entry.on_step and entry.last is not None]
         return self._reduce_entries(entries, [entry.step_pair() for entry in entries], world)
 
     def epoch_values(self, world: World) -> list[tuple[Entry, float]]:
-        """Return the epoch's values over all batches and processes, in one exchange. Must be called on all ranks.
+        """Return the epoch's values, reduced over all batches and processes. Must be called on all ranks.
 
         Args:
-            world: The processes.
+            world: The processes to reduce over. Plain values take one exchange; each metric object synchronizes its own
+                state.
         """
         entries = [entry for entry in self.entries if entry.on_epoch]
         plain = [entry for entry in entries if entry.metric is None]
@@ -241,15 +242,15 @@ class Metrics:
         return [(entry, values[entry]) for entry in entries if entry in values]
 
     def batch_values(self, world: World) -> list[tuple[Place, list[tuple[Entry, float]]]]:
-        """Return the values that each batch logged with ``on_step=True``, over all processes, in one exchange.
+        """Return each batch's values logged with ``on_step=True``, reduced over all processes in one exchange.
 
-        Must be called on all ranks, after `epoch_values`, which checks that they have logged the same names.
+        Must be called on all ranks, after `epoch_values`, which checks that all ranks have logged the same names.
 
         Args:
-            world: The processes.
+            world: The processes to reduce over.
 
         Returns:
-            For the batches of each loader in order: (loader, batch) and the values by entry.
+            For each batch, in order: (loader index, batch index) and a list of (entry, value).
         """
         entries = [entry for entry in self._in_step.values() if entry.batches is not None]
         if not entries:
@@ -267,7 +268,7 @@ class Metrics:
         return sorted(rows.items())
 
     def bar_values(self) -> dict[str, Any]:
-        """Return this process's latest values for the progress bar, still on the device."""
+        """Return this process's latest values for the progress bar, without reading them from the device."""
         return {
             entry.label("step"): entry.last
             for entry in self._in_step.values()
@@ -275,7 +276,7 @@ class Metrics:
         }
 
     def latest(self) -> dict[str, Any]:
-        """Return this process's latest step values, still on the device."""
+        """Return this process's latest step values by label, without reading them from the device."""
         return {
             entry.label("step"): entry.last
             for entry in self._in_step.values()
@@ -283,23 +284,23 @@ class Metrics:
         }
 
     def latest_of_both(self) -> dict[str, Any]:
-        """Return the latest step values of entries that are logged by step and by epoch, under their plain names."""
+        """Return the latest step values, by plain name, of entries logged both per step and per epoch."""
         entries = self._in_step.values()
         return {
             entry.name: entry.last for entry in entries if entry.on_step and entry.on_epoch and entry.last is not None
         }
 
     def step_label(self, name: str) -> str:
-        """Return the label of the step value of ``name``; ``name`` itself if it was not logged.
+        """Return the label of the step value of ``name``; ``name`` itself if no step has logged it.
 
         Args:
-            name: The logged name.
+            name: The name passed to `log`.
         """
         entry = self._in_step.get(name)
         return name if entry is None else entry.label("step")
 
     def reset(self) -> None:
-        """Discard all values at the start of an epoch."""
+        """Discard all values and reset the logged metric objects, at the start of an epoch."""
         for entry in self.entries:
             if entry.metric is not None:
                 entry.metric.reset()
@@ -340,10 +341,11 @@ class Metrics:
         Must be called on all ranks.
 
         Args:
-            world: The processes.
+            world: The processes whose values are included.
             owner: The task whose metric objects are included.
             over: Whether the epoch has ended and the next one has logged nothing yet.
-            read: Wait for the device. If False, numbers stay on the device, for `read_numbers`.
+            read: Wait for the device and return plain numbers. If False, numbers stay on the device; pass the result to
+                `read_numbers`.
         """
         objects = {} if owner is None else metric_state.find(owner)
         done = [e.metric for e in self.entries] if over else []
@@ -374,8 +376,8 @@ class Metrics:
         """Restore a state returned by `state_dict`; with another world size, rank zero continues from all sums.
 
         Args:
-            state: The state.
-            world: The processes.
+            state: A state returned by `state_dict`.
+            world: The processes of the current run.
             owner: The task whose metric objects are restored.
         """
         self._in_step.clear()
@@ -395,20 +397,20 @@ class Metrics:
 
 
 class MutedMetrics(Metrics):
-    """`Metrics` that discards all values."""
+    """Subclass of `Metrics` that discards all values."""
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Discard the value."""
+        """Discard the logged value."""
 
 
 def _select_parts(parts: list[Any], world: World) -> list[Any]:
-    """Return this process's own state; with another world size, all states on rank zero and none elsewhere."""
+    """Return this process's own state; if the world size has changed, all states on rank zero and none elsewhere."""
     mine = parts[world.rank : world.rank + 1] if len(parts) == world.size else parts if world.is_main else []
     return [part for part in mine if part]
 
 
 def _resolve_reduction(name: str, reduce_fx: Any) -> str:
-    """Return the name of a reduction, given as a name or a function."""
+    """Return the name of the reduction that ``reduce_fx``, a name or a function, refers to."""
     reduction = getattr(reduce_fx, "__name__", reduce_fx)
     reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction, reduction)
     if reduction not in _REDUCTIONS:
@@ -450,7 +452,7 @@ def _compute_number(entry: Entry) -> float:
 
 
 def _check_names_match(names: list[str], world: World) -> None:
-    """Raise an error on every process if the names differ: vectors of different length would hang or be mixed up."""
+    """Raise an error on every process if names differ, because exchanging different vectors could hang or mix them."""
     digest = hashlib.sha256("\0".join(names).encode()).digest()
     mark = torch.tensor([int.from_bytes(digest[:7], "little")], dtype=torch.int64, device=world.device)
     if len(set(torch.cat(world.all_gather(mark)).tolist())) == 1:
@@ -475,11 +477,11 @@ FOLD = 64  # 0-d tensors kept before they are summed: stacking them in one call 
 
 
 class Entry:
-    """One logged name: its reduction, and the values recorded so far.
+    """Values recorded under one logged name, and their reduction.
 
     Args:
-        name: The name.
-        spec: The arguments of `Metrics.log`; None after a resume.
+        name: The logged name, including ``suffix``.
+        spec: The arguments passed to `Metrics.log`, to detect contradictory calls; None after a resume.
         on_step: Log the value of each step.
         on_epoch: Log the value over the epoch.
         reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
@@ -488,7 +490,7 @@ class Entry:
         suffix: The part of ``name`` that identifies the evaluation loader, if there are several.
 
     Attributes:
-        batches: Value and weight by ``Metrics.place``, for an entry that logs each batch of an evaluation; else None.
+        batches: The value and weight of each batch, if the entry logs every batch of an evaluation; else None.
 
     Example:
         >>> from treadle.engine import Entry
@@ -546,7 +548,7 @@ class Entry:
         self.total_weight = 0.0
 
     def fold(self) -> None:
-        """Add the recorded values to the total."""
+        """Reduce the recorded values into the total."""
         weighted_pairs = [(v, w) for v, w in zip(self.values, self.weights, strict=True) if w]
         self.values.clear()
         self.weights.clear()
@@ -564,13 +566,13 @@ class Entry:
         self.total_weight += sum(w for _, w in weighted_pairs)
 
     def replace_metric(self, metric: Any) -> None:
-        """Replace the metric object with another one of the same name.
+        """Replace the metric object with another object logged under the same name.
 
         Args:
             metric: The new object.
 
         Raises:
-            ValueError: If the epoch's value is logged, from which the state of the first object would be missing.
+            ValueError: If the epoch's value is logged, because it would lack the state of the first object.
         """
         if self.on_epoch:
             raise ValueError(
@@ -581,9 +583,9 @@ class Entry:
         self.metric = metric
 
     def part(self) -> tuple[Any, float, list[Any], list[float]]:
-        """Return the total, its weight, and the values and weights that are not included in it yet.
+        """Return the total, its weight, and the values and weights that the total does not include yet.
 
-        Numbers may be on the device; see `read_numbers`.
+        Values may be 0-d tensors on the device; see `read_numbers`.
         """
         return self.total, self.total_weight, list(map(_plain, self.values)), list(self.weights)
 
@@ -592,10 +594,10 @@ class Entry:
         return (0.0, 0.0) if self.last is None else (_plain(self.last), float(self.last_weight))
 
     def take_latest(self, parts: Iterable[tuple[float, float]]) -> None:
-        """Restore the latest value from one `latest`, or from those of several processes.
+        """Restore the latest value from results of `latest`, of one process or of several.
 
         Args:
-            parts: The results of `latest`.
+            parts: Results of `latest`, one per process.
         """
         weighted_pairs = [(value, weight) for value, weight in parts if weight]
         self.last, self.last_weight = 0.0, float(sum(weight for _, weight in weighted_pairs))
@@ -607,10 +609,10 @@ class Entry:
             self.last = FOLDS[self.reduction](stack_numbers([value for value, _ in weighted_pairs])).item()
 
     def take(self, parts: Iterable[Any]) -> None:
-        """Restore the values from one `part`, or from those of several processes.
+        """Restore the values from results of `part`, of one process or of several.
 
         Args:
-            parts: The results of `part`.
+            parts: Results of `part`, one per process.
         """
         for total, weight, values, weights in parts:
             if total is not None:
@@ -621,12 +623,12 @@ class Entry:
             self.weights += weights
 
     def epoch_pair(self) -> tuple[Any, float]:
-        """Return (total, weight) of the epoch so far."""
+        """Return (total, weight) of the values recorded in this epoch."""
         self.fold()
         return (0.0, 0.0) if self.total is None else (self.total, self.total_weight)
 
     def step_pair(self) -> tuple[Any, float]:
-        """Return (value, weight) of the latest step, in the same form as `epoch_pair`."""
+        """Return (value, weight) of the latest step; as in `epoch_pair`, a mean's value is multiplied by its weight."""
         if self.last is None or not self.last_weight:
             return 0.0, 0.0
         if self.reduction != "mean":
@@ -637,7 +639,7 @@ class Entry:
         return stack_numbers([self.last])[0] * self.last_weight, self.last_weight
 
     def label(self, form: str) -> str:
-        """Return the name of the ``"step"`` or the ``"epoch"`` value in loggers.
+        """Return the name under which loggers receive the ``"step"`` or the ``"epoch"`` value.
 
         Args:
             form: ``"step"`` or ``"epoch"``.
@@ -647,7 +649,7 @@ class Entry:
         return f"{self.name.removesuffix(self.suffix)}_{form}{self.suffix}"
 
     def reduced(self, pairs: list[tuple[float, float]]) -> float:
-        """Reduce the (value, weight) pairs of several processes; a mean's values are weighted sums.
+        """Reduce (value, weight) pairs of several processes to one number; for a mean, values are weighted sums.
 
         Args:
             pairs: One pair per process.
@@ -661,19 +663,19 @@ class Entry:
 
 
 class BatchValues:
-    """Values of single batches, by place; on the device until they are read."""
+    """Values of single batches by (loader index, batch index), which stay on the device until they are read."""
 
     def __init__(self) -> None:
         self._latest: dict[Place, tuple[Any, float]] = {}
         self._folded: list[tuple[list[Place], Tensor, list[float]]] = []
 
     def add(self, place: Place, value: Any, weight: float) -> None:
-        """Record a batch's value; a second one of the same batch replaces it.
+        """Record a batch's value, and replace the value previously recorded for the same batch.
 
         Args:
-            place: The batch.
-            value: The value.
-            weight: Its weight.
+            place: The batch, as (loader index, batch index).
+            value: A number or a 0-d tensor.
+            weight: The weight of the value in a mean.
         """
         self._latest[place] = value, weight
         if len(self._latest) > FOLD:  # 0-d tensors take 512 bytes each on a GPU
@@ -687,7 +689,7 @@ class BatchValues:
         self._latest.clear()
 
     def read(self) -> list[tuple[Place, float, float]]:
-        """Return (place, value, weight) of each batch, as plain numbers."""
+        """Return (place, value, weight) of each batch as plain numbers, which waits for the device."""
         if self._latest:
             self._fold()
         return [
@@ -708,10 +710,10 @@ COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def read_numbers(value: Any) -> Any:
-    """Return nested data with a number in place of each 0-d tensor; all are read from the device in one transfer.
+    """Return nested data with each 0-d tensor replaced by a number; one transfer reads all of them.
 
     Args:
-        value: 0-d tensors in dicts, lists and tuples.
+        value: Dicts, lists and tuples, nested, that contain 0-d tensors.
     """
     tensors: list[Tensor] = []
     _replace_tensors(value, tensors.append)
@@ -734,13 +736,13 @@ def _plain(value: Any) -> Any:
 
 
 def stack_numbers(values: list[Any]) -> Tensor:
-    """Return 0-d tensors and numbers as one vector of float64, or of float32 on MPS, which lacks float64.
+    """Return 0-d tensors and numbers as one float64 vector, or as float32 on MPS, which lacks float64.
 
-    The vector is on the GPU if one of the tensors is. The host does not wait: its values are copied to the GPU in one
-    transfer.
+    The vector is on the GPU if one of the tensors is. Values in host memory are copied to the GPU in one transfer, and
+    the host does not wait for it.
 
     Args:
-        values: The values.
+        values: 0-d tensors and numbers; the tensors on at most one accelerator.
     """
     tensors = [v for v in values if isinstance(v, Tensor)]
     device = next((v.device for v in tensors if v.device.type != "cpu"), torch.device("cpu"))
@@ -758,5 +760,5 @@ def stack_numbers(values: list[Any]) -> Tensor:
 
 
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copy a host tensor without waiting for the device; a copy from unpinned memory would wait."""
+    """Copy a host tensor to a device; on CUDA, pin it first so that the host does not wait for the copy."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

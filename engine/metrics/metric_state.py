@@ -1,8 +1,8 @@
-"""State of metric objects within an epoch, saved in a checkpoint and restored.
+"""Saving and restoring of the state of metric objects in the middle of an epoch.
 
-The objects of torchmetrics and those of the same form are supported; only their names ``_defaults``, ``_reductions``
-and ``_update_count`` are used. Any other object with ``compute``, ``reset``, ``state_dict`` and ``load_state_dict`` is
-supported too.
+Objects of torchmetrics and compatible objects are supported; of these, only the attributes ``_defaults``,
+``_reductions`` and ``_update_count`` are required. Other objects with ``compute``, ``reset``, ``state_dict`` and
+``load_state_dict`` are supported too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MOST = 256  # a longer list among a task's attributes holds data, not metrics
 
 
 def find(owner: nn.Module) -> dict[str, Any]:
-    """Return the metric objects of a module by their place: in submodules, attributes, and lists and dicts of these.
+    """Return a module's metric objects by place: those in submodules, in attributes, and in lists and dicts.
 
     Args:
-        owner: The task.
+        owner: The module to search, usually the task.
     """
     metrics: dict[str, Any] = {}
     visited: set[int] = set()
@@ -75,7 +75,7 @@ def _has_states(part: Any) -> bool:
 
 
 def collect_part_ids(metrics: Iterable[Any]) -> set[int]:
-    """Return the ids of ``metrics`` and of the metrics inside them.
+    """Return the ids of ``metrics`` and of their submodules.
 
     Args:
         metrics: Metric objects.
@@ -84,12 +84,12 @@ def collect_part_ids(metrics: Iterable[Any]) -> set[int]:
 
 
 def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Module | None) -> dict[str, str]:
-    """Return the places among ``objects`` of the metrics that were logged, by their logged name; warn about others.
+    """Return the place in ``objects`` of each logged metric, by logged name; warn about metrics without a place.
 
     Args:
         logged: Metric objects by their logged name.
         objects: Metric objects by place.
-        owner: The task; None for no warning.
+        owner: The task, which the warning names; None for no warning.
     """
     places_by_id = {id(metric): place for place, metric in objects.items()}
     logged_places = {}
@@ -106,12 +106,12 @@ def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Modul
 
 
 def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, list[Any] | None]:
-    """Return the state of each object on each process, by place. Must be called on all ranks.
+    """Return, by place, a list of each object's states on all processes. Must be called on all ranks.
 
     Args:
         objects: Metric objects by place.
         empty: The ids of the objects whose epoch is complete; their state is None.
-        world: The processes.
+        world: The processes whose states are collected.
     """
     # On the device if they stay in this process, where no wait for them is needed.
     device = None if world.size == 1 else "cpu"
@@ -121,12 +121,12 @@ def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> di
 
 
 def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: World) -> None:
-    """Restore states returned by `collect_states`, with any world size.
+    """Restore states returned by `collect_states`, also with another world size.
 
     Args:
         objects: Metric objects by place.
-        saved: The states.
-        world: The processes.
+        saved: The states by place.
+        world: The processes of the current run.
 
     Raises:
         ValueError: If the world size differs and a metric's state cannot be split.
@@ -152,7 +152,7 @@ def preserve_counts(metrics: Iterable[Any]) -> Iterator[None]:
     """Restore the state of metric objects when the context ends.
 
     Args:
-        metrics: Metric objects.
+        metrics: Metric objects, which may be updated inside the context.
     """
     before = [(metric, copy.deepcopy(_copy_state(metric)), getattr(metric, "_computed", None)) for metric in metrics]
     try:
@@ -233,7 +233,7 @@ def _share_counts(metric: Any, place: str, every: list[Any], world: World) -> An
 
 
 def _share_state(values: list[Any], reduction: Any, world: World) -> Any:
-    """Return this process's share of one state, so that all shares reduce to the saved total; None if impossible."""
+    """Return this process's share of a state, such that all shares reduce to the saved total; None if impossible."""
     if isinstance(values[0], list):
         return _share_list([item for value in values for item in value], reduction, world)
     if reduction is None or len({value.shape for value in values}) > 1:

@@ -1,7 +1,7 @@
-"""Exclusion of other ranks' samples from values that a task collects on its own.
+"""Exclusion of other ranks' samples from values that a task collects in its own attributes.
 
-If a rank has no share of the last batches of an evaluation, it processes another rank's samples, so that collectives
-match. Lists, sums and counts in attributes of the task would then include these samples twice.
+A rank without a share of the last batches of an evaluation processes samples of another rank, so that the collectives
+of all ranks match. Lists, sums and counts in attributes of the task would then include these samples twice.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _NUMBERS = (int, float, complex, str, type(None))
 def preserve_values(owner: nn.Module) -> Iterator[None]:
     """Restore the values of the module's own attributes when the context ends.
 
-    Numbers, tensors, lists, dicts, sets and deques are restored, including those inside of lists and dicts. Objects of
+    Numbers, tensors, lists, dicts, sets and deques are restored, including those nested in lists and dicts. Objects of
     other classes, parameters and submodules are not restored.
 
     Args:
-        owner: The task.
+        owner: The module whose attributes are restored.
     """
     attributes = vars(owner)
     before = {name: value for name, value in attributes.items() if name not in _UNTOUCHED and _is_plain(value)}
@@ -45,7 +45,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _remember(value: Any) -> Callable[[], Any] | None:
-    """Return a function that restores the current content of a value; None if it cannot be changed in place."""
+    """Return a function that restores the current content of a value; None if it cannot change in place."""
     if isinstance(value, nn.Parameter):
         return None
     if isinstance(value, Tensor):

@@ -1,8 +1,8 @@
-"""Computation of metric objects over ranks that have processed different numbers of batches.
+"""Computation of torchmetrics objects whose ranks have processed different numbers of batches.
 
-torchmetrics gathers a list state tensor by tensor: lists of unequal lengths hang or mix up their items, and a rank
-without data sends an empty vector regardless of the dimensions and dtype that the others send. Libraries that pad the
-data never encounter this. In Treadle each sample counts once, so only some ranks may have the last batches.
+torchmetrics gathers a list state tensor by tensor. Lists of unequal lengths hang or mix up their items, and a rank
+without data sends an empty vector regardless of the dimensions and dtype of the other ranks' tensors. Libraries that
+pad the data never encounter this. Treadle counts each sample once, so some ranks may have no share of the last batches.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from . import metric_state
 
 @contextmanager
 def uneven_counts(owner: nn.Module, world: World) -> Iterator[None]:
-    """Return a context in which torchmetrics objects of ``owner`` may have seen different numbers of batches per rank.
+    """Return a context in which ``compute()`` works if ranks have updated a metric different numbers of times.
 
-    ``compute()`` needs one more small exchange for metrics whose states are lists.
+    Metrics with list states need one more small exchange in ``compute()``.
 
     Args:
-        owner: The task.
-        world: The processes.
+        owner: The module whose torchmetrics objects are computed, usually the task.
+        world: The processes that compute the metrics.
     """
     metrics = [] if world.size == 1 else [m for m in metric_state.find(owner).values() if _gathers_lists(m)]
     for metric in metrics:
@@ -48,7 +48,7 @@ def _gathers_lists(metric: Any) -> bool:
 
 @dataclass(frozen=True)
 class _ListState:
-    """One rank's list: its number of tensors, and the form of the first one."""
+    """Description of one rank's list: the number of tensors, and the row shape and dtype of the first one."""
 
     length: int
     row_shape: tuple[int, ...] | None
@@ -62,7 +62,7 @@ class _ListState:
         return cls(len(items), tuple(first.shape[1:]) if first.ndim else None, first.dtype)
 
     def make_filler(self, device: Any) -> Tensor:
-        """Return a tensor without rows that can be gathered with the tensors of other ranks."""
+        """Return an empty tensor that can be gathered together with the tensors of other ranks."""
         shape = () if self.row_shape is None else (0, *self.row_shape)
         return torch.zeros(shape, dtype=self.dtype, device=device)
 
@@ -91,7 +91,7 @@ def _sync_dist(metric: Any, world: World, *args: Any, **kwargs: Any) -> None:
 
 
 def _read_list(metric: Any, name: str) -> list[Tensor] | None:
-    """Return the tensors of a list state, as one tensor if they will be concatenated; None for other states."""
+    """Return the tensors of a list state, concatenated if the reduction concatenates them; None for other states."""
     items, reduction = getattr(metric, name), metric._reductions[name]
     concatenated = getattr(reduction, "__name__", "") == "dim_zero_cat"
     if not isinstance(metric._defaults[name], list) or not (reduction is None or concatenated):

@@ -1,4 +1,4 @@
-"""One optimizer step: gradients accumulated, scaled and agreed on, and the optimizer that takes it."""
+"""Optimizer steps: accumulation, scaling and checks of gradients, and wrappers of optimizers and schedulers."""
 
 from __future__ import annotations
 

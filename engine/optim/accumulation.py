@@ -1,4 +1,4 @@
-"""One optimizer step: its micro-batches, their gradients, and the work before the optimizer steps."""
+"""Gradient accumulation: micro-batches, their gradients, and the work before an optimizer step."""
 
 from __future__ import annotations
 
@@ -24,32 +24,33 @@ _NO_CONTEXT = nullcontext()
 
 
 class Accumulation:
-    """Gradients of the micro-batches that form one optimizer step.
+    """Accumulator of the gradients of the micro-batches that form one optimizer step.
 
-    Each public method is documented at the method of `Accelerator` with the same name.
+    Several methods implement the method of `Accelerator` with the same name, which documents them in full.
 
     Args:
         plugin: Settings of gradient accumulation.
         world: All processes.
-        strategy: The layout of the model over the processes.
+        strategy: The strategy, which lays out the model over the processes.
         scaler: Gradient scaler for float16; None for any other precision.
-        cursor: The current micro-batch.
+        cursor: The position of the loop, with the current micro-batch.
         models: The prepared models; a list that the Accelerator appends to.
         optimizers: The prepared optimizers; a list that the Accelerator appends to.
 
     Attributes:
-        sync_gradients: Whether the current micro-batch is its group's last, after which the optimizer steps.
+        sync_gradients: Whether the current micro-batch is the last of its group, after which the optimizer steps.
         optimizer_step_was_skipped: Whether the last step was skipped because a float16 gradient overflowed.
         groups_end_with_loader: Whether the end of a loader ends a group.
         position: Number of micro-batches of the current group that did not come from a prepared loader.
         agreement: The values that all processes agree on in each step.
         always_agree: Whether every step carries votes; see `agree_on_steps`.
         watches_gradients: Whether `agree` checks that the gradients are finite.
-        guard: Called with the optimizer before each step; returns whether the step may be taken. None if there is no
-            check.
-        unfinished: Whether gradients are still to be divided by the total ``weight`` passed to `backward`.
-        unreduced: Optimizers whose gradients were not reduced over the processes yet.
-        agreed_taint: NaN if some process's loss was not finite when gradients were last reduced; see `Agreement.taint`.
+        guard: Function that is called with the optimizer before each step and returns whether the step may be taken.
+            None if there is no check.
+        unfinished: Whether gradients have not been divided yet by the total ``weight`` passed to `backward`.
+        unreduced: Optimizers whose gradients have not been reduced over the processes yet.
+        agreed_taint: NaN if the loss of any process was not finite when gradients were last reduced; see
+            `Agreement.taint`.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Accumulation:
         return self._steps_before + optimizer.steps_taken
 
     def forget_group(self) -> None:
-        """Start a new group, of which no micro-batch has run."""
+        """Discard the position and the weights of the current group, and start a new group."""
         self.position = 0
         self._weight = None
         self.unfinished = self._unweighted = False
@@ -143,7 +144,7 @@ class Accumulation:
         self._entered, self._correction = None, 1.0
 
     def reset(self) -> None:
-        """Discard the group, the votes and the step count of the previous run. No object is prepared afterwards."""
+        """Discard the group, the votes and the step count of the previous run."""
         self.forget_group()
         self.agreement.reset()
         self.steps = 0
@@ -151,7 +152,7 @@ class Accumulation:
     # -- one micro-batch -----------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context of one micro-batch.
+        """Begin a micro-batch, set whether its gradients are reduced, and return its context.
 
         Args:
             models: The prepared models that the micro-batch trains.
@@ -172,10 +173,10 @@ class Accumulation:
         return _NO_CONTEXT
 
     def note_entered(self) -> None:
-        """Note that a user-defined loop processes the current micro-batch.
+        """Record that a user-defined loop processes the current micro-batch, and correct the scale of the gradient.
 
-        The loop may skip other micro-batches of the group with ``continue``, or leave the loader within a group. The
-        gradient is then the mean over the processed micro-batches, since skipped ones have no weight.
+        The loop may skip other micro-batches of the group with ``continue``, or leave the loader in the middle of a
+        group. The gradient is then the mean over the processed micro-batches, because skipped ones have no weight.
         """
         micro, before, number = self.cursor.micro, self._entered, self.cursor.number
         same = micro is before and number == self._entered_number
@@ -204,7 +205,7 @@ class Accumulation:
         return self.strategy.no_sync(_unwrap_compiled(model))
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context whose backward reduces the gradients.
+        """Return a context in which the backward pass reduces the gradients over the processes.
 
         Args:
             model: A prepared model.
@@ -219,11 +220,11 @@ class Accumulation:
         by: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add this micro-batch's share of the gradient.
+        """Run the backward pass with the loss weighted and scaled as this micro-batch's share of its group.
 
         Args:
-            loss: 0-d tensor.
-            weight: The number of items that the loss is the mean of, if these are not the samples.
+            loss: The mean loss of the micro-batch, as a 0-d tensor.
+            weight: The number of items over which the loss is a mean. Default: the number of samples.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
             kwargs: Arguments of ``Tensor.backward``.
 
@@ -272,18 +273,18 @@ class Accumulation:
             raise explained from error
 
     def get_latest_loss(self) -> Tensor | None:
-        """Return the loss of the last backward pass if it still exists; it is not kept alive for this."""
+        """Return the loss of the last backward pass; None if it no longer exists, since the reference is weak."""
         return None if self._latest_loss is None else self._latest_loss()
 
     # -- before the optimizer steps ------------------------------------------------------------------------------
 
     def finish_gradients(self) -> None:
-        """Divide the group's gradients by the total ``weight`` over all processes."""
+        """Divide the group's gradients by the total ``weight`` over all processes, if `backward` was passed weights."""
         if self.unfinished:
             self.agree()
 
     def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
-        """Average over all processes the gradients of one optimizer that backward has left unreduced.
+        """Average one optimizer's gradients over all processes if the backward pass has not reduced them.
 
         Args:
             optimizer: A prepared optimizer.
@@ -293,7 +294,7 @@ class Accumulation:
         self.agreed_taint = self.strategy.reduce_gradients(parameters, self.agreement.taint())
 
     def drop_gradients(self) -> None:
-        """Discard the gradients of the current group, which will not be finished."""
+        """Discard the gradients of the current group, whose remaining micro-batches are not processed."""
         self.forget_group()
         self.agreement.forget_losses()
         for model in self.models:
@@ -305,7 +306,7 @@ class Accumulation:
         """Divide gradients by the total ``weight`` passed to `backward` and by the float16 loss scale.
 
         Args:
-            optimizer: The optimizer whose gradients are unscaled. Default: all of them.
+            optimizer: The optimizer whose gradients are unscaled. Default: all optimizers.
         """
         if self.unfinished:
             self.agree()
@@ -317,11 +318,11 @@ class Accumulation:
             self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Exchange the values that all processes agree on in the backward pass of every step.
+        """Exchange votes in the backward pass of every step from now on.
 
         Args:
             finite: Whether to check that losses are finite.
-            at_once: Read the values in the same step on accelerators too, which waits for the device.
+            at_once: Read the votes in the same step on accelerators too, which waits for the device.
         """
         on_cpu = self.world.device.type == "cpu"
         self.always_agree = self.world.size > 1 or not on_cpu
@@ -332,7 +333,7 @@ class Accumulation:
         self.agreement.immediate = at_once or on_cpu
 
     def agree(self) -> Agreement:
-        """Check the gradients, and return the agreement of all processes."""
+        """Check the gradients, divide them by the total weight if necessary, and return the processes' agreement."""
         agreement = self.agreement
         if self.watches_gradients:
             agreement.watch_gradients(self.optimizers)
@@ -347,7 +348,7 @@ class Accumulation:
         return self.agreement
 
     def not_finite_on(self) -> list[int]:
-        """Return the ranks whose loss was not finite, and clear the list."""
+        """Return the ranks whose loss was not finite, and clear this rank's record. Must be called on all ranks."""
         local_finite = self.agreement.local_finite
         self.agreement.forget_losses()
         return [rank for rank, finite in enumerate(self.world.gather_objects(local_finite)) if not finite]

@@ -1,4 +1,4 @@
-"""Agreement of all processes, at each optimizer step, on values that only one of them has."""
+"""Agreement of all processes, at each optimizer step, on values that a single process may know."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ _WEIGHT, _STOP, _TAINT, _LEAVE, _SIGNAL, _FULL, _ENDED = range(BALLOT_SIZE)
 
 
 class Agreement:
-    """Sum of the votes of all processes, reduced together with the gradients, without a separate collective.
+    """Votes of all processes, summed together with the gradients rather than in a separate collective.
 
     With a world size of one, the result is available immediately. On accelerators it is read one step later, so that
-    nothing waits for the device; with ``immediate`` it is read in the same step.
+    the host does not wait for the device. With ``immediate``, it is read in the same step.
 
     Args:
         world: All processes.
-        strategy: Transports the votes.
+        strategy: The strategy, which transports the votes.
         cursor: Holds the upcoming group of micro-batches that the votes also describe; see `Outlook`.
 
     Attributes:
-        stop_vote: Whether this process requests a stop; may be set at any time.
+        stop_vote: Whether this process requests a stop. It may be set at any time.
         stop: Whether some process requested a stop and all processes have agreed on it.
         finite: Whether the step's losses, and its gradients if they are watched, were finite on every process.
         local_finite: Whether the losses were finite on this process.
-        bad_losses: The indices, in the step, of this process's micro-batches whose loss was not finite.
+        bad_losses: The indices within the step of this process's micro-batches whose loss was not finite.
         micro_batches: The number of micro-batches that ``bad_losses`` covers.
-        next_place: An identifier of the current step; any value.
+        next_place: An identifier of the current step, which may be any value.
         leave_vote: Whether this process wants to leave the epoch without this step.
-        leaves: The number of processes that wanted to leave.
+        leaves: The number of processes that voted to leave.
         signal_vote: Whether this process received a signal that requests the end of the run; see `signal`.
         signaled: Whether some process received such a signal and all processes have agreed on it.
-        has_voted: Whether the votes of the current step were cast.
-        not_finite: 1.0 on the device if the step must be skipped there, because the host learns of it one step later;
-            None if the host learns of it in the same step, or if nothing is watched.
+        has_voted: Whether this process has cast its votes for the current step.
+        not_finite: Flag on the device, 1.0 if the device must skip the step because the host learns of the problem only
+            one step later. None if the host learns of it in the same step, or if nothing is checked.
     """
 
     def __init__(self, world: World, strategy: Strategy, cursor: Cursor) -> None:
@@ -90,18 +90,18 @@ class Agreement:
         self._pending: Ballots | None = None
 
     def signal(self) -> None:
-        """Note a signal that requests the end of the run. It may be called at any time, from a signal handler."""
+        """Record a signal that requests the end of the run. A signal handler may call this at any time."""
         self.signal_vote = True
         self.signaled |= self.alone
 
     def ask(self, stop: bool) -> bool:
-        """Agree in a separate collective, if no step carries votes.
+        """Agree on a stop in a separate collective, for steps that carry no votes. Must be called on all ranks.
 
         Args:
             stop: Whether this process requests a stop.
 
         Returns:
-            Whether some process requests a stop.
+            True if any process requests a stop.
         """
         self.stop, self.signaled = stop, self.signal_vote
         if not self.alone:
@@ -110,13 +110,13 @@ class Agreement:
         return self.stop
 
     def watch(self, loss: Tensor) -> bool:
-        """Check the loss of one micro-batch.
+        """Check whether the loss of one micro-batch is finite.
 
         Args:
-            loss: 0-d tensor.
+            loss: The loss, as a 0-d tensor.
 
         Returns:
-            False if it is known immediately that the loss is not finite.
+            False if the loss is not finite and the host can tell without waiting for the device.
         """
         if not self.watch_finite:
             return True
@@ -133,7 +133,7 @@ class Agreement:
         return finite
 
     def watch_gradients(self, optimizers: Sequence[PreparedOptimizer]) -> None:
-        """Check the gradients that optimizers are about to apply, after their reduction.
+        """Check whether the reduced gradients that optimizers are about to apply are finite.
 
         Args:
             optimizers: The prepared optimizers.
@@ -151,7 +151,8 @@ class Agreement:
         """Cast this process's votes, before or after the last backward pass of a step.
 
         Args:
-            weight: The number of items that this process's losses of the step are a mean over, if the loop passed it.
+            weight: The number of items over which this process's losses of the step are a mean; None if the loop did
+                not pass weights.
         """
         self.has_voted = True
         if self.alone:
@@ -181,17 +182,18 @@ class Agreement:
 
     @property
     def place(self) -> Any:
-        """The value that ``next_place`` had in the step that ``finite`` describes."""
+        """The value of ``next_place`` in the step that ``finite`` describes."""
         return self.next_place if self.immediate else self._read_place
 
     def finite_so_far(self, agreed_taint: Tensor | None) -> bool:
-        """Return whether losses and gradients since the last vote are finite.
+        """Return whether the losses and gradients since the last vote are finite.
 
         With ``immediate``, it waits for the device. Otherwise, it sets ``not_finite`` and returns the result of the
         previous step.
 
         Args:
-            agreed_taint: `taint`, summed in the reduction of these gradients; None with a world size of one.
+            agreed_taint: The sum of `taint` over the processes, reduced together with these gradients; None with a
+                world size of one.
         """
         taint = self.taint() if agreed_taint is None else self.taint() + agreed_taint.to(self._device)
         if not self.immediate:
@@ -210,10 +212,10 @@ class Agreement:
         self.local_finite = not self.bad_losses
 
     def count(self) -> Tensor | None:
-        """Read the votes after the last backward pass.
+        """Read the votes after the last backward pass of a step, or those of the previous step if not ``immediate``.
 
         Returns:
-            The summed weight (on the device), or None with a world size of one.
+            The total weight over all processes, as a 0-d tensor on the device; None with a world size of one.
         """
         self.has_voted = False
         summed = None if self.alone else self._strategy.agreement()
@@ -255,19 +257,19 @@ class Agreement:
         self._read_place = ballots.place
 
     def settle(self) -> None:
-        """Read immediately the values that would be read one step later; waits for the device."""
+        """Read the values that would otherwise be read one step later, which waits for the device."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._read(pending)
 
     def find_bad_parameters(self) -> list[Tensor]:
-        """Return the parameters whose gradients are not finite on this process, in the step that was read last."""
+        """Return the parameters whose gradients were not finite on this process, in the step that was read last."""
         if self._bad_parameters is not None:
             return self._bad_parameters
         return find_bad(list_parameters(self._watched_optimizers) if self._on_host else self._watched)
 
     def forget_losses(self) -> None:
-        """Discard the losses and gradients of a group that is complete, or will not be finished."""
+        """Discard the recorded checks of losses and gradients, after a group is complete or abandoned."""
         self.finite = self.local_finite = self._gradients_finite = True
         self.has_voted = False
         self.bad_losses, self.micro_batches = [], 0
@@ -285,13 +287,13 @@ class Agreement:
 
 
 class Ballots:
-    """Values of one step that are still to be read: the summed votes, and the checks of this process.
+    """Values of one step that the host has not read yet: the summed votes, and this process's checks.
 
     Args:
         votes: The votes summed over the processes; None with a world size of one.
-        taints: One per micro-batch's loss.
-        norms: One per gradient that was checked.
-        watched: The parameters of these gradients.
+        taints: A 0-d tensor for each micro-batch's loss: 0 if the loss is finite, else NaN.
+        norms: Vectors with the largest absolute value of each checked gradient.
+        watched: The parameters whose gradients were checked, in the order of ``norms``.
         place: An identifier of the step.
         outlook: The upcoming group of micro-batches that the votes describe.
     """
@@ -321,7 +323,7 @@ class Ballots:
         return flag_not_finite(self._on_device)
 
     def copy_to_host(self) -> Ballots:
-        """Start the copy to the host, and return this object."""
+        """Start an asynchronous copy of the values to the host, and return this object."""
         if self._on_device.is_cuda:
             self._on_host = torch.empty_like(self._on_device, device="cpu", pin_memory=True)
             self._on_host.copy_(self._on_device, non_blocking=True)
@@ -330,7 +332,7 @@ class Ballots:
         return self
 
     def read(self) -> tuple[list[float] | None, list[float], list[float]]:
-        """Return the votes, the taints and the norms; waits for the device if the copy is not complete."""
+        """Return the votes, the taints and the norms as numbers, after waiting for the copy to the host."""
         if self._event is not None:
             self._event.synchronize()
         values = self._on_host.tolist()

@@ -1,4 +1,4 @@
-"""Search for the largest batch size that fits into memory, the same on all processes."""
+"""Search for a batch size that fits into memory on all processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ACCUMULATION = "gradient_accumulation_steps"
 
 
 class NoBatchSizeFits(MemoryError, RuntimeError):
-    """Error for memory that is too small for the smallest batch. Also a ``RuntimeError``, as in Accelerate."""
+    """Error raised if not even a batch of one fits into memory. It is also a ``RuntimeError``, as in Accelerate."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -49,23 +49,23 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
-    """Decorate a function so that it runs again with a smaller batch size whenever memory runs out.
+    """Decorate a function so that it is called again with a smaller batch size whenever it runs out of memory.
 
-    All processes try the same sizes: if memory runs out on one, all start over. Prepare models and optimizers inside
-    ``function``, because each attempt has a new process group. An Accelerator created outside stays usable; call its
-    ``free_memory()`` at the start of ``function``.
+    All processes try the same sizes: if one process runs out of memory, all of them start over. Prepare models and
+    optimizers inside ``function``, because each attempt has a new process group. An Accelerator created outside stays
+    usable; call its ``free_memory()`` at the start of ``function``.
 
-    If ``function`` has a parameter ``gradient_accumulation_steps``, it grows by the factor by which the batch shrinks,
-    so that the global batch keeps its size.
+    If ``function`` has a parameter ``gradient_accumulation_steps``, its value grows by the factor by which the batch
+    shrinks, so that the global batch keeps its size (rounded up).
 
-    A GPU that waits in a collective for another one that ran out of memory cannot be freed: the run ends with an error
-    within a minute.
+    If a GPU is already waiting in a collective for a GPU that ran out of memory, it cannot be released, and the run
+    ends with an error within a minute.
 
     Args:
-        function: The function to run; its first parameter is the batch size. Without it, a decorator is returned.
-        starting_batch_size: The first size to try, on every call. Default: 128.
-        reduce_batch_size_fn: Returns the next size. Default: the largest divisor of ``starting_batch_size`` that is at
-            most half of the size that failed.
+        function: The function to run, whose first parameter is the batch size. Default: return a decorator.
+        starting_batch_size: The first size that every call tries. Default: 128.
+        reduce_batch_size_fn: Function that returns the next size. Default: the largest divisor of
+            ``starting_batch_size`` that is at most half of the size that failed.
 
     Returns:
         The function without its first parameter.
@@ -73,7 +73,7 @@ def find_executable_batch_size(
     Raises:
         MemoryError: If a batch of one does not fit.
         ValueError: If a size is below 1 or not an integer, or ``reduce_batch_size_fn`` returns no smaller one.
-        TypeError: If the signature of ``function`` does not fit.
+        TypeError: If the first parameter of ``function`` cannot be the batch size.
 
     Example:
         >>> import treadle
@@ -128,12 +128,12 @@ def _try_sizes(
     """Run the function with decreasing batch sizes until one fits, and return its result.
 
     Args:
-        body: The function.
+        body: The user's function.
         args: The function's arguments after the batch size.
         kwargs: The function's keyword arguments.
-        starting: The first size.
+        starting: The first size to try.
         first: The function's ``gradient_accumulation_steps`` with the first size; None if it has no such parameter.
-        reduce: Returns the next size; None for the default.
+        reduce: Function that returns the next size; None for the default.
     """
     size, attempts = starting, Attempts()
     while True:
@@ -150,14 +150,15 @@ def _try_sizes(
 
 
 def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
-    """Run one attempt.
+    """Run one attempt, and agree with the other processes whether it fit into memory.
 
     Args:
         attempts: The attempts of all processes.
-        call: The attempt.
+        call: Function that runs the attempt.
 
     Returns:
-        Whether the attempt fit into memory on all processes, and its result on this process.
+        Whether the attempt fit into memory on all processes, and its result on this process (None if it ran out of
+        memory here).
 
     Raises:
         BaseException: Any error other than running out of memory.
@@ -178,7 +179,7 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
 
 
 def _forget(error: BaseException) -> None:
-    """Release the objects in the frames of a failed attempt: models, gradients, batches."""
+    """Release the models, gradients and batches that the frames of a failed attempt refer to."""
     following: BaseException | None = error
     while following is not None:
         traceback.clear_frames(following.__traceback__)
@@ -227,7 +228,7 @@ def _check_call(function: Callable[..., Any], signature: inspect.Signature) -> N
 def _read_accumulation(
     function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
 ) -> int:
-    """Return the accumulation steps that the caller wants with the starting batch size."""
+    """Return the value of ``gradient_accumulation_steps`` that the caller wants with the starting batch size."""
     bound = signature.bind_partial(size, *args, **kwargs)
     bound.apply_defaults()
     steps = bound.arguments.get(_ACCUMULATION, 1)

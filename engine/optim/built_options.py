@@ -1,4 +1,4 @@
-"""Options that a script builds its optimizers and schedules with, recorded before their first step."""
+"""Options with which a script builds its optimizers and schedules, recorded before their first step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BuiltSchedule:
         state: A copy of its ``state_dict``.
         arguments: The script's arguments that the state contains, by dotted name.
         effective_arguments: The arguments in effect; in a resumed run, those of the first run.
-        options: The options of its optimizer's groups, including those that the scheduler has added.
+        options: The options of its optimizer's parameter groups, including those that the scheduler has added.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -40,10 +40,10 @@ class BuiltSchedule:
 
 
 def copy_plain_options(optimizer: Optimizer) -> list[State]:
-    """Return the plain options of an optimizer's groups, such as ``lr`` and ``weight_decay``.
+    """Return the plain options of each of an optimizer's parameter groups, such as ``lr`` and ``weight_decay``.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The optimizer to read.
     """
     return [
         {
@@ -56,11 +56,11 @@ def copy_plain_options(optimizer: Optimizer) -> list[State]:
 
 
 def choose_fused(optimizer: Optimizer, device: torch.device) -> bool:
-    """Enable torch's fused kernels for ``Adam`` and ``AdamW`` on CUDA, if the script did not choose an implementation.
+    """Enable torch's fused ``Adam`` and ``AdamW`` kernels on CUDA, if the script did not choose an implementation.
 
-    They are the fastest implementation, give the same results as the others up to rounding, and can skip a step on the
-    device. By default, torch chooses its ``foreach`` implementation, which stays in use for other optimizers: fused SGD
-    fails if a parameter gets its first gradient later than the others (torch 2.13).
+    The fused kernels are the fastest implementation, give the same results as the other ones up to rounding, and can
+    skip a step on the device. Other optimizers keep torch's default, the ``foreach`` implementation, because fused SGD
+    fails if a parameter gets its first gradient later than other parameters (torch 2.13).
 
     Args:
         optimizer: The optimizer, before its first step.
@@ -86,10 +86,10 @@ def choose_fused(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Return an option as plain data: a tensor of one element as its number, a tuple as a list.
+    """Convert an option to plain data: a tensor with one element becomes a number, a tuple becomes a list.
 
     Args:
-        value: The option.
+        value: The value of the option.
     """
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None

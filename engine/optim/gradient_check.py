@@ -1,4 +1,4 @@
-"""Check that gradients are finite, in one pass over their memory and without waiting for the device."""
+"""Checks that gradients are finite, in one pass over their memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 class HostCheck:
-    """Check that gradients in host memory are finite: 2 us for four small ones, memory speed for large ones.
+    """Check that gradients in host memory are finite. It takes 2 us for four small gradients.
 
-    torch's ``GradScaler`` detects overflows with the same operation: one call for all tensors, of any dtypes, which are
-    multiplied by 1. Computing norms with ``torch._foreach_norm`` takes 4 times as long for small gradients, or 20 times
-    with the infinity norm, which is the only one that cannot overflow (torch 2.13).
+    Large gradients are checked at memory speed. torch's ``GradScaler`` detects overflows with the same operation: one
+    call multiplies all tensors, of any dtype, by 1 and sets a flag. Computing norms with ``torch._foreach_norm`` takes
+    4 times as long for small gradients (torch 2.13). It takes 20 times as long with the infinity norm, which is the
+    only norm that cannot overflow.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class HostCheck:
 
         Args:
             optimizers: The prepared optimizers.
-            sharded: Whether gradients may be shards.
+            sharded: Whether gradients may be sharded; local shards are then checked.
         """
         gradients = []
         for optimizer in optimizers:
@@ -59,7 +60,7 @@ class HostCheck:
 
 
 def collect_gradients(optimizers: Iterable[PreparedOptimizer]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters of ``optimizers`` that have gradients, and the gradients as real, dense tensors.
+    """Return the parameters of ``optimizers`` with gradients, and their gradients as real, dense tensors.
 
     Args:
         optimizers: The prepared optimizers.
@@ -79,7 +80,7 @@ def list_parameters(optimizers: Iterable[PreparedOptimizer]) -> list[Tensor]:
 
 
 def largest_elements(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the largest absolute value of each gradient, on ``device``; it is not finite if the gradient is not.
+    """Return a vector with the largest absolute value of each gradient, which is not finite if the gradient is not.
 
     Args:
         gradients: Real, dense tensors.
@@ -90,10 +91,10 @@ def largest_elements(gradients: Sequence[Tensor], device: torch.device) -> Tenso
 
 
 def flag_not_finite(values: Tensor) -> Tensor:
-    """Return 1.0 if one of ``values`` is not finite, else 0.0, on their device; multiplies them by 1.
+    """Return a tensor on the device of ``values`` that is 1.0 if one of them is not finite, else 0.0.
 
     Args:
-        values: A tensor.
+        values: A floating-point tensor. It is multiplied by 1 in place.
     """
     flag = torch.zeros((), dtype=torch.float32, device=values.device)
     torch._amp_foreach_non_finite_check_and_unscale_([values], flag, _one_on(values.device))  # type: ignore[arg-type]
@@ -106,10 +107,10 @@ def _one_on(device: torch.device) -> Tensor:
 
 
 def real_values(gradient: Tensor) -> Tensor:
-    """Return the values of a gradient as one real, dense tensor; the gradient may be sharded, sparse or complex.
+    """Return the local values of a gradient, which may be sharded, sparse or complex, as a real, dense tensor.
 
     Args:
-        gradient: The gradient.
+        gradient: The gradient to convert.
     """
     if is_sharded(gradient):
         gradient = local(gradient)
@@ -119,18 +120,18 @@ def real_values(gradient: Tensor) -> Tensor:
 
 
 def find_bad(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters whose gradients are not finite; waits for the device.
+    """Return the parameters whose gradients are not finite, which waits for the device.
 
     Args:
-        parameters: The parameters.
+        parameters: The parameters to check; those without a gradient are skipped.
     """
     return [p for p in parameters if p.grad is not None and not is_finite(p.grad)]
 
 
 def is_finite(gradient: Tensor) -> bool:
-    """Return whether one gradient is finite; waits for the device.
+    """Return whether all values of one gradient are finite, which waits for the device.
 
     Args:
-        gradient: The gradient.
+        gradient: The gradient to check.
     """
     return bool(torch.isfinite(real_values(gradient)).all())

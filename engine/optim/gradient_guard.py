@@ -1,4 +1,4 @@
-"""Check of gradients before the optimizers of a user-defined loop step."""
+"""Check that gradients are finite before an optimizer of a user-defined loop steps."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class GradientGuard:
-    """Check of the gradients that a prepared optimizer is about to apply; see `Accumulation.guard`.
+    """Check that the gradients that a prepared optimizer is about to apply are finite; see `Accumulation.guard`.
 
     Replicas have the same gradients after the reduction, so every rank makes the same decision without an exchange.
     With sharded gradients, the ranks exchange one number per step.
 
     Args:
-        policy: ``"raise"`` or ``"skip"``. On accelerators ``"raise"`` takes effect one step later, so that nothing
-            waits for the device; the step itself is skipped on the device if the optimizer supports this.
+        policy: ``"raise"`` or ``"skip"``. On accelerators, ``"raise"`` takes effect one step later, so that the host
+            does not wait for the device. The step itself is skipped on the device if the optimizer supports this.
         loaders: The prepared loaders; a list that the Accelerator appends to.
-        on_host: Whether gradients are in host memory, where they are read in the same step.
+        on_host: Whether gradients are in host memory, so that they are checked in the same step.
     """
 
     def __init__(self, policy: str, loaders: Sequence[Any], *, on_host: bool) -> None:
@@ -91,10 +91,10 @@ class GradientGuard:
         return finite
 
     def settle(self) -> None:
-        """Read the checks of the latest steps, which accelerators report one step later; waits for the device.
+        """Read the checks of the latest steps, which waits for the device.
 
         Raises:
-            ValueError: See `__call__`.
+            ValueError: As for `__call__`.
         """
         pending = list(self._pending.items())
         self._pending.clear()
@@ -102,7 +102,7 @@ class GradientGuard:
             self._read(optimizer, ballots)
 
     def _refuse(self, optimizer: PreparedOptimizer, bad: list[Tensor], step: int) -> None:
-        """Raise an error, or discard the gradients of the step that is skipped."""
+        """Raise an error, or announce the skipped step and discard its gradients, according to the policy."""
         self._pending.clear()
         accumulation = optimizer.accumulation
         evidence = self._collect_evidence(accumulation, bad)

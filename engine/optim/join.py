@@ -1,4 +1,4 @@
-"""Loops over user-defined batches of which some ranks have more than others."""
+"""Support for user-defined loops in which some ranks have more batches than others."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class _JoinedAgreement(Agreement):
-    """Votes of ranks that may leave the loop at different times.
+    """Agreement of ranks that may leave the loop at different times.
 
     Args:
-        accelerator: The Accelerator, whose loaders show whether the ranks are in step.
+        accelerator: The Accelerator of the loop. Its cursor shows whether batches come from a prepared loader.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -39,12 +39,12 @@ class _JoinedAgreement(Agreement):
 def join_uneven_inputs(
     accelerator: Accelerator, joinables: Iterable[Any], even_batches: bool | None = None
 ) -> Iterator[None]:
-    """Return the context of `Accelerator.join_uneven_inputs`.
+    """Return a context in which ranks may have different numbers of batches; see `Accelerator.join_uneven_inputs`.
 
     Args:
-        accelerator: The Accelerator.
-        joinables: Prepared models, and optimizers, which have no effect.
-        even_batches: True if all ranks have the same number of batches.
+        accelerator: The Accelerator that prepared the models.
+        joinables: Prepared models. Optimizers are accepted, but have no effect.
+        even_batches: True if all ranks have the same number of batches; the context then has no effect.
 
     Raises:
         TypeError: If an argument has another type.
@@ -73,9 +73,9 @@ def join_uneven_inputs(
 
 
 def _catch_up(accelerator: Accelerator) -> None:
-    """Copy the state of optimizers and schedulers from the rank that took the most steps to the others.
+    """Copy the states of optimizers and schedulers from the rank that took the most steps to the other ranks.
 
-    torch synchronizes only parameters and buffers: different optimizer moments would make the replicas diverge at the
+    torch synchronizes only parameters and buffers. Different optimizer moments would make the replicas diverge at the
     next step.
     """
     optimizers, schedulers = accelerator.optimizers, accelerator.schedulers

@@ -1,4 +1,4 @@
-"""Local SGD: steps that each process takes alone, with parameters that are averaged periodically."""
+"""Local SGD: each process takes optimizer steps alone, and parameters are averaged periodically."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """Context in which each process trains its own copy of the model, and parameters are averaged every few steps.
+    """Context manager in which each process trains its own replica, and parameters are averaged every few steps.
 
     Args:
         accelerator: The Accelerator of the processes.
         model: A prepared model that is replicated on each process.
-        local_sgd_steps: Optimizer steps between two averages of the parameters. They are also averaged at the end.
+        local_sgd_steps: Number of optimizer steps between two averages of the parameters. The parameters are also
+            averaged at the end.
         enabled: Whether to use local SGD. With a world size of one, it is always disabled.
 
     Raises:
@@ -59,7 +60,7 @@ class LocalSGD:
         return self
 
     def step(self) -> None:
-        """Count an optimizer step, and average the parameters if an average is due. Call it after each micro-batch."""
+        """Count an optimizer step, and average the parameters if it is due. Call this after each micro-batch."""
         if not self.enabled or not self._accelerator.sync_gradients:
             return
         self.num_steps += 1

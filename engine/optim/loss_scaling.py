@@ -1,4 +1,4 @@
-"""Scaling of gradients: by float16's loss scale, and by the weights that a loop passes to ``backward``."""
+"""Scaling of gradients by the float16 loss scale, and by the weights that a loop passes to ``backward``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from ...strategies.distributed import local
 
 
 class LossScale:
-    """torch's ``GradScaler``, for any number of optimizers that share a backward pass.
+    """Wrapper of torch's ``GradScaler`` for any number of optimizers that share a backward pass.
 
-    torch's ``update`` changes the scale and forgets which gradients were unscaled, so it may only run once all
-    optimizers of a group have stepped. Which optimizer steps last is unknown, so ``update`` runs before the next loss.
+    torch's ``update`` changes the scale and resets the record of unscaled gradients, so it must run after all
+    optimizers of a group have stepped. It is not known which optimizer steps last, so ``update`` runs before the next
+    loss is scaled.
 
     Args:
-        scaler: The scaler.
-        strategy: Lets the processes agree on an overflow.
+        scaler: torch's scaler.
+        strategy: The strategy, which lets the processes agree on an overflow.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, strategy: Strategy) -> None:
@@ -31,23 +32,23 @@ class LossScale:
         self._unscaled: set[int] = set()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale.
+        """Return the loss multiplied by the scale.
 
         Args:
-            loss: 0-d tensor.
+            loss: The loss, as a 0-d tensor.
         """
         self.settle()
         return self.scaler.scale(loss)
 
     def settle(self) -> None:
-        """Update the scale after the steps that were taken, if it is not updated yet."""
+        """Update the scale, if optimizers have stepped since the last update."""
         if self._due:
             self._due = False
             self._unscaled.clear()
             self.scaler.update()
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the optimizers' gradients by the scale, once.
+        """Divide the optimizers' gradients by the scale, unless they have already been divided in this step.
 
         Args:
             optimizers: The user's optimizers.
@@ -60,11 +61,11 @@ class LossScale:
                 self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
-        """Step unless a gradient overflowed.
+        """Step the optimizer, unless a gradient has overflowed.
 
         Args:
             optimizer: The user's optimizer.
-            closure: The argument of its ``step``, or None.
+            closure: The closure to pass to the optimizer's ``step``, or None.
 
         Returns:
             The optimizer's return value, and whether the step was skipped.
@@ -76,17 +77,17 @@ class LossScale:
         return self.scaler.step(optimizer, *arguments), skipped
 
     def _overflows(self, optimizer: Optimizer) -> Iterable[Tensor]:
-        """Return the overflow flags per device from the state of torch's scaler, which `update` reads too."""
+        """Return the overflow flag of each device from the state of torch's scaler, which ``update`` also reads."""
         return self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
 
 
 def divide_gradients(parameters: Iterable[Tensor], weight: float | Tensor, size: int) -> None:
-    """Convert gradients of weighted sums, averaged over ``size`` processes, to those of the weighted mean.
+    """Convert gradients of weighted sums, averaged over ``size`` processes, in place to those of the weighted mean.
 
     If the total weight is zero, the gradient is zero.
 
     Args:
-        parameters: The parameters; each is processed once.
+        parameters: The parameters whose gradients are converted. A parameter that occurs twice is processed once.
         weight: The sum of the weights over all processes.
         size: The world size.
     """

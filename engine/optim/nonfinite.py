@@ -1,4 +1,4 @@
-"""Diagnosis of NaN and infinity: the samples and the part of the model where they began, in the failed step only."""
+"""Diagnosis of NaN and infinity in a failed step: the samples, and the parameter, in which they first occurred."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _MOST_SAMPLES = _MOST_RANKS = 8
 
 @dataclass
 class Evidence:
-    """Record of one rank about a step with values that are not finite.
+    """Information that one rank has about a step with values that are not finite.
 
     Attributes:
         batches: The micro-batches whose loss is not finite on this rank.
         gradients: Parameters whose gradients are not finite, as `order_by_backward` returns them.
-        samples: The samples that the rank has processed.
+        samples: A description of the samples that the rank has processed.
         has_bad_input: Whether the samples contain values that are not finite.
     """
 
@@ -41,13 +41,13 @@ class Evidence:
 
 
 class Findings(NamedTuple):
-    """Combined evidence of all ranks.
+    """Combined evidence of all ranks, as parts of a message.
 
     Attributes:
-        problem: The ranks whose loss, or the parameter whose gradient, is not finite.
-        batches: The micro-batches.
-        samples: A sentence for each rank about its samples, with a space before it.
-        losses: Whether a loss is not finite, rather than a gradient alone.
+        problem: A phrase that names the ranks whose loss, or the parameter whose gradient, is not finite.
+        batches: The numbers of the affected micro-batches.
+        samples: A sentence for each rank about its samples, each preceded by a space.
+        losses: True if a loss is not finite; False if only a gradient is not finite.
     """
 
     problem: str
@@ -57,12 +57,12 @@ class Findings(NamedTuple):
 
 
 def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings:
-    """Combine the evidence of every rank for a message.
+    """Combine the evidence of every rank into the parts of a message.
 
     Args:
         evidence: The evidence by rank.
-        first: The first micro-batch of the step.
-        last: The last micro-batch of the step.
+        first: The number of the first micro-batch of the step.
+        last: The number of the last micro-batch of the step.
     """
     bad_ranks = {rank: ", ".join(map(str, known.batches)) for rank, known in evidence.items() if known.batches}
     if bad_ranks:
@@ -83,7 +83,7 @@ def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings
 
 
 def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
-    """Return a description of the gradient closest to the origin, and of its position among those that are not finite.
+    """Describe the non-finite gradient closest to the origin, and its position among all gradients that are not finite.
 
     Args:
         evidence: The evidence by rank.
@@ -97,7 +97,7 @@ def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
 
 
 def list_samples(evidence: Mapping[int, Evidence]) -> str:
-    """Return a sentence for each rank about its samples, each with a space before it.
+    """Return a sentence for each rank about its samples, each preceded by a space; at most eight ranks are listed.
 
     Args:
         evidence: The evidence by rank.
@@ -110,21 +110,22 @@ def list_samples(evidence: Mapping[int, Evidence]) -> str:
 def order_by_backward(
     bad: Iterable[Tensor], model: nn.Module, loss: Tensor | None, strategy: Strategy
 ) -> list[tuple[float, int, str]]:
-    """Sort the parameters whose gradients are not finite by the time at which backward computes them.
+    """Sort the parameters whose gradients are not finite by the order in which backward computes these gradients.
 
-    NaN propagates from the loss to the inputs, so the first parameter is closest to the origin of the NaN. The graph of
-    a loss gives the order, even after backward has freed the saved tensors. A parameter that is used several times is
-    ordered by its first use, where its gradient becomes complete. Parameters that the graph does not contain (of a part
-    that is compiled or recomputed in the backward pass) follow, starting at the end of the model.
+    NaN propagates from the loss to the inputs, so the first parameter is closest to the origin of the NaN. The order
+    comes from the graph of a loss, which still exists after backward has freed the saved tensors. A parameter that is
+    used several times is ordered by its first use, where its gradient becomes complete. Parameters that the graph does
+    not contain, such as those of a module that is compiled or recomputed in the backward pass, follow in reverse order
+    of the model.
 
     Args:
-        bad: The parameters.
+        bad: The parameters whose gradients are not finite.
         model: The wrapped model.
-        loss: A loss of the step, or of another one with the same model; None if none exists.
-        strategy: The layout of the model over the processes.
+        loss: A loss of this step, or of another step with the same model; None if none exists.
+        strategy: The strategy that wrapped the model.
 
     Returns:
-        For each of them that belongs to the model, a sort key that ends with its name.
+        For each of these parameters that belongs to the model, a sort key that ends with its name.
     """
     bad_ids = set(map(id, bad))
     uses = {} if loss is None else _find_first_uses(loss)
@@ -138,7 +139,7 @@ def order_by_backward(
 
 
 def _find_first_uses(loss: Tensor) -> dict[int, int]:
-    """Return the number of the operation that used each leaf first, by the leaf's id; autograd counts upwards."""
+    """Return, by leaf id, autograd's sequence number of the first operation that used each leaf."""
     first_uses: dict[int, int] = {}
     nodes = [] if loss.grad_fn is None else [loss.grad_fn]
     seen = set(nodes)
@@ -156,11 +157,11 @@ def _find_first_uses(loss: Tensor) -> dict[int, int]:
 
 
 def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool]:
-    """Describe the samples in a batch, and its values that are not finite; waits for the device.
+    """Describe the samples in a batch and its values that are not finite, which waits for the device.
 
     Args:
         batch: The batch that the loader yielded for one micro-batch.
-        indices: The indices in the dataset of the samples of its whole group; None for a stream.
+        indices: The dataset indices of the samples in the batch; None for a stream.
 
     Returns:
         A text such as ``"samples 12, 13 of the dataset; batch['x'] contains NaN in sample 13"``, and whether the batch
@@ -179,11 +180,11 @@ def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool
 
 
 def describe_group(loader: Any, batch: Any, number: int) -> tuple[str, bool]:
-    """Describe a whole group of micro-batches of which only the last one exists; see `describe_batch`.
+    """Describe a group of micro-batches of which only the last one is still in memory; see `describe_batch`.
 
     Args:
         loader: The prepared loader.
-        batch: The last micro-batch; None if it is not known.
+        batch: The last micro-batch; None if it is not available.
         number: Its index in the group, from 0.
     """
     indices = batch_indices(loader)

@@ -1,4 +1,4 @@
-"""State of an optimizer under the names of its parameters, so that it can be matched and loaded into any layout."""
+"""Optimizer states keyed by parameter name, which can be compared and loaded into any layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ State = dict[str, Any]
 
 
 def list_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the optimizer's parameters, in the order in which torch numbers them in a state.
+    """Return the optimizer's parameters in the order in which ``state_dict`` numbers them.
 
     Args:
         optimizer: The optimizer.
@@ -32,10 +32,11 @@ def name_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[s
 
     Args:
         optimizer: The optimizer.
-        models: The models.
+        models: The models that may contain the parameters.
 
     Returns:
-        The model's own names, or ``parameter 3`` for the fourth parameter if no model has it.
+        The names in order. A parameter of the second model has the prefix ``1:``; a fourth parameter that belongs to no
+        model is called ``parameter 3``.
     """
     names_by_id: dict[int, str] = {}
     for number, model in enumerate(models):
@@ -47,18 +48,18 @@ def name_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[s
 
 
 def find_unowned_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the optimizer's parameters that no model has.
+    """Return the optimizer's parameters that belong to none of the models.
 
     Args:
         optimizer: The optimizer.
-        models: The models.
+        models: The models that may contain the parameters.
     """
     model_ids = {id(parameter) for model in models for parameter in model.parameters()}
     return [parameter for parameter in list_parameters(optimizer) if id(parameter) not in model_ids]
 
 
 def name_class(optimizer: Optimizer) -> str:
-    """Return the qualified name of the optimizer's class.
+    """Return the qualified name of the optimizer's class, including its module.
 
     Args:
         optimizer: The optimizer.
@@ -67,11 +68,11 @@ def name_class(optimizer: Optimizer) -> str:
 
 
 def encode_by_name(state: State, optimizer: Optimizer, names: list[str]) -> OptimizerState:
-    """Return a state of ``optimizer.state_dict()`` by parameter name.
+    """Convert the result of ``optimizer.state_dict()`` to a state keyed by parameter name.
 
     Args:
-        state: The state; its tensors may be this process's shards.
-        optimizer: The optimizer.
+        state: The result of ``state_dict``. Its tensors may be this process's shards.
+        optimizer: The optimizer that the state belongs to.
         names: The result of `name_parameters`.
     """
     others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
@@ -95,8 +96,8 @@ def list_differences(saved: OptimizerState, optimizer: Optimizer, names: list[st
     """Return the differences between a state returned by `encode_by_name` and this optimizer, one line each.
 
     Args:
-        saved: The state.
-        optimizer: The optimizer.
+        saved: The state from the checkpoint.
+        optimizer: The optimizer of this run.
         names: The result of `name_parameters`.
     """
     lines = []
@@ -125,22 +126,22 @@ def _list_group_members(groups: list[State]) -> list[frozenset[str]]:
 
 
 def _find_counterpart(group: State, saved: list[State]) -> State:
-    """Return the saved group that a group's parameters were in; the group itself if they were in none or in several."""
+    """Return the one saved group that contains a group's parameters; the group itself if none or several do."""
     owners = [saved_group for saved_group in saved if not set(group["params"]).isdisjoint(saved_group["params"])]
     return owners[0] if len(owners) == 1 else group
 
 
 def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> State:
-    """Return this process's shards of a state returned by `encode_by_name`, for ``optimizer.load_state_dict``.
+    """Convert a state returned by `encode_by_name` to this process's argument of ``optimizer.load_state_dict``.
 
-    Implementation options, such as fused kernels, are those of the script. If the state and the optimizer differ, the
-    result contains what fits: the slots of parameters with the same name and shape (the others start empty), and the
-    options of the one saved group that contained a group's parameters, because a schedule relies on its last learning
+    Implementation options, such as fused kernels, come from the script. If the state and the optimizer differ, the
+    result contains the slots of parameters with the same name and shape; all other slots start empty. The options of a
+    group come from the one saved group that contained its parameters, because a schedule relies on its last learning
     rate.
 
     Args:
-        saved: The state.
-        optimizer: The optimizer.
+        saved: The state from the checkpoint.
+        optimizer: The optimizer to load the state into.
         names: The result of `name_parameters`.
     """
     parameters = dict(zip(names, list_parameters(optimizer), strict=True))
@@ -164,13 +165,13 @@ def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]
 
 
 def keep_formats(optimizer: Optimizer, state: State) -> None:
-    """Restore the dtype of each slot as it was saved; ``load_state_dict`` casts slots to the parameter's dtype.
+    """Restore the saved dtype of each slot, because ``load_state_dict`` casts slots to the parameter's dtype.
 
-    torch 2.13 exempts only the step count: NAdam keeps a float32 product for float64 parameters.
+    torch 2.13 exempts only the step count. NAdam, for example, keeps a float32 product even for float64 parameters.
 
     Args:
-        optimizer: The optimizer, after the load.
-        state: The loaded state.
+        optimizer: The optimizer, after ``load_state_dict``.
+        state: The state that was loaded.
     """
     for index, parameter in enumerate(list_parameters(optimizer)):
         slots = optimizer.state.get(parameter, {})
@@ -181,10 +182,10 @@ def keep_formats(optimizer: Optimizer, state: State) -> None:
 
 
 def _read_tensors(value: Any, parameter: Tensor | None, saved_dtype: torch.dtype | None = None) -> Any:
-    """Return a nested state with its tensors in memory; those of the parameter's shape get its sharding.
+    """Read the tensors of a nested state into memory; those with the parameter's shape get its sharding.
 
-    Slots that had the parameter's saved dtype, ``saved_dtype``, change to its current dtype; counts and products do
-    not.
+    Slots whose dtype was that of the saved parameter, ``saved_dtype``, are cast to the parameter's current dtype.
+    Scalar counts and products keep their dtype.
     """
     if isinstance(value, Mapping):
         return {key: _read_tensors(item, parameter, saved_dtype) for key, item in value.items()}

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers that step only at the end of a group of micro-batches."""
+"""Wrappers of optimizers and schedulers that step only at the end of a group of micro-batches."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ if TYPE_CHECKING:
 
 
 class PreparedOptimizer(Optimizer):
-    """The user's optimizer; ``step`` and ``zero_grad`` have no effect inside a group of micro-batches.
+    """Wrapper of the user's optimizer, whose ``step`` and ``zero_grad`` take effect only at the end of a group.
 
-    Its groups, state and defaults are those of the wrapped optimizer.
+    A group consists of the micro-batches whose gradients are accumulated. Parameter groups, state and defaults are
+    those of the wrapped optimizer.
 
     Args:
-        optimizer: The wrapped optimizer.
+        optimizer: The optimizer to wrap.
         accumulation: The group of micro-batches that its steps belong to.
         all_optimizers: All prepared optimizers of its Accelerator, including this one.
 
     Attributes:
         accumulation: The group of micro-batches that its steps belong to.
-        built: The options that the script built it with.
+        built: The options with which the script built the optimizer.
         effective_options: The options in effect, which a resume changes.
-        steps_taken: Steps taken in this process.
-        skipped: Steps that were skipped because of a float16 overflow or a value that was not finite.
-        fused_by_choice: Whether fused kernels compute its steps, as `choose_fused` decided.
-        guarded: Whether the latest step had no effect if a gradient was not finite; the host may not have read this
-            yet.
+        steps_taken: Number of steps taken since the process started, without skipped steps.
+        skipped: Number of steps skipped because of a float16 overflow or a gradient that was not finite.
+        fused_by_choice: Whether `choose_fused` enabled fused kernels for its steps.
+        guarded: Whether the latest step was protected: it had no effect if a gradient was not finite, even if the host
+            has not read this yet.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class PreparedOptimizer(Optimizer):
         self._all_optimizers = all_optimizers
 
     def replace(self, optimizer: Optimizer) -> None:
-        """Replace the wrapped optimizer; the step count continues.
+        """Replace the wrapped optimizer, and keep the step count.
 
         Args:
-            optimizer: The new one.
+            optimizer: The new optimizer.
         """
         self.optimizer = optimizer
         self.fused_by_choice = choose_fused(optimizer, self.accumulation.world.device)
@@ -63,7 +64,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Groups of the wrapped optimizer."""
+        """Parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @property
@@ -73,12 +74,12 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Defaults of the wrapped optimizer."""
+        """Default options of the wrapped optimizer."""
         return self.optimizer.defaults
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Gradient scaler of its Accelerator if the precision is float16, else None."""
+        """Gradient scaler of the Accelerator if the precision is float16; else None."""
         return self.accumulation.scaler
 
     @scaler.setter
@@ -90,10 +91,10 @@ class PreparedOptimizer(Optimizer):
             )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Step at the end of a group, unless a float16 gradient overflowed.
+        """Step if a group of micro-batches is complete, unless its gradients overflowed or are not finite.
 
         Args:
-            closure: Argument of the wrapped optimizer's ``step``.
+            closure: Closure to pass to the wrapped optimizer's ``step``.
 
         Returns:
             The return value of the wrapped optimizer's ``step``; None if it did not step.
@@ -120,10 +121,11 @@ class PreparedOptimizer(Optimizer):
         return result
 
     def _step_if_finite(self, not_finite: torch.Tensor, closure: Callable[[], Any] | None) -> Any:
-        """Step so that torch's fused kernels change neither weights nor state if a flag on the device is 1.
+        """Step such that torch's fused kernels change neither weights nor state if a flag on the device is 1.
 
-        ``GradScaler`` reports an overflow to them in this way. SGD would treat its momentum as initialized after a
-        first step that was skipped (torch 2.13).
+        ``GradScaler`` reports an overflow to the kernels in the same way. Other optimizers step without this
+        protection. So does the first step of SGD, which would treat its momentum as initialized after a skipped step
+        (torch 2.13).
         """
         optimizer: Any = self.optimizer
         device, groups = not_finite.device.type, optimizer.param_groups
@@ -143,10 +145,10 @@ class PreparedOptimizer(Optimizer):
             del optimizer.found_inf
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients at the end of a group.
+        """Reset the gradients if a group of micro-batches is complete.
 
         Args:
-            set_to_none: Set them to None, rather than to zero.
+            set_to_none: Set gradients to None rather than to zero.
         """
         if not self.accumulation.sync_gradients:
             return
@@ -162,11 +164,11 @@ class PreparedOptimizer(Optimizer):
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Disable gradients, inside the context, of parameters that only other prepared optimizers have.
+        """Return a context that disables the gradients of parameters that only other prepared optimizers have.
 
         Args:
-            sync_grad: Accepted for Lightning's signature. Gradients of manual optimization are reduced once, when a
-                step needs them, after any number of backward passes.
+            sync_grad: Accepted for compatibility with Lightning; unused. In manual optimization, gradients are reduced
+                once, when a step needs them, after any number of backward passes.
         """
         trained = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         toggled = [
@@ -192,15 +194,15 @@ class PreparedOptimizer(Optimizer):
         """Load a state into the wrapped optimizer.
 
         Args:
-            state_dict: The state.
+            state_dict: A state of the wrapped optimizer's class.
         """
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer.
+        """Add a parameter group to the wrapped optimizer.
 
         Args:
-            param_group: The group.
+            param_group: The parameter group, as in ``torch.optim.Optimizer.add_param_group``.
         """
         self.optimizer.add_param_group(param_group)
 
@@ -220,17 +222,17 @@ class PreparedOptimizer(Optimizer):
 
 
 class PreparedScheduler:
-    """The user's scheduler, advanced only by optimizer steps that were applied.
+    """Wrapper of the user's scheduler, which advances only for optimizer steps that were applied.
 
-    A script sizes its schedule by the loader that it creates, whose batches the processes share: one optimizer step
-    processes one batch per process. Each call therefore advances the schedule by the number of processes, as in
-    Accelerate, or by one with ``split_batches``. The learning rate then follows the number of samples seen, with any
-    world size.
+    A script sets the length of its schedule by the loader that it creates. The processes share the batches of this
+    loader: one optimizer step processes one batch per process. Each call therefore advances the schedule by the number
+    of processes, as in Accelerate, or by one with ``split_batches``. With any world size, the learning rate therefore
+    follows the number of samples seen.
 
     Args:
-        scheduler: The wrapped scheduler.
+        scheduler: The scheduler to wrap.
         accumulation: The group of micro-batches that its optimizer's steps belong to.
-        advances: Steps of the schedule per call.
+        advances: Number of steps of the schedule per call of `step`.
     """
 
     def __init__(self, scheduler: Any, accumulation: Accumulation, advances: int) -> None:
@@ -241,11 +243,12 @@ class PreparedScheduler:
         self._warned = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the schedule, unless inside a group, or if all optimizer steps since the last call were skipped.
+        """Advance the schedule, unless a group is incomplete or all optimizer steps since the last call were skipped.
 
         Args:
-            args: Arguments of the wrapped scheduler's ``step``: a metric or an epoch, which is passed once.
-            kwargs: Keyword arguments of that ``step``.
+            args: Arguments of the wrapped scheduler's ``step``: a metric or an epoch. With arguments, the schedule
+                advances by one.
+            kwargs: Keyword arguments of the wrapped scheduler's ``step``.
         """
         if not self._accumulation.sync_gradients:
             return
@@ -292,28 +295,28 @@ class PreparedScheduler:
         """Load a state into the wrapped scheduler.
 
         Args:
-            state_dict: The state.
+            state_dict: A state of the wrapped scheduler's class.
         """
         self.scheduler.load_state_dict(state_dict)
 
     @property
     def since(self) -> tuple[int, int]:
-        """Steps that its optimizer has taken, and those it has skipped, since the last call of `step`."""
+        """Number of steps that its optimizer has taken, and number skipped, since the last effective call of `step`."""
         steps, skipped = self._count_steps()
         return steps - self._last_counts[0], skipped - self._last_counts[1]
 
     def resume(
         self, state: dict[str, Any], since: tuple[int, int], advances: int, *, batch_size_unchanged: bool
     ) -> None:
-        """Continue a saved schedule.
+        """Continue a saved schedule from its position.
 
         Args:
-            state: The scheduler's own state.
+            state: The saved state of the wrapped scheduler.
             since: The saved value of `since`.
             advances: The saved value of `advances`.
-            batch_size_unchanged: Whether an optimizer step processes as many samples as in the saved run. With another
-                world size, each process then has a batch of a different size, and the schedule's steps have a different
-                length.
+            batch_size_unchanged: Whether an optimizer step processes as many samples as in the saved run. If so and the
+                world size differs, each process has a different batch size, and the steps of the schedule have a
+                different length.
         """
         self.scheduler.load_state_dict(state)
         steps, skipped = self._count_steps()
@@ -322,10 +325,10 @@ class PreparedScheduler:
             self.advances = advances  # the unit of the schedule's length was saved with it
 
     def _convert(self, saved_advances: int) -> bool:
-        """Convert the position to this script's steps, if the schedule is sized in them.
+        """Convert the position to this script's steps if the schedule's length depends on the world size.
 
-        Functions are not saved in a checkpoint, so those of the script are used. The saved learning rate shows whether
-        they depend on the world size.
+        Functions are not saved in a checkpoint, so the script's functions are used. The saved learning rate shows
+        whether they depend on the world size. Returns False if the position was not converted.
         """
         scheduler = self.scheduler
         if not isinstance(scheduler, LambdaLR):
@@ -349,7 +352,7 @@ class PreparedScheduler:
 
     @property
     def optimizers(self) -> list[PreparedOptimizer]:
-        """Prepared optimizers whose learning rate it sets; more than one if the script prepared it several times."""
+        """Prepared wrappers of the scheduler's optimizer; several if the script prepared this optimizer repeatedly."""
         driven = getattr(self.scheduler, "optimizer", None)
         return [o for o in self._accumulation.optimizers if driven is o or driven is o.optimizer]
 

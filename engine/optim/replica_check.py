@@ -22,21 +22,22 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicasDiffer(RuntimeError):
-    """Error for parameters that differ between processes but must be the same; it lists the parameters and ranks."""
+    """Error raised if parameters that must be the same differ between processes."""
 
 
 def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> None:
-    """Compare the models of all processes. Must be called on all ranks.
+    """Raise an error if the models of the processes differ. Must be called on all ranks.
 
-    Tensors that a strategy shards are skipped, since every process holds a different shard.
+    Sharded tensors are skipped, because every process holds a different shard.
 
     Args:
         models: The user's own modules.
         world: The processes that hold replicas.
-        buffers: Compare buffers too.
+        buffers: Whether to compare buffers too. Default: False.
 
     Raises:
-        ReplicasDiffer: On every process, with the names, the ranks, and the differences in the first tensor.
+        ReplicasDiffer: On every process. The error lists the parameters, the ranks, and the differences in the first
+            tensor.
     """
     if world.size == 1:
         return
@@ -72,10 +73,10 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
 
 
 def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
-    """Compare the replicas after the first and every N-th step of ``optimizer``, in debug mode.
+    """Compare the replicas after the first and every N-th step of ``optimizer``, if debug mode requests it.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator, whose world contains the debug settings.
         optimizer: The user's optimizer.
     """
     debug = accelerator.world.debug
@@ -100,7 +101,7 @@ def _list_replicated(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]
 
 
 def _digest_tensors(tensors: Iterable[Tensor]) -> list[int]:
-    """Return a number for the bits of each tensor, all read from the device in one transfer."""
+    """Return a 64-bit digest of each tensor's bits."""
     # A separate generator, because a check must not change other random numbers.
     generator = torch.Generator().manual_seed(0)
     # Odd, because an even weight would lose the highest bit.

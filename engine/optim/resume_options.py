@@ -1,4 +1,4 @@
-"""Comparison of a script's optimizers and schedules with those of a checkpoint, when a run is resumed."""
+"""Comparison of a script's optimizers and schedules with those of the checkpoint from which it resumes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ _SHOWN = 12
 
 
 class LoadedOptimizer(NamedTuple):
-    """Optimizer that is about to be loaded.
+    """Optimizer whose state is about to be loaded.
 
     Attributes:
         optimizer: The user's optimizer.
-        state: The argument of its ``load_state_dict``.
-        options: `copy_plain_options` at the start of the saved run; None if the checkpoint does not contain it.
-        groups: The number of its parameter groups in the checkpoint.
+        state: The state to pass to its ``load_state_dict``.
+        options: The result of `copy_plain_options` at the start of the saved run; None if the checkpoint does not
+            contain it.
+        groups: The number of the optimizer's parameter groups in the checkpoint.
     """
 
     optimizer: Optimizer
@@ -45,7 +46,7 @@ class LoadedOptimizer(NamedTuple):
 
 
 def _to_numbers(value: Any) -> list[int | float]:
-    """Return a list of numbers unchanged. Return an empty list for other values, which a damaged file may contain."""
+    """Return ``value`` if it is a list of numbers; else an empty list, because a damaged file may contain any value."""
     numbers = to_plain(value)
     return numbers if isinstance(numbers, list) and all(isinstance(item, int | float) for item in numbers) else []
 
@@ -54,16 +55,17 @@ def _to_numbers(value: Any) -> list[int | float]:
 
 
 def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
-    """Warn once if the script builds other optimizers or schedules than the saved run began with.
+    """Warn once if the script's optimizers or schedules differ from those with which the saved run began.
 
     Args:
         accelerator: The Accelerator with the script's prepared objects.
-        path: The checkpoint.
+        path: The path of the checkpoint, for messages.
         optimizers: The optimizers that are about to be loaded, with their states.
-        state: The part of the checkpoint that contains the schedulers.
+        state: The training state in the checkpoint, which contains the schedulers.
 
     Raises:
-        ValueError: If the saved schedule ends before that of the script, so that torch would end the run early.
+        ValueError: If a saved ``OneCycleLR`` schedule ends before that of the script, because torch would end the run
+            with an error.
     """
     lines = _compare_options(accelerator, optimizers)
     schedules, rates = _compare_schedules(accelerator, state)
@@ -106,7 +108,7 @@ def _find_prepared(accelerator: Accelerator, optimizer: Optimizer) -> PreparedOp
 
 
 def _compare_schedules(accelerator: Accelerator, state: TrainState) -> tuple[list[str], list[str]]:
-    """Return the differences between schedules, and those between learning rates that functions compute."""
+    """Return the differences between schedules' arguments, and between learning rates that functions compute."""
     lines, rates = [], []
     for scheduler, built, saved, kind, arguments in _iter_schedulers(accelerator, state):
         new, old = built.arguments, arguments if isinstance(arguments, dict) else {}
@@ -122,7 +124,7 @@ def _compare_schedules(accelerator: Accelerator, state: TrainState) -> tuple[lis
 
 
 def _compare_rates(scheduler: LambdaLR, saved: State) -> list[str]:
-    """Compare the functions of a schedule, which are not saved, at the step of the checkpoint."""
+    """Compare the saved learning rates with those that the script's functions compute at the checkpoint's step."""
     step, before, bases = (
         saved.get("last_epoch"),
         _to_numbers(saved.get("_last_lr")),
@@ -190,18 +192,19 @@ def is_scheduled(accelerator: Accelerator, optimizer: Optimizer) -> bool:
 
 
 def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
-    """Put the script's learning rates and schedules into states that are about to be loaded.
+    """Replace the learning rates and schedules in states that are about to be loaded by those of the script.
 
-    A copy of each schedule is stepped as often as the saved one was. The learning rate is then that of a run that
-    followed the script's schedule from its first step.
+    A copy of each schedule is stepped as often as the saved schedule was. The learning rate is then the same as if the
+    run had followed the script's schedule from its first step.
 
     Args:
         accelerator: The Accelerator with the script's prepared objects.
-        optimizers: The optimizers that are about to be loaded, with their states, which are changed.
-        state: The part of the checkpoint that contains the schedulers; it is changed.
+        optimizers: The optimizers that are about to be loaded, with their states. The states are changed in place.
+        state: The training state in the checkpoint, which contains the schedulers. It is changed in place.
 
     Raises:
-        ValueError: If a schedule of the script cannot be advanced to the position of the saved one.
+        ValueError: If a schedule of the script cannot be advanced to the position of the saved schedule, or if the
+            numbers of parameter groups differ.
     """
     pairs = list(_iter_schedulers(accelerator, state))
     for optimizer, saved, *_ in optimizers:
@@ -231,7 +234,7 @@ def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], s
 
 
 class _Groups:
-    """Stand-in for an optimizer with the attributes that a scheduler needs."""
+    """Substitute for an optimizer, with only the attributes that a scheduler needs."""
 
     def __init__(self, options: list[State]) -> None:
         self.param_groups = copy.deepcopy(options)
@@ -239,11 +242,11 @@ class _Groups:
         self._opt_called = True
 
     def step(self) -> None:
-        """Do nothing; schedulers require the method."""
+        """Do nothing; the method exists because schedulers require it."""
 
 
 def _step_copy(scheduler: Any, built: BuiltSchedule, saved: State, kind: str, optimizer: _Groups) -> Any:
-    """Return a copy of ``scheduler`` over ``optimizer``, stepped from its beginning to the position of ``saved``."""
+    """Return a copy of ``scheduler`` for ``optimizer``, stepped from its beginning to the position of ``saved``."""
     first, last = _read_position(built.state), _read_position(saved)
     if not isinstance(scheduler, LRScheduler) or first is None or last is None or last < first:
         if not isinstance(scheduler, LRScheduler):
@@ -284,12 +287,12 @@ def _name_class(optimizer: Optimizer) -> str:
 
 
 def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState, script: bool) -> None:
-    """Record the options and arguments in effect from now on, so that later checkpoints contain them.
+    """Record the options and arguments that are in effect after the resume, so that later checkpoints contain them.
 
     Args:
         accelerator: The Accelerator with the script's prepared objects.
         optimizers: The optimizers that were loaded.
-        state: The part of the checkpoint that contains the schedulers.
+        state: The training state in the checkpoint, which contains the schedulers.
         script: Whether the learning rates and schedules come from the script; all other options come from the
             checkpoint.
     """
@@ -305,7 +308,7 @@ def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: Tra
 
 
 def check_schedule(schedule: str | None) -> str | None:
-    """Return ``schedule`` if it is valid.
+    """Return ``schedule``, or raise an error if it is not a valid value of ``schedule=``.
 
     Args:
         schedule: ``"saved"``, ``"script"`` or None.

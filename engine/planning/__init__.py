@@ -1,4 +1,4 @@
-"""A run planned without its machines: time, memory and traffic of one optimizer step."""
+"""Planning of a run without its machines: time, memory and communication of one optimizer step."""
 
 from __future__ import annotations
 

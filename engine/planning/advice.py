@@ -1,4 +1,4 @@
-"""Advice on how to make a plan fit or run faster; each suggestion has itself been planned."""
+"""Suggestions of how to make a plan fit into memory or run faster, each of them verified by a plan."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Again = Callable[..., Plan]
 
 
 def advise(plan: Plan, again: Again) -> list[str]:
-    """Return suggestions as text; empty if nothing better was found.
+    """Return suggestions as texts; an empty list if no change is worthwhile.
 
     Args:
         plan: The requested plan.
-        again: Plans the same run with changes: those of `strategies.simulation.varied`, and ``micro_batch``,
-            ``accumulate`` and ``precision``.
+        again: Function that plans the same run with changes. Its keyword arguments are those of
+            `strategies.simulation.varied`, and ``micro_batch``, ``accumulate`` and ``precision``.
     """
     if not plan.fits:
         return [_advise_fit(plan, again)]
@@ -32,7 +32,7 @@ def advise(plan: Plan, again: Again) -> list[str]:
 
 
 def _advise_fit(plan: Plan, again: Again) -> str:
-    """Return the first change, or combination of changes, with which the run fits."""
+    """Describe the first change, or combination of changes, with which the run fits into memory."""
     changes: dict[str, Any] = {}
     words: list[str] = []
     candidate = plan
@@ -69,7 +69,7 @@ def _advise_fit(plan: Plan, again: Again) -> str:
 
 
 def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
-    """Reduce the micro-batch and keep the number of samples per step."""
+    """Return a plan with smaller micro-batches and the same number of samples per step."""
     fixed = sum(candidate.states.values())
     room = candidate.gpu.memory / candidate.calibration.reserved - fixed
     sample_bytes = max(1, (candidate.peak - fixed) // candidate.micro_batch)
@@ -81,7 +81,7 @@ def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Pla
 
 
 def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:
-    """Suggest matrix products in half precision; parameters and optimizer states keep their dtype."""
+    """Suggest mixed precision, in which parameters and optimizer states keep their dtype."""
     if plan.precision.name != "32-true":
         return []
     name = "16-mixed" if plan.gpu.name == "v100" else "bf16-mixed"  # Volta has no bfloat16
@@ -89,7 +89,7 @@ def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:
 
 
 def _suggest_hybrid_sharding(plan: Plan, again: Again) -> list[str]:
-    """Suggest shards within a machine and replicas over machines, so that only fast links gather parameters."""
+    """Suggest sharding within a machine and replicating across machines, to gather parameters over fast links only."""
     inside = max(1, plan.gpu.per_machine // plan.grid["tensor"])
     replicas, left = divmod(plan.world_size // plan.grid["tensor"], inside)
     if replicas < 2 or left or inside < 2 or plan.grid["replicate"] > 1:
@@ -99,7 +99,7 @@ def _suggest_hybrid_sharding(plan: Plan, again: Again) -> list[str]:
 
 
 def _suggest_half_gathering(plan: Plan, again: Again) -> list[str]:
-    """Suggest gathering parameters in the dtype of the computation."""
+    """Suggest gathering parameters in the dtype of the computation rather than in their storage dtype."""
     if plan.precision.compute is None or not plan.strategy.gathers_in_storage_dtype:
         return []
     other = again(gather=plan.precision.compute)
@@ -117,10 +117,10 @@ def _describe_gain(plan: Plan, other: Plan, words: str) -> list[str]:
 
 
 def format_size(number: float) -> str:
-    """Format a number of bytes, such as ``"1.5 GiB"``.
+    """Format a number of bytes with a binary unit, such as ``"1.5 GiB"``.
 
     Args:
-        number: The number of bytes.
+        number: The size in bytes.
     """
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 1023.5 or unit == "TiB":

@@ -1,4 +1,4 @@
-"""Simulated device that computes nothing; its streams and events carry the time."""
+"""Simulated device that computes nothing. Its streams and events keep track of time."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 
 class Event:
-    """Point in time in a stream."""
+    """Point in time in a simulated stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.at = 0.0
         self.clocks: Clocks | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Set the event to the current time of ``stream``; by default of the current stream.
+        """Set the event to the current time of ``stream``.
 
         Args:
-            stream: The stream.
+            stream: The stream. Default: the current one.
         """
         if stream is None:
             assert self.clocks is not None
@@ -26,7 +26,7 @@ class Event:
         self.at = stream.time
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Make ``stream`` wait for the event.
+        """Make subsequent work in ``stream`` wait for the event.
 
         Args:
             stream: The stream. Default: the current one.
@@ -37,25 +37,25 @@ class Event:
         stream.wait_event(self)
 
     def query(self) -> bool:
-        """Return True: the host is never behind."""
+        """Return True, because the host has no clock and all work appears complete to it."""
         return True
 
     def synchronize(self) -> None:
-        """Do nothing: the host has no clock."""
+        """Do nothing, because the host has no clock."""
 
 
 class Stream:
-    """Sequence of operations. ``time`` is the time, in seconds, at which all operations so far are done."""
+    """Simulated stream. Its ``time`` is when all operations added to it are complete, in seconds."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.time = 0.0
         self.device = None
 
     def wait_stream(self, other: Stream) -> None:
-        """Make subsequent work wait for all work so far of another stream.
+        """Make subsequent work wait for the work that another stream already contains.
 
         Args:
-            other: The other stream.
+            other: The stream to wait for.
         """
         self.time = max(self.time, other.time)
 
@@ -63,12 +63,12 @@ class Stream:
         """Make subsequent work wait for an event.
 
         Args:
-            event: The event.
+            event: The event to wait for.
         """
         self.time = max(self.time, event.at)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return an event at which all work so far is done.
+        """Return an event at which all work that the stream already contains is complete.
 
         Args:
             event: The event to set. Default: a new one.
@@ -78,11 +78,11 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        """Do nothing: the host has no clock."""
+        """Do nothing, because the host has no clock."""
 
 
 class Clocks:
-    """Stand-in for a device's module in torch, such as ``torch.cuda``."""
+    """Simulated replacement for the torch module of a device, such as ``torch.cuda``."""
 
     def __init__(self) -> None:
         self.current = self.compute = Stream()
@@ -90,7 +90,7 @@ class Clocks:
         self.Stream = Stream
 
     def Event(self, *_: Any, **__: Any) -> Event:
-        """Return a new event, not recorded yet."""
+        """Return a new event that is not recorded yet."""
         event = Event()
         event.clocks = self
         return event
@@ -100,15 +100,15 @@ class Clocks:
         return self.current
 
     def current_device(self) -> int:
-        """Return 0: there is one device."""
+        """Return 0, the index of the only device."""
         return 0
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """Make ``stream`` the current one inside the context.
+        """Return a context in which ``stream`` is the current stream.
 
         Args:
-            stream: The stream.
+            stream: The stream to select.
         """
         before, self.current = self.current, stream
         try:
@@ -117,23 +117,23 @@ class Clocks:
             self.current = before
 
     def spend(self, seconds: float) -> None:
-        """Add an operation to the current stream.
+        """Add an operation of known duration to the current stream.
 
         Args:
-            seconds: Its duration.
+            seconds: The duration of the operation.
         """
         self.current.time += seconds
 
     def exchange(self, group: tuple[int, ...], seconds: float, *, wait: bool) -> float:
-        """Add a collective, after the earlier ones of its group.
+        """Add a collective, which starts after the earlier collectives of its group.
 
         Args:
             group: The ranks that take part.
-            seconds: Its duration once they are ready.
+            seconds: The duration of the collective once all ranks are ready.
             wait: Whether the current stream waits for it.
 
         Returns:
-            The time at which it ends.
+            The time at which the collective ends, in seconds.
         """
         end = max(self.current.time, self._groups.get(group, 0.0)) + seconds
         self._groups[group] = end

@@ -1,4 +1,4 @@
-"""Duration of collectives: a ring or a tree, with the numbers by which NCCL itself chooses its algorithms."""
+"""Duration of ring and tree collectives, computed with the constants from which NCCL chooses its algorithm."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1,
 
 
 def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -> float:
-    """Estimate the duration of a collective once all ``ranks`` are ready, in seconds.
+    """Estimate the duration of a collective in seconds, starting when all ``ranks`` are ready.
 
     Args:
         kind: One of `STEPS`.
-        size: Bytes of the whole tensor: what each rank has after a gather, before a scatter, before and after a
-            reduction.
-        ranks: The ranks that take part; consecutive ranks share a machine.
+        size: Size of the whole tensor in bytes: the tensor that each rank has after a gather, before a scatter, or
+            before and after a reduction.
+        ranks: The ranks that take part. Consecutive ranks share a machine.
         gpu: The kind of GPU.
     """
     count = len(ranks)
@@ -52,7 +52,7 @@ def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gp
 
 
 def _compute_network_bandwidth(size: int, machines: int, count: int, gpu: GPU) -> float:
-    """Return the bytes per second of a ring through several machines."""
+    """Return the bandwidth of a ring through several machines, in bytes per second."""
     rate = gpu.network * (_FEW_MACHINES + (1 - _FEW_MACHINES) * min(1.0, (machines - 1) / 7))
     ports = min(gpu.per_machine, math.ceil(count / machines))
     if machines > 2 and ports > 1:  # a ring with one rank per machine has one port

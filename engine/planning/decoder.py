@@ -1,4 +1,4 @@
-"""Standard transformer decoder (the Llama architecture) in common sizes, for plans before a model exists."""
+"""Transformer decoder of the Llama architecture in common sizes, to plan a run before its model is written."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ...common.validation import choose
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of a decoder.
+    """Dimensions of a decoder.
 
     Args:
-        width: Features of a token.
+        width: Number of features per token.
         layers: Number of blocks.
-        heads: Attention heads.
-        key_heads: Heads of keys and values, each shared by several query heads.
-        hidden: Features inside the feed-forward part of a block.
+        heads: Number of attention heads.
+        key_heads: Number of key and value heads. Each is shared by ``heads / key_heads`` query heads.
+        hidden: Number of hidden features in the feed-forward layer of a block.
         vocabulary: Number of tokens in the vocabulary.
-        length: Tokens of a sample.
+        length: Number of tokens per sample.
     """
 
     width: int
@@ -45,10 +45,10 @@ MODELS = {
 
 
 def sizes_of(name: str) -> Sizes:
-    """Return the sizes of a model by name; ``7b`` is short for ``llama-7b``.
+    """Return the dimensions of a model by name, such as ``llama-7b`` or, for short, ``7b``.
 
     Args:
-        name: The name.
+        name: The name, one of `MODELS` or its last part.
 
     Raises:
         ValueError: If the name is unknown. The error names the closest one.
@@ -59,10 +59,10 @@ def sizes_of(name: str) -> Sizes:
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions.
+    """Causal attention with rotary position embeddings.
 
     Args:
-        sizes: The sizes of the decoder.
+        sizes: The dimensions of the decoder.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -74,11 +74,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(sizes.heads * self.head, sizes.width, bias=False)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        """Apply attention to each token and the tokens before it.
+        """Let each token attend to itself and to earlier tokens.
 
         Args:
             x: Features of shape (batch, length, width).
-            turn: Cosines and sines of the rotary positions.
+            turn: Cosines and sines of the rotary position embeddings.
         """
         batch, length, _ = x.shape
         q, k, v = (part(x).view(batch, length, -1, self.head) for part in (self.queries, self.keys, self.values))
@@ -107,7 +107,7 @@ class FeedForward(nn.Module):
     """SwiGLU feed-forward layer.
 
     Args:
-        sizes: The sizes of the decoder.
+        sizes: The dimensions of the decoder.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -117,7 +117,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each token separately.
+        """Apply the layer to each token separately.
 
         Args:
             x: Features of shape (batch, length, width).
@@ -126,10 +126,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer.
+    """Transformer block of attention and a feed-forward layer.
 
     Args:
-        sizes: The sizes of the decoder.
+        sizes: The dimensions of the decoder.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -140,21 +140,21 @@ class Block(nn.Module):
         self.feed = FeedForward(sizes)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        """Apply attention, then the feed-forward layer.
+        """Apply attention and then the feed-forward layer.
 
         Args:
             x: Features of shape (batch, length, width).
-            turn: Cosines and sines of the rotary positions.
+            turn: Cosines and sines of the rotary position embeddings.
         """
         x = x + self.attention(self.attention_norm(x), turn)
         return x + self.feed(self.feed_norm(x))
 
 
 class Decoder(nn.Module):
-    """Language model that maps tokens to the scores of the next ones.
+    """Language model that maps tokens to the logits of the next tokens.
 
     Args:
-        sizes: The sizes of the decoder.
+        sizes: The dimensions of the decoder.
     """
 
     turn: Tensor
@@ -171,7 +171,7 @@ class Decoder(nn.Module):
         self.register_buffer("turn", torch.stack([angles.cos(), angles.sin()])[:, :, None, :], persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the scores, of shape (batch, length, vocabulary).
+        """Return the logits, of shape (batch, length, vocabulary).
 
         Args:
             tokens: Token indices of shape (batch, length).
@@ -183,7 +183,7 @@ class Decoder(nn.Module):
 
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Return the cross-entropy of the next tokens.
+    """Return the mean cross-entropy of predicting each next token.
 
     Args:
         model: A decoder.
@@ -194,10 +194,10 @@ def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def tokens(sizes: Sizes, samples: int) -> Tensor:
-    """Return a batch of zeros: a plan does not use values.
+    """Return a batch of zeros, because a plan does not use token values.
 
     Args:
-        sizes: The sizes of the decoder.
+        sizes: The dimensions of the decoder.
         samples: The number of samples.
     """
     return torch.zeros(samples, sizes.length + 1, dtype=torch.int64)

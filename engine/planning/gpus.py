@@ -1,4 +1,4 @@
-"""Peak performance of GPUs and their links, from their makers' data sheets."""
+"""Peak performance of GPUs and their links, from the manufacturers' data sheets."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ...common.validation import choose
 
 @dataclass(frozen=True, kw_only=True)
 class GPU:
-    """Kind of accelerator in its usual machine.
+    """Model of GPU in a typical machine.
 
     Args:
-        name: The name to request it by.
-        half: Operations per second in bfloat16 matrix products, without sparsity.
-        tf32: Operations per second in TF32; those of float32 if the GPU has no TF32.
+        name: The name that selects this GPU.
+        half: Operations per second in half-precision matrix products, without sparsity.
+        tf32: Operations per second in TF32; equal to ``single`` if the GPU does not support TF32.
         single: Operations per second in float32.
-        bandwidth: Bytes per second from its memory.
-        memory: Bytes of memory.
-        link: Bytes per second that a ring within a machine carries, each way (bus bandwidth as NCCL counts it).
-        network: Bytes per second of its share of the machine's network, each way.
+        bandwidth: Memory bandwidth in bytes per second.
+        memory: Memory size in bytes.
+        link: Bandwidth of a ring within a machine in each direction, in bytes per second (NCCL's bus bandwidth).
+        network: The GPU's share of the machine's network bandwidth in each direction, in bytes per second.
         per_machine: Number of GPUs in a machine.
     """
 
@@ -78,7 +78,7 @@ def find_gpu(name: str | GPU) -> GPU:
     """Return a GPU by name.
 
     Args:
-        name: The name; a `GPU` is returned unchanged.
+        name: The name, one of `GPUS`. A `GPU` is returned unchanged.
 
     Raises:
         ValueError: If the name is unknown. The error names the closest one.
@@ -89,7 +89,7 @@ def find_gpu(name: str | GPU) -> GPU:
 
 
 def detect_gpu() -> GPU | None:
-    """Return the GPU of this machine, with its memory as the driver reports it; None if it is unknown."""
+    """Return the GPU of this machine, with the memory size that the driver reports; None if it is unknown."""
     if not torch.cuda.is_available():
         return None
     gpu = match_driver_name(torch.cuda.get_device_name())
@@ -97,10 +97,10 @@ def detect_gpu() -> GPU | None:
 
 
 def match_driver_name(name: str) -> GPU | None:
-    """Return the GPU for a driver's name, such as ``"NVIDIA H100 80GB HBM3"``; None for an unknown one.
+    """Return the GPU that a driver's name denotes; None if it is unknown.
 
     Args:
-        name: The driver's name.
+        name: The name that the driver reports, such as ``"NVIDIA H100 80GB HBM3"``.
     """
     words = re.findall("[a-z0-9]+", name.lower().replace("rtx 4090", "rtx4090"))
     if _OTHERS & set(words):

@@ -1,4 +1,4 @@
-"""Recording of operations that are not computed: their time, memory and collectives."""
+"""Recording of the time, memory and communication of operations that are not computed."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _KINDS = {
 
 @dataclass
 class Memory:
-    """Bytes in use, by category.
+    """Record of the memory in use, by category.
 
     Attributes:
-        live: Bytes currently in use.
-        peak: Bytes at the peak.
+        live: Bytes currently in use, by category.
+        peak: Bytes in use at the peak, by category.
         most: Total bytes at the peak.
     """
 
@@ -68,8 +68,8 @@ class Memory:
         """Count the memory of ``tensor``, unless it is already counted.
 
         Args:
-            tensor: The tensor.
-            category: Its category.
+            tensor: The tensor whose storage is counted.
+            category: The category to count it in.
         """
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -82,8 +82,8 @@ class Memory:
         """Change the category of the memory of ``tensors``.
 
         Args:
-            tensors: The tensors.
-            category: Their category.
+            tensors: The tensors whose memory is recategorized; memory that is not counted is skipped.
+            category: The new category.
         """
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
@@ -94,10 +94,10 @@ class Memory:
                 self.live[category] += size
 
     def resized(self, tensor: Tensor) -> None:
-        """Update the size of the memory of ``tensor``, which sharding changes for whole parameters.
+        """Update the size of the memory of ``tensor``, a gathered parameter that sharding resizes.
 
         Args:
-            tensor: The tensor.
+            tensor: The tensor whose storage has a new size.
         """
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
@@ -110,7 +110,7 @@ class Memory:
             self.hold(tensor, GATHERED)
 
     def mark(self) -> None:
-        """Start a new search for the peak."""
+        """Reset the recorded peak to the memory currently in use."""
         self.most = 0
         self._add(0, ACTIVATIONS)
 
@@ -132,37 +132,37 @@ class Traffic:
     """Communication of one process in one step.
 
     Attributes:
-        count: Number of collectives by kind.
-        size: Bytes by kind, of the whole tensor that is gathered, scattered or reduced.
+        count: Number of collectives, by kind.
+        size: Total bytes by kind, where each collective counts the whole tensor that is gathered, scattered or reduced.
     """
 
     count: Counter[str] = field(default_factory=Counter)
     size: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, size: int) -> None:
-        """Add a collective.
+        """Count a collective.
 
         Args:
             kind: The kind of the collective.
-            size: The size of the tensor in bytes.
+            size: The size of the whole tensor in bytes.
         """
         self.count[kind] += 1
         self.size[kind] += size
 
 
 class Meter(TorchDispatchMode):
-    """Dispatch mode in which operations on tensors without values run on a simulated device.
+    """Dispatch mode that runs operations on tensors without values on a simulated device and records their costs.
 
     Args:
-        clocks: The device.
+        clocks: The simulated device.
         prices: The costs of operations.
-        memory: Records allocations.
+        memory: The record of allocations.
 
     Attributes:
         traffic: Recorded communication.
-        launched: Operations that the host has sent to the device.
-        spent: Seconds of the compute stream, by category.
-        category: The category of allocations from now on.
+        launched: Number of operations that the host has sent to the device.
+        spent: Seconds spent in the compute stream, by category.
+        category: The category that subsequent allocations are counted in.
     """
 
     def __init__(self, clocks: Clocks, prices: Prices, memory: Memory) -> None:
@@ -179,7 +179,7 @@ class Meter(TorchDispatchMode):
         self._members: dict[Any, tuple[int, ...]] = {}
 
     def begin(self) -> None:
-        """Discard all records."""
+        """Discard all records, and start recording a new step."""
         self.traffic = Traffic()
         self.launched = 0
         self.spent: dict[str, float] = defaultdict(float)
@@ -187,7 +187,7 @@ class Meter(TorchDispatchMode):
         self.memory.mark()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record one operation; see `TorchDispatchMode`."""
+        """Run and record one operation; see `TorchDispatchMode`."""
         if not self._plain.issuperset(types):
             return NotImplemented  # a subclass that consists of several tensors, which are counted separately
         kwargs = kwargs or {}

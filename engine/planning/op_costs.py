@@ -1,4 +1,4 @@
-"""Cost of one operation: its arithmetic, its memory traffic, or its launch, whichever takes longest."""
+"""Duration of one operation: that of its arithmetic, its memory traffic or its launch, whichever is longest."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ ARITHMETIC, TRAFFIC, LAUNCHES = "arithmetic", "memory traffic", "launches"
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Corrections of data sheets. Fitted by ``benchmarks/plan.py`` on two published runs on 8 H100 GPUs.
+    """Corrections of data sheets, which ``benchmarks/plan.py`` fitted to two published runs on 8 H100 GPUs.
 
     Args:
-        arithmetic: Share of the peak that matrix products reach (fitted without compilation).
-        fused: Share of the memory traffic that remains when a model is compiled (fitted with compilation).
-        launch: Minimum time that a GPU takes for an operation, in seconds.
-        host: Seconds that the host takes to send an operation: at best, most likely, at worst. A guess, because no part
-            of Treadle was timed on a GPU: Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a launch
-            adds some.
-        host_compiled: Share of these operations that remains when a model is compiled: at best, most likely, at worst.
-            A guess too.
-        straggler: Share of a step that each doubling past ``straggler_from`` processes adds. In MosaicML's published
-            runs on 128, 256 and 512 H100 GPUs, each doubling cost 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B), 3.6 to 6.4 %
-            (1B).
-        straggler_from: Number of processes up to which nothing is added.
-        spread: Possible error of a prediction in cases that were checked; those were off by up to 2.6 %.
-        spread_unchecked: The same in cases that were not checked: another kind of GPU, or a step that is not dominated
-            by large matrix products in half precision. A guess.
-        reserved: Memory that torch's allocator reserves, as a multiple of the peak. The published runs of 8B reserved
-            1.07 to 1.2 times the peak that is predicted for them.
+        arithmetic: Share of the peak performance that matrix products reach, fitted without compilation.
+        fused: Share of the memory traffic that remains in a compiled model, fitted with compilation.
+        launch: Minimum duration of an operation on a GPU, in seconds.
+        host: Seconds that the host takes to send an operation: at best, most likely, at worst. An estimate that was not
+            measured on a GPU: Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a kernel launch takes
+            additional time.
+        host_compiled: Share of these operations that remains in a compiled model: at best, most likely, at worst. Also
+            an estimate.
+        straggler: Relative increase of the step time with each doubling of the number of processes beyond
+            ``straggler_from``. In MosaicML's published runs on 128, 256 and 512 H100 GPUs, the step time increased with
+            each doubling by 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B) and 3.6 to 6.4 % (1B).
+        straggler_from: Number of processes up to which the step time does not increase.
+        spread: Assumed relative error of a prediction in cases like those compared with measurements, which deviated by
+            up to 2.6 %.
+        spread_unchecked: Assumed relative error in all other cases: another kind of GPU, or a step that is not
+            dominated by large matrix products in half precision. An estimate.
+        reserved: Memory that torch's allocator reserves, as a multiple of the peak. The published 8B runs reserved 1.07
+            to 1.2 times the predicted peak.
     """
 
     arithmetic: float = 0.528
@@ -114,15 +115,15 @@ def _get_dtype(value: Any) -> torch.dtype | None:
 
 
 class Prices:
-    """Costs of operations on a GPU.
+    """Estimator of the durations of operations on a GPU.
 
     Args:
         gpu: The kind of GPU.
-        calibration: Corrections of its data sheet.
+        calibration: Corrections of the GPU's data sheet.
         compiled: Whether pointwise operations are fused.
 
     Attributes:
-        flops: Arithmetic of all matrix products so far.
+        flops: Number of arithmetic operations in all matrix products since recording began.
     """
 
     def __init__(self, gpu: GPU, calibration: Calibration, compiled: bool) -> None:
@@ -134,13 +135,13 @@ class Prices:
         self._free: dict[Any, bool] = {}
 
     def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, str]:
-        """Return the duration of ``func`` and its category; the duration is zero if there is nothing to do.
+        """Return the duration of ``func`` in seconds, zero if it does no work, and its category.
 
         Args:
-            func: The operation.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            out: Its result.
+            func: The operation, as an overload of a torch operator.
+            args: The arguments of the operation.
+            kwargs: The keyword arguments of the operation.
+            out: The result of the operation.
         """
         free = self._free.get(func)
         if free is None:

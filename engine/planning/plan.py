@@ -1,4 +1,4 @@
-"""Plan of one optimizer step of one process: its time, memory and communication."""
+"""Time, memory and communication that are predicted for one optimizer step of one process."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Conditions:
 
     Args:
         world_size: Number of processes.
-        strategy: The layout of the model over them. A strategy object can be used by one plan only.
+        strategy: The strategy, which lays out the model over the processes. A strategy object can be used by one plan
+            only.
         gpu: The GPU of each process; see `gpus.GPUS`.
-        micro_batch: Samples of one forward pass.
-        accumulate: Forward passes per optimizer step.
-        precision: As for `Trainer`.
+        micro_batch: Number of samples per forward pass. Default: 1.
+        accumulate: Number of forward passes per optimizer step. Default: 1.
+        precision: The precision, as for `Trainer`. Default: ``"bf16-mixed"``.
         compiled: Whether pointwise operations are fused.
         clip: Norm to clip gradients to; None for no clipping.
-        step: The method of the model that returns the loss, as the Trainer calls ``training_step``; None for
-            ``forward``.
-        rank: The process to plan.
+        step: Name of the method of the model that returns the loss, such as ``"training_step"``; None for ``forward``.
+        rank: The rank of the process to plan. Default: 0.
         calibration: Corrections of the GPU's data sheet.
 
     Raises:
@@ -61,21 +61,21 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Conditions):
-    """Time, memory and communication of a process under its `Conditions`.
+    """Predicted time, memory and communication of one optimizer step of a process under its `Conditions`.
 
     Args:
         grid: The numbers of processes by dimension: ``replicate``, ``shard``, ``tensor``.
-        parameters: Parameters of the whole model.
-        trainable: Trainable parameters.
+        parameters: Number of parameters of the whole model.
+        trainable: Number of trainable parameters.
         shards: The shape of this process's shard of each parameter.
-        memory: Bytes by category at the peak.
-        states: Bytes that stay from step to step, by category.
-        checkpoint: Bytes of a checkpoint, over all processes.
-        traffic: Communication.
-        flops: Arithmetic of its matrix products, including recomputation.
-        seconds: Device time of the step, without stragglers.
-        spent: The same by category; `WAITING` is the time spent waiting for other processes.
-        launched: Operations that the host sends to the device.
+        memory: Bytes in use at the peak, by category.
+        states: Bytes that remain in use between steps, by category.
+        checkpoint: Size of a checkpoint of all processes, in bytes.
+        traffic: Communication of the process.
+        flops: Number of arithmetic operations in its matrix products, including recomputation.
+        seconds: Device time of the step in seconds, without stragglers.
+        spent: Device time in seconds, by category. `WAITING` is the time spent waiting for other processes.
+        launched: Number of operations that the host sends to the device.
     """
 
     grid: dict[str, int]
@@ -93,7 +93,7 @@ class Plan(Conditions):
 
     @property
     def samples(self) -> int:
-        """Effective batch size: samples of one step over all processes."""
+        """Effective batch size: the number of samples of one step over all processes."""
         return self.micro_batch * self.accumulate * self.world_size // self.grid["tensor"]
 
     @property
@@ -108,7 +108,7 @@ class Plan(Conditions):
 
     @property
     def fits(self) -> bool:
-        """True if the GPU has enough memory."""
+        """True if the GPU has enough memory for ``reserved`` bytes."""
         return self.reserved <= self.gpu.memory
 
     @property
@@ -135,10 +135,10 @@ class Plan(Conditions):
 
     @property
     def band(self) -> tuple[float, float, float]:
-        """Seconds of a step: at best, most likely, at worst.
+        """Step time in seconds: at best, most likely, at worst.
 
-        The slower of the device and the host determines the time. Beyond the checked world sizes the band widens with
-        every doubling.
+        The slower of the device and the host determines the time. Beyond 128 processes (by default), the band widens
+        with each doubling of the world size.
         """
         spread = self.calibration.spread if self.checked else self.calibration.spread_unchecked
         late = (1 + self.calibration.straggler) ** max(0.0, log2(self.world_size / self.calibration.straggler_from))

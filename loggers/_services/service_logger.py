@@ -1,4 +1,4 @@
-"""Base class of loggers for services with one object per run, which is opened, written to, closed and reopened."""
+"""Base class of loggers for tracking services in which one object represents a run."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class ServiceLogger(Logger):
         version: ID of the run to continue. Default: a new run, whose ID then becomes the ``version``.
         prefix: Text before every metric's name; None for no prefix.
         separator: Text between the prefix and the name. Default: ``"-"``.
-        log_model: Upload checkpoints: True uploads the kept ones at the end of a fit; ``"all"`` uploads each as it is
-            saved.
+        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit; ``"all"`` uploads each
+            checkpoint once it is saved.
         strict: Raise the logger's errors, which end the run.
-        texts: Further arguments to check, each a string or None, by name.
+        texts: Additional arguments to check, by name. Each must be a string or None.
     """
 
     _version: Any = None
     closes_with_stage = True
-    """Whether each fit, validation or test closes the run. Else only a failed one and `finish` do."""
+    """Whether each fit, validation or test closes the run. Otherwise, only a failed stage and `finish` close it."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ServiceLogger(Logger):
         self._forget()
 
     def _forget(self) -> None:
-        """Drop the state that is not passed on to copies of this object."""
+        """Reset the state that copies of this object do not share."""
         self._run: Any = None  # keeps the run in `_open_runs`
         self._uploads = Uploads(self._log_model)
 
@@ -79,11 +79,11 @@ class ServiceLogger(Logger):
 
     @abstractmethod
     def _is_closed(self, run: Any) -> bool:
-        """Return whether a run was closed, whether by a logger, by the user or because another run began."""
+        """Return whether a run was closed, by a logger, by the user or because another run began."""
 
     @abstractmethod
     def _write_row(self, run: Any, row: dict[str, float], step: int) -> None:
-        """Record numbers under their full names."""
+        """Record a row of metrics under their full names."""
 
     @abstractmethod
     def _write_params(self, run: Any, params: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class ServiceLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Object of the service. The first access begins a run, or opens the run to continue."""
+        """Object of the service for the run. The first access begins a run, or opens the run to continue."""
         run = self._find_open_run()
         if run is None:
             with undisturbed():
@@ -118,7 +118,7 @@ class ServiceLogger(Logger):
         _open_runs[type(self), self.name, self._version] = self._run = run
 
     def _is_of_a_logger(self, run: Any) -> bool:
-        """Return whether a logger opened the run. A run that the user began is used for the values logged next."""
+        """Return whether a logger opened the run. A run that the user began is used for subsequent values."""
         return any(run is opened for opened in _open_runs.values())
 
     def _find_open_run(self) -> Any:
@@ -126,15 +126,15 @@ class ServiceLogger(Logger):
         return None if run is None or self._is_closed(run) else run
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Record numbers.
+        """Record metrics.
 
         Args:
             metrics: Values by name: a number, a tensor with one element, or a dict of them, recorded as ``name/key``.
-            step: Optimizer step of the values. Default: one more than the highest so far.
+            step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:
             TypeError: If a value is not a number, or the step is not an integer.
-            ValueError: If a value is more than one number, or the step is negative.
+            ValueError: If a value contains more than one number, or the step is negative.
         """
         row = dict(flatten(as_metrics(metrics, self._prefix)))
         step = check_step(self._last_step + 1 if step is None else step)
@@ -148,14 +148,14 @@ class ServiceLogger(Logger):
         return None if epoch is None else int(epoch)
 
     def log_hyperparams(self, params: Params, metrics: dict[str, Any] | None = None) -> None:
-        """Record hyperparameters, and metrics, if any, at step 0.
+        """Record hyperparameters and, if passed, metrics at step 0.
 
         Args:
             params: Settings by name, nested or not. A value without a plain type is recorded as its ``str``.
             metrics: Initial values of the metrics by which runs are compared. Default: none.
 
         Raises:
-            TypeError: If ``params`` has no names, or a metric is not a number.
+            TypeError: If ``params`` has an unsupported type, or a metric is not a number.
         """
         values = plain(as_mapping(params))
         if process_rank() == 0 and values:
@@ -164,7 +164,7 @@ class ServiceLogger(Logger):
             self.log_metrics(metrics, step=0)
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload the kept checkpoints, now or at the end of the fit, depending on ``log_model``."""
+        """Upload the kept checkpoints, immediately or at the end of the fit, depending on ``log_model``."""
         self._upload(self._uploads.collect_after_save(checkpoint_callback))
 
     def _upload(self, checkpoints: Iterable[tuple[str, Any, dict[str, Any]]]) -> None:
@@ -179,7 +179,7 @@ class ServiceLogger(Logger):
         self._upload(self._uploads.collect_at_end())
 
     def finalize(self, status: str = "success") -> None:
-        """Upload the waiting checkpoints, and set the run's status. Logging after that continues the run.
+        """Upload the pending checkpoints and set the run's status. Later logging continues the run.
 
         Args:
             status: ``"success"`` or ``"failed"``.
@@ -193,7 +193,7 @@ class ServiceLogger(Logger):
                 self.save()
 
     def finish(self) -> None:
-        """Close the run once everything is sent or written. Logging after that reopens it by its ID."""
+        """Close the run once everything is sent or written. Later logging reopens it by its ID."""
         self._end(failed=False)
 
     def _end(self, failed: bool) -> None:

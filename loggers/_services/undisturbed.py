@@ -1,4 +1,4 @@
-"""Context that restores the RNG states and the signal handlers that a tracking service changes."""
+"""Context manager that restores the RNG states and signal handlers that a tracking service changes."""
 
 from __future__ import annotations
 

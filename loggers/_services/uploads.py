@@ -1,4 +1,4 @@
-"""Checkpoints that are still to be uploaded to a tracking service."""
+"""Queue of the checkpoints to upload to a tracking service."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ..values import plain
 
 
 class Uploads:
-    """Checkpoints that are still to be uploaded to a tracking service.
+    """Queue of the checkpoints to upload to a tracking service.
 
     Args:
-        mode: True uploads the kept ones at the end of a fit; ``"all"`` uploads each as it is saved; False uploads none.
+        mode: True uploads the kept checkpoints at the end of a fit; ``"all"`` uploads each checkpoint once it is saved;
+            False uploads none.
     """
 
     def __init__(self, mode: bool | str) -> None:

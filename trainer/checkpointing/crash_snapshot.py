@@ -135,7 +135,7 @@ class LastStep:
         """Update a callback's recorded state.
 
         Args:
-            callback: The callback.
+            callback: Callback whose state changed.
             values: The changed entries by name.
         """
         if self._state:

@@ -58,7 +58,7 @@ def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, 
     A finder or ``setup`` may change them later, but neither has run yet in a restarted script.
 
     Args:
-        task: The task.
+        task: The user's task.
         datamodule: The data module, or None.
     """
     values: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
     The task's class, its hyperparameters, and the names and shapes of its parameters are compared.
 
     Args:
-        trainer: The Trainer.
+        trainer: Trainer with the task and the data module.
         opened: The opened checkpoint.
 
     Raises:

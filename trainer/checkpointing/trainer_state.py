@@ -89,7 +89,7 @@ class TrainerCheckpointer:
     """Saver and loader of the Trainer's own parts of a checkpoint: counters, logged values, callbacks, data module.
 
     Args:
-        trainer: The Trainer.
+        trainer: Trainer whose state is saved and restored.
 
     Attributes:
         earlier_callback_states: States to save in place of some callbacks' current ones, by their ``state_key``.
@@ -113,7 +113,7 @@ class TrainerCheckpointer:
         """Save the run between two optimizer steps.
 
         Args:
-            task: The task.
+            task: Task to save.
             paths: Paths of the checkpoint, which is saved under each of them.
             weights_only: Omit everything that is needed only to resume.
             trainable_only: Omit frozen weights. Default: False.
@@ -158,7 +158,7 @@ class TrainerCheckpointer:
         """Raise a ValueError if this process's shard of the weights contains NaN or infinity.
 
         Args:
-            task: The task.
+            task: Task to check.
             path: Path of the checkpoint, for the message.
         """
         if names := find_not_finite(task):
@@ -174,7 +174,7 @@ class TrainerCheckpointer:
 
         Args:
             progress: Counters of the run.
-            task: The task.
+            task: The user's task.
         """
         return {
             "step": progress.step,
@@ -188,7 +188,7 @@ class TrainerCheckpointer:
         """Return the entries of a checkpoint other than the states of prepared and registered objects.
 
         Args:
-            task: The task.
+            task: Task whose hyperparameters are saved.
         """
         parts: dict[str, Any] = {}
         for name, owner in ((HPARAMS, task), (DATAMODULE_HPARAMS, self._trainer.datamodule)):
@@ -244,7 +244,7 @@ class TrainerCheckpointer:
         """Call the ``on_save_checkpoint`` hooks, and return the entries they added and the weights they changed.
 
         Args:
-            task: The task.
+            task: Task whose weights the hooks receive.
         """
         hooks = self._trainer.hooks.on_save_checkpoint if self._trainer.hooks is not None else ()
         if not hooks:
@@ -270,7 +270,7 @@ class TrainerCheckpointer:
 
         Args:
             hooked: Result of the hooks.
-            task: The task.
+            task: Task to save.
         """
 
         def replace(module: Any, current: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -321,7 +321,7 @@ class TrainerCheckpointer:
         """Load the weights, with the changes that the task's ``on_load_checkpoint`` makes. Call it on all processes.
 
         Args:
-            task: The task.
+            task: Task to load the weights into.
             opened: The opened checkpoint.
 
         Raises:
@@ -417,7 +417,7 @@ def collect_callback_states(callbacks: list[Callback]) -> dict[str, Any]:
     """Return the callbacks' states by name.
 
     Args:
-        callbacks: The callbacks.
+        callbacks: Callbacks of the Trainer.
 
     Raises:
         ValueError: If two callbacks have the same name.

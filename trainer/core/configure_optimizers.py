@@ -101,7 +101,7 @@ def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: 
     """Raise an error unless the optimizers train the module and the schedulers belong to these optimizers.
 
     Args:
-        module: The task.
+        module: The user's task.
         optimizers: Optimizers that its ``configure_optimizers`` returned.
         schedulers: Schedulers that its ``configure_optimizers`` returned.
 

@@ -43,8 +43,8 @@ class TransferHooks:
         """Move the batch to the device.
 
         Args:
-            batch: The batch.
-            device: The device.
+            batch: Batch on the host.
+            device: Device of this process.
             dataloader_idx: Index of the dataloader.
 
         Returns:
@@ -56,7 +56,7 @@ class TransferHooks:
         """Change the batch on the device.
 
         Args:
-            batch: The batch.
+            batch: Batch on the device.
             dataloader_idx: Index of the dataloader.
 
         Returns:
@@ -138,7 +138,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
         """React to an exception raised during a stage.
 
         Args:
-            exception: The exception.
+            exception: Exception that ended the stage.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 
 class TaskHooks:
-    """Hooks of a task. Override those you need; the others have no overhead. `docs/hooks.md` lists their order."""
+    """Hooks of a task. Override those you need; the rest add no overhead. `docs/hooks.md` lists their order."""
 
     prepare_data_per_node: bool = True
     """Run ``prepare_data`` on one process of each machine instead of one process in total."""
@@ -58,7 +58,7 @@ class TaskHooks:
         """React to an exception on this process. Call no collectives: other ranks may not reach them.
 
         Args:
-            exception: The exception.
+            exception: Exception that ended the stage.
         """
 
     def on_sanity_check_start(self) -> None:
@@ -84,7 +84,7 @@ class TaskHooks:
 
         Args:
             batch: Batch on the device.
-            batch_idx: Index of the batch.
+            batch_idx: Index of the micro-batch in the epoch.
 
         Returns:
             -1, on every rank, to end the epoch; None to continue.
@@ -94,9 +94,9 @@ class TaskHooks:
         """Run after each micro-batch. After the last one of an accumulation group, the optimizer has already stepped.
 
         Args:
-            outputs: Result of ``training_step``.
+            outputs: Dict with the detached ``"loss"`` and any other entries that ``training_step`` returned.
             batch: Batch on the device.
-            batch_idx: Index of the batch.
+            batch_idx: Index of the micro-batch in the epoch.
         """
 
     def on_before_backward(self, loss: Any) -> None:
@@ -120,7 +120,7 @@ class TaskHooks:
         """Run after the optimizer step, before the gradients are reset.
 
         Args:
-            optimizer: Optimizer that has stepped.
+            optimizer: Optimizer whose gradients are reset.
         """
 
     def on_step_end(self) -> None:
@@ -146,7 +146,7 @@ class TaskHooks:
 
         Args:
             batch: Batch on the device.
-            batch_idx: Index of the batch.
+            batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
 
@@ -156,7 +156,7 @@ class TaskHooks:
         Args:
             outputs: Result of ``validation_step``.
             batch: Batch on the device.
-            batch_idx: Index of the batch.
+            batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
 
@@ -177,7 +177,7 @@ class TaskHooks:
 
         Args:
             batch: Batch on the device.
-            batch_idx: Index of the batch.
+            batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
 
@@ -187,7 +187,7 @@ class TaskHooks:
         Args:
             outputs: Result of ``test_step``.
             batch: Batch on the device.
-            batch_idx: Index of the batch.
+            batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
 
@@ -208,7 +208,7 @@ class TaskHooks:
 
         Args:
             batch: Batch on the device.
-            batch_idx: Index of the batch.
+            batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
 
@@ -218,7 +218,7 @@ class TaskHooks:
         Args:
             outputs: Result of ``predict_step``.
             batch: Batch on the device.
-            batch_idx: Index of the batch.
+            batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Module):
-    """Module with steps: write ``training_step`` and ``configure_optimizers``, then call ``Trainer.fit``.
+    """Module that defines its own training. Override ``training_step`` and ``configure_optimizers``, then call ``fit``.
 
-    The names are Lightning's. A task needs no code for processes or devices.
+    All names match Lightning's. A task needs no code for processes or devices.
 
     Attributes:
         automatic_optimization: Whether the Trainer runs the backward pass and the optimizer. Default: True.
@@ -77,16 +77,16 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor | Mapping[str, Any]:
         """Return the mean loss of a batch, or a dict with ``"loss"``.
 
-        A dict may also hold ``"weight"``: the number of items, such as tokens, that the loss is the mean of, if they
-        are not the batch's samples. The gradient of the optimizer step is then the mean over these items on all
+        A dict may also hold ``"weight"``: the number of items, such as tokens, over which the loss is averaged, if
+        these are not the batch's samples. The gradient of the optimizer step is then the mean over these items on all
         processes.
 
         Args:
             args: The batch, then its index ``batch_idx``; ``batch_idx`` may be omitted from the signature.
-            kwargs: Keyword arguments, for signatures that name them.
+            kwargs: Not used by the Trainer, which passes all arguments by position.
 
         Returns:
-            A 0-d tensor, or a dict with it as ``"loss"``.
+            The loss as a 0-d tensor, or a dict that holds it as ``"loss"``.
         """
         raise NotImplementedError
 
@@ -95,10 +95,10 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         Args:
             args: The batch, then ``batch_idx`` and, with several dataloaders, ``dataloader_idx``.
-            kwargs: Keyword arguments, for signatures that name them.
+            kwargs: Not used by the Trainer, which passes all arguments by position.
 
         Returns:
-            The ``outputs`` of ``on_validation_batch_end``.
+            Any value; ``on_validation_batch_end`` receives it as ``outputs``.
         """
         raise NotImplementedError
 
@@ -107,10 +107,10 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         Args:
             args: The batch, then ``batch_idx`` and, with several dataloaders, ``dataloader_idx``.
-            kwargs: Keyword arguments, for signatures that name them.
+            kwargs: Not used by the Trainer, which passes all arguments by position.
 
         Returns:
-            The ``outputs`` of ``on_test_batch_end``.
+            Any value; ``on_test_batch_end`` receives it as ``outputs``.
         """
         raise NotImplementedError
 
@@ -119,7 +119,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         Args:
             args: The batch, then ``batch_idx`` and, with several dataloaders, ``dataloader_idx``.
-            kwargs: Keyword arguments, for signatures that name them.
+            kwargs: Not used by the Trainer, which passes all arguments by position.
         """
         return self(args[0])
 
@@ -152,9 +152,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Clip the gradients of a step. Default: apply the Trainer's flags.
 
         Args:
-            optimizer: The optimizer whose parameters are clipped.
-            gradient_clip_val: The Trainer's flag.
-            gradient_clip_algorithm: The Trainer's flag.
+            optimizer: Optimizer whose gradients are clipped.
+            gradient_clip_val: Value of the Trainer's flag of this name.
+            gradient_clip_algorithm: Value of the Trainer's flag of this name.
         """
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -167,8 +167,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Clip the gradients of ``optimizer``'s parameters by ``"norm"`` or by ``"value"``.
 
         Args:
-            optimizer: The optimizer whose parameters are clipped.
-            gradient_clip_val: The limit; None or 0 clips nothing.
+            optimizer: Optimizer whose gradients are clipped.
+            gradient_clip_val: Maximum norm or absolute value; None or 0 disables clipping.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
 
         Raises:
@@ -207,7 +207,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         Args:
             epoch: Number of completed epochs.
             batch_idx: Index of the group's last micro-batch.
-            optimizer: The optimizer to step. Its gradients are complete, reduced over the ranks and clipped.
+            optimizer: Optimizer to step. Its gradients are complete, reduced over the ranks and clipped.
             optimizer_closure: Function that returns the step's loss. An optimizer that needs a closure (L-BFGS) gets
                 one that recomputes loss and gradients.
         """
@@ -219,7 +219,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         Args:
             epoch: Number of completed epochs.
             batch_idx: Index of the group's last micro-batch.
-            optimizer: The optimizer.
+            optimizer: Optimizer that has stepped.
         """
         optimizer.zero_grad()
 
@@ -227,8 +227,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Step a scheduler that is due.
 
         Args:
-            scheduler: The scheduler.
-            metric: The monitored value of a plateau scheduler; None for other schedulers.
+            scheduler: Scheduler to step.
+            metric: Monitored value for a plateau scheduler; None for other schedulers.
         """
         if metric is None:
             scheduler.step()
@@ -257,7 +257,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Log one value. The overhead is small, because values are reduced over all processes and read later, in bulk.
 
         Args:
-            name: The name to log under.
+            name: Name under which the value is logged.
             value: A number, a tensor with one element, or a ``torchmetrics.Metric``.
             prog_bar: Show the value in the progress bar. Default: False.
             logger: Send the value to the loggers. Default: True.
@@ -265,14 +265,14 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             on_epoch: Log the value of the epoch. Default: True everywhere else.
             reduce_fx: Reduction over the batches of an epoch and over processes: ``"mean"``, ``"sum"``, ``"min"`` or
                 ``"max"``.
-            enable_graph: Accepted for Lightning's signature; values are always detached.
-            sync_dist: Accepted for Lightning's signature; values are always reduced over all processes.
-            sync_dist_group: Accepted for Lightning's signature.
+            enable_graph: Accepted for compatibility with Lightning; values are always detached.
+            sync_dist: Accepted for compatibility with Lightning; values are always reduced over all processes.
+            sync_dist_group: Accepted for compatibility with Lightning and ignored.
             add_dataloader_idx: Append ``/dataloader_idx_N`` to the name if there are several evaluation dataloaders.
                 Default: True.
             batch_size: Weight of the value in the mean of an epoch. Default: the number of samples in the batch.
-            metric_attribute: Accepted for Lightning's signature; metrics are not restored by attribute.
-            rank_zero_only: Accepted for Lightning's signature; log the same names on every process.
+            metric_attribute: Accepted for compatibility with Lightning; metrics are not restored by attribute.
+            rank_zero_only: Accepted for compatibility with Lightning and ignored. Log the same names on every process.
 
         Raises:
             TypeError, ValueError: If the value is not a number; the message states its shape or type.
@@ -325,7 +325,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
                 their scale. If False and the world size is larger than 1, the result has no gradients. Default: False.
 
         Returns:
-            ``data`` with each tensor of shape ``(world_size, ...)``; unstacked in a single process.
+            ``data`` with each tensor of shape ``(world_size, ...)``. With one process, no dimension is added.
 
         Raises:
             ValueError: On every process, if the shapes differ.
@@ -354,7 +354,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         Args:
             loss: 0-d tensor, the mean over the batch's samples. With several processes, the loss is weighted by the
                 number of samples.
-            args: Positional arguments of ``Tensor.backward``.
+            args: Ignored; pass the arguments of ``Tensor.backward`` by keyword.
             kwargs: Keyword arguments of ``Tensor.backward``.
 
         Raises:
@@ -366,10 +366,10 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @contextmanager
     def toggled_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Disable gradients of parameters that only other optimizers have, within a context.
+        """Disable gradients of parameters that belong only to other optimizers, within a context.
 
         Args:
-            optimizer: The optimizer to train with.
+            optimizer: Optimizer whose parameters keep their gradients.
         """
         self.toggle_optimizer(optimizer)
         try:
@@ -378,13 +378,13 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             self.untoggle_optimizer(optimizer)
 
     def toggle_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Disable gradients of parameters that only other optimizers have, until `untoggle_optimizer` is called.
+        """Disable gradients of parameters that belong only to other optimizers, until `untoggle_optimizer` is called.
 
         Args:
-            optimizer: The optimizer to train with.
+            optimizer: Optimizer whose parameters keep their gradients.
 
         Raises:
-            RuntimeError: If an optimizer is toggled already.
+            RuntimeError: If an optimizer is already toggled.
         """
         parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if self._toggled:
@@ -399,7 +399,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Undo `toggle_optimizer`.
 
         Args:
-            optimizer: Accepted for Lightning's signature.
+            optimizer: Accepted for compatibility with Lightning and ignored.
         """
         for parameter in self._toggled:
             parameter.requires_grad = True
@@ -416,7 +416,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         return chosen[0] if len(chosen) == 1 else chosen
 
     def lr_schedulers(self) -> Any:
-        """Return the scheduler, the list of schedulers if there are several, or None."""
+        """Return the scheduler, a list if there are several schedulers, or None if there are none."""
         chosen = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return chosen[0] if len(chosen) == 1 else chosen or None
 
@@ -436,13 +436,13 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         Args:
             checkpoint_path: A Treadle checkpoint; a Lightning ``.ckpt``, whose ``hyper_parameters`` are passed to
-                ``__init__`` if it has arguments of these names; any other source of weights that `load_weights`
-                accepts; or the URL of a file, with ``sha256``.
-            map_location: The device of the task. Default: the CPU.
-            hparams_file: The ``hparams.yaml`` or ``.csv`` of a logger, which replaces the saved hyperparameters.
+                ``__init__`` if it accepts them; any other source of weights that `load_weights` accepts; or the URL of
+                a file, with ``sha256``.
+            map_location: Device of the task. Default: the CPU.
+            hparams_file: Path of a logger's ``hparams.yaml`` or ``.csv``, which replaces the saved hyperparameters.
             strict: Whether the weights must match exactly. Default: the task's ``strict_loading``.
-            weights_only: Accepted for Lightning's signature; code in a file never runs.
-            sha256: The digest of the file, compared before the file is parsed.
+            weights_only: Accepted for compatibility with Lightning; code in a file never runs.
+            sha256: Expected SHA-256 digest of the file, verified before the file is parsed.
             kwargs: Arguments of ``__init__``, which override the saved ones.
 
         Returns:
@@ -555,39 +555,39 @@ def task_modules(task: TaskModule) -> list[TaskModule]:
     """Return the task itself and its nested TaskModules, at any depth.
 
     Args:
-        task: The task.
+        task: Task whose modules are searched.
     """
     return [part for part in task.modules() if isinstance(part, TaskModule)]
 
 
 def has_own(owner: object, name: str, base: type) -> bool:
-    """Return whether ``owner`` overrides a method of ``base``, in its class or on itself. None counts as no method.
+    """Return whether an object or its class overrides a method of ``base``. None does not count as a method.
 
     Args:
-        owner: The task, data module or other object.
+        owner: Task, data module or other object.
         name: Name of the method.
-        base: The class that defines the default.
+        base: Class that defines the default.
     """
     method = getattr(owner, name)
     return method is not None and getattr(method, "__func__", method) is not getattr(base, name)
 
 
 def overrides(task: TaskModule, name: str) -> bool:
-    """Return whether a task overrides the method ``name``. None disables the class's method.
+    """Return whether a task overrides the method ``name``. None does not count as a method.
 
     Args:
-        task: The task.
+        task: Task to check.
         name: Name of the method.
     """
     return has_own(task, name, TaskModule)
 
 
 def log_to(task: TaskModule, metrics: Metrics | None) -> None:
-    """Send values that the task and its nested tasks log to ``metrics``.
+    """Set the destination of the values that the task and its nested tasks log.
 
     Args:
-        task: The task.
-        metrics: The destination, or None.
+        task: Outermost task.
+        metrics: Destination; None if no values can be logged.
     """
     for part in task_modules(task):
         part.__dict__["_metrics"] = metrics  # nn.Module.__setattr__ would be slow and might register it

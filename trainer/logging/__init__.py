@@ -1,4 +1,4 @@
-"""Logged values: sent to the loggers, and kept as the history of the run."""
+"""Logged values, which are sent to the loggers and kept in the run's history."""
 
 from __future__ import annotations
 

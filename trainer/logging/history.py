@@ -23,8 +23,8 @@ MOST_POINTS = 4096
 class Curve:
     """Values of one metric over the optimizer steps.
 
-    A curve with `MOST_POINTS` points drops every second one and records later ones at half the rate: the curve of a
-    long run is coarser, not longer, so memory and checkpoints stay small. Loggers get every value.
+    A curve that reaches `MOST_POINTS` points drops every second one and records later ones at half the rate. The curve
+    of a long run is therefore coarser, not longer, so memory and checkpoints stay small. Loggers get every value.
 
     Attributes:
         steps: Optimizer steps of the points.
@@ -46,11 +46,11 @@ class Curve:
         return f"Curve({len(self)} points, last {self.last})"
 
     def add(self, step: int, value: float) -> None:
-        """Add a value; it replaces an earlier one of the same step.
+        """Add a value, which replaces an earlier value of the same step.
 
         Args:
             step: Number of optimizer steps.
-            value: The value.
+            value: Value to add.
         """
         if self.last is not None and self.last[0] == step:
             if self.steps[-1] == step:
@@ -67,13 +67,13 @@ class Curve:
         self._passed += 1
 
     def points(self) -> tuple[list[int], list[float]]:
-        """Return steps and values of the points, with the latest one, for a plot."""
+        """Return the steps and values of all points and of the latest value, for a plot."""
         if self.last is None or self.steps[-1] == self.last[0]:
             return list(self.steps), list(self.values)
         return [*self.steps, self.last[0]], [*self.values, self.last[1]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole curve."""
+        """Return the state of the curve, with its points as tensors."""
         return {
             "steps": torch.tensor(self.steps, dtype=torch.int64, device="cpu"),
             "values": torch.tensor(self.values, dtype=torch.float64, device="cpu"),
@@ -101,7 +101,7 @@ class History(Mapping[str, Curve]):
     process.
 
     Args:
-        cursor: The accelerator's cursor, which counts the seconds this process has waited for batches.
+        cursor: The accelerator's cursor, which counts the seconds that this process has waited for batches.
 
     Attributes:
         rates: Learning rates for the next step, recorded every ``log_every_n_steps``, under the names of
@@ -155,7 +155,7 @@ class History(Mapping[str, Curve]):
         _add(self.curves, row, step)
 
     def begin(self, progress: Progress, rates: Mapping[str, float]) -> None:
-        """Record the start of training, from which `measure` counts, and the first learning rates.
+        """Record the first learning rates and the start of training, from which `measure` counts samples and time.
 
         Args:
             progress: Counters of the run.
@@ -167,7 +167,7 @@ class History(Mapping[str, Curve]):
             _add(self.rates, rates, progress.step)
 
     def measure(self, progress: Progress, rates: Mapping[str, float]) -> None:
-        """Record the learning rates and the throughput.
+        """Record the learning rates, and the throughput since the last measurement.
 
         Args:
             progress: Counters of the run.
@@ -183,7 +183,7 @@ class History(Mapping[str, Curve]):
 
     @contextmanager
     def spending(self, part: str) -> Iterator[None]:
-        """Count the time within a context as spent on ``part``, and not on the activity around it.
+        """Count the time within a context as spent on ``part`` instead of the enclosing activity.
 
         Args:
             part: Name of the activity.
@@ -196,7 +196,7 @@ class History(Mapping[str, Curve]):
             self._switch(outer)
 
     def tick(self) -> None:
-        """Update ``spent`` and ``waits``."""
+        """Bring ``spent`` and ``waits`` up to date."""
         self._switch(self._part)
 
     def _switch(self, part: str | None) -> None:
@@ -228,12 +228,12 @@ class History(Mapping[str, Curve]):
     def plot(self, *names: str, show: bool = False) -> Figure:
         """Draw curves with matplotlib and return the figure: one plot for names with the same ending (``..._loss``).
 
-        A notebook displays the figure once, as the value of the cell. The figure is closed in pyplot, which would
-        display it again.
+        A notebook displays the figure once, as the value of the cell. With an inline backend, the figure is closed in
+        pyplot, which would otherwise display it again.
 
         Args:
             names: Names of the curves. Default: all, with the learning rates.
-            show: Open a window. Default: False.
+            show: Show the figure in a window. Default: False.
 
         Returns:
             The figure.
@@ -278,7 +278,7 @@ def _add(curves: dict[str, Curve], row: Mapping[str, float], step: int) -> None:
 
 
 def _load_curve(state: Mapping[str, Any]) -> Curve:
-    """Return a saved curve."""
+    """Rebuild a curve from its saved state."""
     curve = Curve()
     curve.load_state_dict(state)
     return curve

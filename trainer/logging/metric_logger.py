@@ -45,23 +45,23 @@ class SilentLogger(Logger):
 
 
 class Logbook:
-    """Reduction of logged values over all processes, and their distribution.
+    """Store of logged values, which reduces them over all processes and sends them to the loggers and the history.
 
     Args:
         world: All processes.
-        data_world: The processes to reduce over.
-        loggers: Loggers that get the values, on rank zero. A logger that fails is disabled with a warning, because a
-            tracking service must not end a training run.
-        history: History that gets the values, on all processes.
+        data_world: Processes over which values are reduced.
+        loggers: Loggers that receive the values, on rank zero. A logger that fails is disabled with a warning, because
+            a tracking service must not end a training run.
+        history: History that receives the values, on all processes.
 
     Attributes:
         callback_values: The latest reduced value of everything logged, by name.
-        bar_values: The same for the values of the progress bar.
-        logged_values: The same for the values of the loggers.
+        bar_values: The latest reduced values for the progress bar, by name.
+        logged_values: The latest values sent to the loggers, by name.
         evaluated: Number of batches processed from each validation dataloader within ``fit``.
         newest: Names that the last epoch or evaluation logged.
         watch: Names and step of the latest validation within ``fit``.
-        folder: The run's folder, if it was created because no logger has one.
+        folder: The run's folder if it was created because no logger has one; otherwise None.
     """
 
     def __init__(self, world: World, data_world: World, loggers: list[Logger], history: History) -> None:
@@ -84,7 +84,7 @@ class Logbook:
         """Reduce the latest step's values and send them to the loggers. Call it on all processes.
 
         Args:
-            metrics: Values of the training.
+            metrics: Values logged in training.
             step: Number of optimizer steps.
             epoch: Index of the epoch.
         """
@@ -102,7 +102,7 @@ class Logbook:
         """Reduce the epoch's values and return them by name. Call it on all processes.
 
         Args:
-            metrics: Values of the epoch.
+            metrics: Values logged in the epoch or the evaluation.
         """
         values: dict[str, float] = {}
         names: set[str] = set()
@@ -126,8 +126,8 @@ class Logbook:
         includes the number of optimizer steps.
 
         Args:
-            metrics: Values of the evaluation.
-            counts: Number of batches of each dataloader.
+            metrics: Values logged in the evaluation.
+            counts: Number of batches processed from each dataloader.
             step: Number of optimizer steps.
             keep_counting: Continue the count across evaluations, as in ``fit``.
         """
@@ -148,10 +148,10 @@ class Logbook:
             self.evaluated = [previous + count for previous, count in zip(before, counts, strict=False)]
 
     def keep_step_values(self, metrics: Metrics, newer: Container[str] = ()) -> None:
-        """Reduce the epoch's last step values for later readers. Call it on all processes.
+        """Reduce the values of the epoch's last step and keep them for callbacks. Call it on all processes.
 
         Args:
-            metrics: Values of the training.
+            metrics: Values logged in training.
             newer: Names that a validation has logged since, whose values are kept. Default: none.
         """
         for entry, value in metrics.step_values(self.data_world):
@@ -188,7 +188,7 @@ class Logbook:
         self.history.add(self._epoch_row, step)
 
     def write_epoch(self, step: int, epoch: int) -> None:
-        """Send the last updated values of the epoch to the loggers.
+        """Send the values of the latest `update_epoch` to the loggers.
 
         Args:
             step: Number of optimizer steps.
@@ -262,12 +262,12 @@ class Logbook:
         """Send the hyperparameters to the loggers, and the model's graph to those that record it.
 
         Args:
-            task: The task.
+            task: The user's task.
             datamodule: The data module, or None.
             hyperparameters: Whether to send hyperparameters. Default: True.
 
         Raises:
-            ValueError: If the task and the data module have different values of a hyperparameter.
+            ValueError: If the task and the data module have different values for a hyperparameter.
         """
         merged: dict[str, Any] = {}
         for owner in (task, datamodule) if hyperparameters and self.loggers else ():
@@ -331,7 +331,7 @@ class Logbook:
         return str(as_path(root) / (_make_file_name(self.loggers[0].name) or "treadle_logs"))
 
     def existing_folder(self, root: str) -> str | None:
-        """Return the run's folder if no logger has one, as known before the run begins. Call it on rank zero only.
+        """Return the run's folder for loggers without one; None if it is not known yet. Call it on rank zero only.
 
         Args:
             root: The Trainer's ``default_root_dir``.
@@ -342,7 +342,7 @@ class Logbook:
         return self.folder
 
     def _make_folder(self, root: str) -> str | None:
-        """Return a folder named by the run's ID, if a service has assigned one; otherwise by the next free number."""
+        """Create a folder, named after the run's ID if a service has assigned one, else after the next free number."""
         logger = self.loggers[0]
         if type(logger).version is Logger.version and logger.version is None:  # an overridden one may never change
             self._use(logger, "experiment", lambda: logger.experiment)  # reading it begins the run
@@ -360,7 +360,7 @@ class Logbook:
 
 
 def tensors_by_name(values: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return numbers as tensors, as scripts written for Lightning expect them.
+    """Convert numbers to tensors, which scripts written for Lightning expect.
 
     Args:
         values: Numbers by name.
@@ -371,5 +371,5 @@ def tensors_by_name(values: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _make_file_name(name: str | None) -> str:
-    """Return a name that is a valid file name, without the ``/`` of Databricks experiment names, for example."""
+    """Convert a name to a valid file name; experiment names of Databricks, for example, contain ``/``."""
     return re.sub(r"[^\w.=@+-]+", "_", name or "").strip("._")

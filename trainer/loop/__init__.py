@@ -1,4 +1,4 @@
-"""The loop: a stage from its setup to its end, one optimizer step, one evaluation."""
+"""The Trainer's loops: setup and end of a stage, optimizer steps, and evaluation."""
 
 from __future__ import annotations
 

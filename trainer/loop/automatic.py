@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Steps:
-    """Loop body that takes one optimizer step from each group of micro-batches.
+    """Loop body that takes one optimizer step for each group of micro-batches.
 
     Args:
         trainer: The Trainer, with flags, accelerator and progress.
@@ -78,7 +78,7 @@ class Steps:
         """Replace the wrapped task.
 
         Args:
-            model: The wrapped task.
+            model: Task as wrapped by the strategy.
         """
         self.model = model
         self.step = self.accelerator.method(model, "training_step")
@@ -87,10 +87,10 @@ class Steps:
         """Release objects that the steps hold. Call it after the run."""
 
     def take(self, group: Iterable[Any]) -> None:
-        """Process one group of micro-batches; after the last one, step the optimizer.
+        """Process a group of micro-batches, and step the optimizer after the last one.
 
         Args:
-            group: The micro-batches.
+            group: Micro-batches of one optimizer step.
         """
         accumulation, hooks, progress, cursor = self.accumulation, self.hooks, self.progress, self.cursor
         steps_before = progress.step
@@ -208,11 +208,11 @@ class Steps:
         agreement.leaves = 0
 
     def may_leave(self) -> bool:
-        """Return whether some rank has a hook that may return -1. Call it on all ranks, once."""
+        """Return whether any rank has a hook that may return -1. Call it on all ranks, once."""
         return not self.alone and self.accelerator.world.any(any(map(_is_users, self.hooks.on_train_batch_start)))
 
     def vote_to_leave(self, index: int) -> None:
-        """Agree in a separate exchange, like `_leave_together`, if the group's collectives cannot carry a vote.
+        """Check in a separate collective that all ranks leave or none does, for steps whose collectives carry no vote.
 
         Args:
             index: Index of the micro-batch.
@@ -254,7 +254,7 @@ class Steps:
         """Run the backward pass of ``manual_backward``.
 
         Args:
-            loss: The loss.
+            loss: Loss of the batch, a 0-d tensor.
             args: Positional arguments of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward``.
 
@@ -267,7 +267,7 @@ class Steps:
         )
 
     def clip(self) -> None:
-        """Clip the gradients by the Trainer's flags or the task's hook."""
+        """Clip the gradients with the task's ``configure_gradient_clipping``, which by default applies the flags."""
         trainer, optimizer = self.trainer, self.optimizer
         assert optimizer is not None
         self.accumulation.unscale_gradients()
@@ -276,7 +276,7 @@ class Steps:
         )
 
     def zero_grad(self, index: int) -> None:
-        """Reset the gradients, by the task's hook if it has one.
+        """Reset the gradients, with the task's hook if it is overridden.
 
         Args:
             index: Index of the micro-batch.
@@ -288,13 +288,13 @@ class Steps:
             self.custom_zero_grad(self.progress.epoch, index, self.optimizer)
 
     def settle(self) -> None:
-        """Read the outcome of the last step, which accelerators return one step later; see `refuse`."""
+        """Read the outcome of the last step, which accelerators report one step late; see `refuse`."""
         self.agreement.settle()
         if not self.agreement.finite:
             self.refuse()
 
     def note_batch(self, batch: Any) -> None:
-        """Describe a micro-batch with a non-finite loss, because the batch is freed before the step is refused.
+        """Record a description of a micro-batch with a non-finite loss, because it is freed before the step is refused.
 
         Args:
             batch: The micro-batch.
@@ -303,14 +303,14 @@ class Steps:
         self.bad_batches += [text] if text else []
 
     def refuse(self, optimizer: PreparedOptimizer | None = None, *, batch: Any = None) -> None:
-        """React to a loss or a gradient that is not finite on some process. Every process calls this in the same step.
+        """Reject a step with a loss or gradient that is not finite on some rank. Call it on all ranks in the same step.
 
         Args:
-            optimizer: The optimizer that is about to step, with manual optimization.
+            optimizer: In manual optimization, the optimizer that is about to step.
             batch: The last micro-batch of the step.
 
         Raises:
-            ValueError: If the flag is ``"raise"``; the message names the step, the samples, and the ranks or the
+            ValueError: If ``on_nonfinite="raise"``; the message names the step, the samples, and the ranks or the
                 parameter.
         """
         step, epoch, last = self.agreement.place
@@ -326,10 +326,10 @@ class Steps:
         self.leave_out(found.losses, optimizer)
 
     def leave_out(self, losses: bool, optimizer: PreparedOptimizer | None = None) -> None:
-        """Skip a step.
+        """Count a step as skipped and reset the gradients.
 
         Args:
-            losses: Whether a loss is not finite, rather than only a gradient.
+            losses: True if a loss is not finite, False if only a gradient is not.
             optimizer: See `refuse`.
         """
         self.progress.skipped += 1

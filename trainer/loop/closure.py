@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class ClosureSteps(Steps):
     """Loop body that passes the optimizer a closure; each call of it processes the whole group of micro-batches.
 
-    The group's batches stay in memory. Every process gets the same loss, the mean over all processes, so optimizers
-    decide identically.
+    The group's batches stay in memory. Every process gets the same loss, the mean over all processes, so the optimizers
+    of all ranks make the same decisions.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -29,10 +29,10 @@ class ClosureSteps(Steps):
         self.voting = self.may_leave()
 
     def take(self, group: Iterable[Any]) -> None:
-        """See `Steps.take`. The hooks of the backward pass and of the optimizer step run in each evaluation.
+        """Process a group of micro-batches in one step. The backward and optimizer hooks run in each closure call.
 
         Args:
-            group: The micro-batches.
+            group: Micro-batches of one optimizer step.
         """
         hooks, progress, cursor = self.hooks, self.progress, self.cursor
         micro_batches: list[tuple[Any, Any]] = []
@@ -140,11 +140,11 @@ class ClosureSteps(Steps):
 
 
 def check_closure(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ValueError for settings that an optimizer with a closure cannot be combined with.
+    """Raise a ValueError for settings that do not support an optimizer with a closure.
 
     Args:
-        trainer: The Trainer.
-        optimizer: The optimizer.
+        trainer: Trainer with the strategy, precision and flags of the run.
+        optimizer: Optimizer that requires a closure.
     """
     strategy, precision = trainer.accelerator.strategy, trainer.accelerator.precision
     in_parts = strategy.sharded or strategy.keeps_apart(optimizer)
@@ -162,7 +162,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer.step`` requires a closure.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: Optimizer to inspect.
     """
     step = inspect.signature(type(optimizer).step)
     closure = step.parameters.get("closure")

@@ -1,4 +1,4 @@
-"""Sources of batches: dataloaders that were passed or that the data module or task returns, prepared and limited."""
+"""Sources of batches: dataloaders that the user passes or that the data module or task returns."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Sources:
     Args:
         task: The user's task.
         datamodule: The user's data module, or None.
-        passed_loaders: Dataloaders that were passed to the entry point, by kind (``"train"``, ``"val"``, ``"test"``,
-            ``"predict"``).
+        passed_loaders: Dataloaders that the user passed to the entry point, by kind (``"train"``, ``"val"``,
+            ``"test"``, ``"predict"``).
         accelerator: The accelerator that prepares the dataloaders.
         limits: The checked ``limit_*_batches``, by kind.
         shard: Whether to shard each dataloader over the processes.
@@ -107,7 +107,7 @@ class Sources:
     def warn_of_empty_validation(self) -> None:
         """Warn about validation dataloaders without batches.
 
-        Within ``fit`` they are not an error: a small split may be empty.
+        Within ``fit``, they are not an error, because a small split may be empty.
         """
         if self.limits["val"] == 0:
             return
@@ -124,7 +124,7 @@ class Sources:
         return train + ([] if self.passed_loaders.get("val") is not None else self.evaluation("val"))
 
     def reload(self, epoch: int) -> None:
-        """Call the hooks of the training and validation dataloaders again; dataloaders that were passed are kept.
+        """Call the hooks of the training and validation dataloaders again; passed dataloaders are kept.
 
         Args:
             epoch: Index of the next epoch.
@@ -156,7 +156,7 @@ class Sources:
         return other
 
     def _find(self, kind: str) -> Any:
-        """Return the dataloader that was passed or that a hook returns; None if there is none."""
+        """Return the passed dataloader or the one that a hook returns; None if there is neither."""
         if self.passed_loaders.get(kind) is not None:
             return self.passed_loaders[kind]
         method = f"{kind}_dataloader"
@@ -167,7 +167,7 @@ class Sources:
         return None
 
     def _prepare(self, kind: str, source: Any, number: int) -> Loader:
-        """Return a dataloader, prepared and limited."""
+        """Prepare a dataloader and limit its number of batches."""
         if self._watch is not None:
             self._watch(kind, source)
         for single_source in source.flattened if isinstance(source, CombinedLoader) else [source]:
@@ -200,7 +200,7 @@ class Sources:
         return partial(self._transfer, before, move, after, number)
 
     def _transfer(self, before: Any, move: Any, after: Any, number: int, batch: Any) -> Any:
-        """Move a batch to the device by the chosen hooks."""
+        """Move a batch to the device with the chosen hooks."""
         batch = move(before(batch, number), self._accelerator.device, number)
         return after(self._accelerator.precision.cast(batch), number)
 
@@ -210,8 +210,8 @@ def check_kinds(stage: str, task: Any, datamodule: Any) -> None:
 
     Args:
         stage: Name of the stage, for messages.
-        task: The task.
-        datamodule: The data module, or None.
+        task: Object that was passed as the task.
+        datamodule: Object that was passed as the data module, or None.
     """
     if not isinstance(task, TaskModule):
         hint = " Instantiate it with ()." if isinstance(task, type) else ""
@@ -223,7 +223,7 @@ def check_kinds(stage: str, task: Any, datamodule: Any) -> None:
 
 
 def explain_empty(loader: Loader, processes: int) -> str:
-    """Return why a dataloader may have yielded nothing, and how to fix it.
+    """Return the likely reason why a dataloader yielded nothing, and the fix.
 
     Args:
         loader: The prepared dataloader.

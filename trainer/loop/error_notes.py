@@ -86,12 +86,12 @@ def annotate(error: BaseException, trainer: Trainer) -> None:
 def place(trainer: Trainer, stage: str, error: BaseException) -> str:
     """Return the position of a run when an error occurred: ``"in fit, epoch 0, after optimizer step 3, in batch 3"``.
 
-    The number of the batch is its ``batch_idx``.
+    The batch number is the ``batch_idx`` that hooks receive.
 
     Args:
-        trainer: The Trainer.
+        trainer: Trainer that ran the stage.
         stage: Name of the stage.
-        error: The error.
+        error: The error, whose traceback shows the current batch.
     """
     words = [f"in {stage}"]
     if stage == "fit":
@@ -123,11 +123,11 @@ def _describe_batch(next_batch: int, within_fit: bool, frames: Sequence[FrameTyp
 
 
 def _describe_signature(method: str, trainer: Trainer) -> Iterator[str]:
-    """Yield the parameters of a hook that was called with a number of arguments that it does not accept.
+    """Yield the signature of a hook, if a user-defined override does not accept the arguments it is called with.
 
     Args:
         method: The method's qualified name, as in Python's message.
-        trainer: The Trainer, whose objects may have the method.
+        trainer: Trainer whose task, data module and callbacks are searched for the method.
     """
     name = method.rpartition(".")[2]
     owners = ((trainer.task, TaskModule), (trainer.datamodule, DataModule), *((c, Callback) for c in trainer.callbacks))
@@ -140,7 +140,7 @@ def _describe_signature(method: str, trainer: Trainer) -> Iterator[str]:
 
 
 def _describe_mismatch(error: BaseException, task: nn.Module) -> str:
-    """Return dtypes and devices of the innermost of the task's modules in the traceback, and of its inputs."""
+    """Return the dtypes and devices of the task's innermost module in the traceback and of its local tensors."""
     names = {id(module): name for name, module in task.named_modules()}
     task_frames = [frame for frame in _iterate_frames(error) if id(frame.f_locals.get("self")) in names]
     if not task_frames:
@@ -172,7 +172,7 @@ def _iterate_frames(error: BaseException) -> Iterator[FrameType]:
 
 
 def _iterate_tensors(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a local variable, with expressions for them: ``batch['labels']``."""
+    """Yield the tensors in a local variable, each with an expression for it, such as ``batch['labels']``."""
     if isinstance(value, Tensor):
         yield name, value
     elif depth < _DEPTH and isinstance(value, Mapping | list | tuple):
@@ -182,5 +182,5 @@ def _iterate_tensors(name: str, value: Any, depth: int = 0) -> Iterator[tuple[st
 
 
 def _describe_format(tensor: Tensor) -> str:
-    """Return dtype and device of a tensor."""
+    """Return the dtype and the device of a tensor as text."""
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

@@ -1,4 +1,4 @@
-"""Validation, test and prediction: one loop over batches, in three forms."""
+"""Validation, testing and prediction, which share one loop over batches."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class EvaluationLoop:
         hooks: Dispatch table of the overridden hooks.
         loaders: The prepared dataloaders.
         stage: ``"validate"``, ``"test"`` or ``"predict"``.
-        within_fit: Whether it is a validation within training, which cannot use inference mode, because its tensors
-            could not be trained later.
+        within_fit: Whether this is a validation within ``fit``. It does not use inference mode, because tensors created
+            in that mode cannot be trained later.
         keep_predictions: Collect the results of ``predict_step``. Default: False.
     """
 
@@ -89,8 +89,8 @@ class EvaluationLoop:
 
         Raises:
             ValueError: If a dataloader yields no batch on any process, unless within ``fit``; or if there are several
-                dataloaders, and a step or a hook has no argument ``dataloader_idx``.
-            Preempted: If a signal ended the run; within ``fit`` it is saved as of before the validation.
+                dataloaders, and a step or a hook does not accept ``dataloader_idx``.
+            Preempted: If a signal ended the run. Within ``fit``, the state before the validation is saved.
             KeyboardInterrupt: If Ctrl-C ended the run.
         """
         if self.within_fit and not self.trainer.sanity_checking:
@@ -203,7 +203,7 @@ class EvaluationLoop:
         return False
 
     def _end_epoch(self, counts: list[int]) -> dict[str, float]:
-        """Call the hooks at the end, send logged values to the loggers, and return the epoch's values."""
+        """Call the epoch-end hooks, send logged values to the loggers, and return the epoch's values."""
         trainer, metrics = self.trainer, self.metrics
         metrics.suffix = ""
         metrics.between_batches(True)
@@ -218,7 +218,7 @@ class EvaluationLoop:
         return values
 
     def _get_hooks(self, moment: str) -> tuple[Any, ...]:
-        """Return the hooks of this evaluation."""
+        """Return the hooks of this evaluation for a moment such as ``"epoch_start"``."""
         return getattr(self.hooks, f"on_{self.name}_{moment}")
 
     def _own_hook(self, moment: str) -> Callable[[], Any] | None:
@@ -227,7 +227,7 @@ class EvaluationLoop:
         return getattr(self.task, name) if hasattr(TaskModule, name) and overrides(self.task, name) else None
 
     def _fire(self, moment: str) -> None:
-        """Call the hooks of this evaluation."""
+        """Call the hooks of this evaluation for a moment such as ``"epoch_start"``."""
         for hook in self._get_hooks(moment):
             hook()
 
@@ -248,7 +248,7 @@ def check_step(task: TaskModule, stage: str) -> None:
     """Raise a ValueError if the task has no step for a stage.
 
     Args:
-        task: The task.
+        task: Task to check.
         stage: ``"validate"``, ``"test"`` or ``"predict"``.
     """
     name = f"{STAGES[stage]}_step"
@@ -264,11 +264,11 @@ def step_arguments(step: Callable[..., Any], loaders: int) -> int:
     """Return how many of the arguments (batch, batch_idx, dataloader_idx) a step accepts.
 
     Args:
-        step: The bound method.
+        step: Bound method of the task, such as ``validation_step``.
         loaders: Number of dataloaders.
 
     Raises:
-        ValueError: If there are several dataloaders and it has no argument ``dataloader_idx``.
+        ValueError: If there are several dataloaders and the step does not accept ``dataloader_idx``.
     """
     count = count_positional(step)
     if loaders > 1 and count < 3:
@@ -294,7 +294,7 @@ def predictions_in_order(evaluation: Evaluation, world: World) -> list[Any]:
     """Return every process's predictions in the dataset's order, one per batch; a list for each of several dataloaders.
 
     Args:
-        evaluation: The result on this process.
+        evaluation: Result of the evaluation on this process.
         world: All processes.
     """
     loaders = []

@@ -109,7 +109,7 @@ class FitLoop:
         """Train until a limit is reached or a stop is requested.
 
         Args:
-            random_state: The RNG state of a resumed run; None keeps the process's own.
+            random_state: RNG state of a resumed run; None keeps the current state of the process.
 
         Raises:
             ValueError: If the training dataloader yields no batch.
@@ -152,14 +152,14 @@ class FitLoop:
         return self._agree_to_stop()
 
     def _agree_to_stop(self) -> bool:
-        """Agree on a stop outside of a step, and return whether to stop now; leave the run if a signal requires it."""
+        """Agree on a stop outside of a step, and return whether to stop now; after a signal, save and exit."""
         stop = self._may_stop(self.agreement.ask(self._wants_to_stop()))
         if self.agreement.signaled and not stop:
             save_and_leave(self.trainer)
         return stop
 
     def _may_stop(self, requested: bool) -> bool:
-        """Return whether to stop now: a stop was agreed on, and the minimum is reached."""
+        """Return whether to stop now: a stop is requested, and the minimum epochs and steps are reached."""
         trainer, progress = self.trainer, self.progress
         return requested and progress.epoch >= trainer.min_epochs and progress.step >= (trainer.min_steps or 0)
 
@@ -281,7 +281,7 @@ class FitLoop:
         yield from groups
 
     def _compute_validation_interval(self) -> int | None:
-        """Return the micro-batches between validations within an epoch; None to validate only at its end."""
+        """Return the number of micro-batches between validations within an epoch; None to validate only at its end."""
         trainer = self.trainer
         interval, total = self.trainer.val_check_interval, self.total
         if not trainer.has_validation:
@@ -303,12 +303,12 @@ class FitLoop:
         return max(1, int(total * interval))
 
     def _is_validation_epoch(self) -> bool:
-        """Return whether this epoch is validated."""
+        """Return whether validation runs in this epoch."""
         every = self.trainer.check_val_every_n_epoch
         return every is None or (self.progress.epoch + 1) % every == 0
 
     def _validate(self) -> None:
-        """Validate, if this epoch is validated, and record that a validation was due."""
+        """Validate if validation runs in this epoch, and record that a validation was due."""
         if self._is_validation_epoch():
             self.validate()
         self.progress.validated = self.progress.batches
@@ -327,7 +327,7 @@ class FitLoop:
         return (progress.batches - begin) // every > max(0, progress.validated - begin) // every
 
     def _close_epoch(self) -> None:
-        """Validate if due after the epoch's last step, then step the schedulers that step after epochs."""
+        """Run the validation that is due after the epoch's last step, and then step the per-epoch schedulers."""
         self.steps.settle()
         if self.trainer.has_validation and self._is_validation_due():
             self._validate()
@@ -339,8 +339,8 @@ def choose_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:
     """Return the loop body for a task: automatic, manual, or with a closure.
 
     Args:
-        trainer: The Trainer.
-        task: The task.
+        trainer: Trainer whose accelerator has the prepared optimizers.
+        task: The user's task.
     """
     if not task.automatic_optimization:
         return ManualSteps

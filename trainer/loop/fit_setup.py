@@ -30,7 +30,7 @@ class Fit:
     """Training of a task: the setup before the first step, then the loop.
 
     Args:
-        trainer: The Trainer that trains.
+        trainer: Trainer that runs the stage.
         schedule: See `Accelerator.load_state`.
     """
 
@@ -86,7 +86,7 @@ class Fit:
         """Prepare the run up to the sanity check.
 
         Args:
-            reloads: Whether the epoch begins with new dataloaders, which start from their beginning.
+            reloads: Whether the epoch begins with new dataloaders, which start at their first batch.
 
         Returns:
             The wrapped model, and the RNG state to continue with.
@@ -127,10 +127,10 @@ class Fit:
         return model, random_state
 
     def _reload_dataloaders(self) -> bool:
-        """Recreate the dataloaders that a resumed run used, with ``progress.epoch`` as when they were first created.
+        """Recreate the dataloaders of a resumed run, with the ``progress.epoch`` at which they were first created.
 
         Returns:
-            Whether the dataloaders are created for the epoch that begins.
+            Whether the dataloaders are new ones for the epoch that begins.
         """
         trainer, sources = self.trainer, self.sources
         every, progress = trainer.reload_dataloaders_every_n_epochs, trainer.progress
@@ -197,14 +197,15 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
     """Place the model, build its optimizers and schedulers, and return the wrapped model.
 
     Args:
-        trainer: The Trainer.
-        task: The task.
+        trainer: Trainer of the run.
+        task: The user's task.
 
     Returns:
         The model as wrapped by the strategy.
 
     Raises:
-        ValueError: If the task has no ``training_step`` or optimizer, or a schedule has an infinite length.
+        ValueError: If the task has no ``training_step`` or ``configure_optimizers``, or a schedule has an infinite
+            length.
     """
     accelerator = trainer.accelerator
     _check_steps(task)
@@ -234,17 +235,17 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
 
 
 def _why_endless(trainer: Trainer) -> str:
-    """Return why the number of optimizer steps is infinite, and what to set."""
+    """Return the reason why the number of optimizer steps is infinite, and the fix."""
     why = "the training dataloader has no length" if trainer.max_epochs != -1 else "max_epochs=-1"
     return f"trainer.estimated_stepping_batches is infinite, as {why} and max_steps={trainer.max_steps}. Set max_steps."
 
 
 def wrap(trainer: Trainer, task: TaskModule) -> Any:
-    """Return the task wrapped by the strategy, anew if the trained parameters have changed. Call it on all ranks.
+    """Wrap the task with the strategy, or wrap it again if the trained parameters have changed. Call it on all ranks.
 
     Args:
-        trainer: The Trainer.
-        task: The task.
+        trainer: Trainer of the run.
+        task: The user's task.
     """
     by_hand = not task.automatic_optimization
     return trainer.accelerator.prepare_model(task, step="training_step", by_hand=by_hand, by_parts=True)
@@ -266,14 +267,14 @@ def _check_steps(task: TaskModule) -> None:
 
 
 def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
-    """Return the validated optimizers and schedulers of a task.
+    """Call a task's ``configure_optimizers`` and return the validated optimizers and schedulers.
 
     Args:
-        task: The task.
+        task: The user's task.
         ranks: World size. Default: 1.
 
     Raises:
-        ValueError: If they do not fit the task.
+        ValueError: If the optimizers or schedulers do not fit the task.
     """
     optimizers, schedulers = parse_optimizers(task.configure_optimizers())
     check_ownership(task, optimizers, schedulers)
@@ -316,11 +317,11 @@ def _is_frozen(part: torch.nn.Module) -> bool:
 
 
 def validate(trainer: Trainer, steps: int = -1) -> None:
-    """Validate within ``fit``.
+    """Run a validation within ``fit``.
 
     Args:
         trainer: The Trainer, with task and dataloaders.
-        steps: Batches of each dataloader; -1 for all. Default: -1.
+        steps: Maximum number of batches of each dataloader; -1 for all. Default: -1.
     """
     assert trainer.task is not None
     assert trainer.hooks is not None

@@ -1,4 +1,4 @@
-"""Dispatch table of the overridden hooks, built once per run, so that the others have no overhead per step."""
+"""Dispatch table of the overridden hooks, built once per run, so that hooks without an override add no overhead."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Hooks:
 
     Args:
         trainer: The running Trainer.
-        task: The task.
-        callbacks: The callbacks.
+        task: The user's task.
+        callbacks: Callbacks of the Trainer, in order.
 
     Attributes:
         without_loader_index: Hooks of evaluation batches without an argument ``dataloader_idx``, by name.
@@ -59,7 +59,7 @@ class Hooks:
         """Return a hook that accepts ``dataloader_idx``, which users may omit with a single dataloader.
 
         Args:
-            hook: The method of a callback or a task.
+            hook: Method of a callback or a task.
             name: Name of the hook.
             bound: Number of arguments that precede those of the batch; for a callback's hook, the Trainer and the task.
         """
@@ -76,7 +76,7 @@ class Hooks:
             loaders: Number of dataloaders.
 
         Raises:
-            ValueError: If there are several dataloaders and a hook has no argument ``dataloader_idx``.
+            ValueError: If there are several dataloaders and a hook does not accept ``dataloader_idx``.
         """
         for name in (f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
             if loaders > 1 and (hook := self.without_loader_index.get(name)) is not None:
@@ -123,7 +123,7 @@ def _check_uncalled_hooks(owner: object, valid_names: set[str]) -> None:
     """Warn about methods that look like hooks and are never called.
 
     Raises:
-        ValueError: For a method that Lightning calls or refuses.
+        ValueError: If a method has the name of a hook that Lightning calls or rejects.
     """
     kind = type(owner)
     for name in dir(kind):
@@ -139,17 +139,17 @@ def callback_overrides(callback: Callback, name: str) -> bool:
     """Return whether a callback overrides the method ``name``.
 
     Args:
-        callback: The callback.
+        callback: Callback to check.
         name: Name of the method.
     """
     return has_own(callback, name, Callback)
 
 
 def task_overrides(task: TaskModule, name: str) -> bool:
-    """Return whether a task overrides the hook ``name``. None disables a hook.
+    """Return whether a task overrides the hook ``name``. A hook set to None does not count.
 
     Args:
-        task: The task.
+        task: Task to check.
         name: Name of the hook.
     """
     return has_own(task, name, TaskHooks)
@@ -159,7 +159,7 @@ def count_positional(function: Callable[..., Any]) -> int:
     """Return the number of positional arguments that a bound method accepts; 99 for any number, or if unknown.
 
     Args:
-        function: The bound method.
+        function: Bound method to inspect.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -184,7 +184,7 @@ def name_of(hook: Hook) -> str:
     """Return the name of a hook for messages: ``"EMA.on_exception"``.
 
     Args:
-        hook: The hook.
+        hook: Hook of a callback or a task.
     """
     function = hook.func if isinstance(hook, partial) else hook
     return getattr(function, "__qualname__", repr(function))

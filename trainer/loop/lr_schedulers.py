@@ -1,4 +1,4 @@
-"""Schedulers of a task, stepped when they are due."""
+"""Learning rate schedulers of a task, and the times at which they step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class Schedules:
-    """Schedulers that step after optimizer steps, or after epochs.
+    """Schedulers of a task, some of which step after optimizer steps and some after epochs.
 
     Args:
         trainer: The Trainer, with the logged values for plateau schedulers.
         task: The task, whose ``lr_scheduler_step`` is called if overridden.
-        configs: The schedulers.
+        configs: Schedulers with their intervals.
 
     Attributes:
         by_step: Schedulers that step after optimizer steps.

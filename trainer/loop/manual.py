@@ -20,10 +20,11 @@ _AUTOMATIC = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipp
 class ManualSteps(Steps):
     """Loop body that calls ``training_step``, which steps the optimizers; their counters show whether a step was taken.
 
-    If ``configure_optimizers`` returns no optimizer, as in a task that steps Pyro's itself, each batch is a step.
+    If ``configure_optimizers`` returns no optimizer, as in a task that steps Pyro's optimizers, each batch counts as a
+    step.
 
-    Gradients stay on their process until an optimizer's step, or its clipping, needs them: any number of losses,
-    optimizers and micro-batches is exact, and gradients are reduced once per step.
+    Each process keeps its gradients until an optimizer's step or clipping needs them. They are then reduced once per
+    step, which is exact for any number of losses, optimizers and micro-batches.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,17 +49,17 @@ class ManualSteps(Steps):
         self._handles = [optimizer.optimizer.register_step_pre_hook(self._before_step) for optimizer in hooked]
 
     def close(self) -> None:
-        """Release the optimizers, which a user may keep for another run."""
+        """Remove the hooks from the optimizers, which a user may keep for another run."""
         self.accumulation.guard = None
         for handle in self._handles:
             handle.remove()
 
     def use(self, model: Any) -> None:
-        """See `Steps.use`."""
+        """Replace the wrapped task; see `Steps.use`."""
         self.model = model
 
     def take(self, group: Iterable[Any]) -> None:
-        """See `Steps.take`; each group is one batch."""
+        """Process a group, which is a single batch; see `Steps.take`."""
         accumulation, hooks, progress = self.accumulation, self.hooks, self.progress
         for batch in group if self.alone else self.metrics.counted(group, self.cursor, self.task):
             progress.phase = Phase.IN_STEP
@@ -96,8 +97,8 @@ class ManualSteps(Steps):
         """Run the backward pass of ``manual_backward``.
 
         Args:
-            loss: The loss.
-            args: Positional arguments of ``Tensor.backward``.
+            loss: Loss of the batch, a 0-d tensor.
+            args: Ignored.
             kwargs: Keyword arguments of ``Tensor.backward``.
         """
         for hook in self.hooks.on_before_backward:
@@ -110,7 +111,7 @@ class ManualSteps(Steps):
             hook()
 
     def _count_steps(self) -> tuple[list[int], list[int]]:
-        """Return the steps taken by each optimizer, and those that a float16 overflow prevented."""
+        """Return the number of steps that each optimizer took, and of those that a float16 overflow prevented."""
         return [optimizer.steps_taken for optimizer in self.optimizers], [
             optimizer.skipped for optimizer in self.optimizers
         ]
@@ -127,7 +128,7 @@ class ManualSteps(Steps):
         agreement.micro_batches = 0
 
     def _may_step(self, optimizer: PreparedOptimizer) -> bool:
-        """Check an optimizer's gradients before its step, identically on every rank; see `Accumulation.guard`."""
+        """Return whether an optimizer may step, with the same result on every rank; see `Accumulation.guard`."""
         agreement, accumulation = self.agreement, self.accumulation
         if optimizer in self.tainted:  # announced after the micro-batch whose loss was not finite
             agreement.forget_losses()
@@ -141,7 +142,7 @@ class ManualSteps(Steps):
         return True
 
     def leave_out(self, losses: bool, optimizer: PreparedOptimizer | None = None) -> None:
-        """See `Steps.leave_out`. A loss that is not finite may be in the gradients of every optimizer."""
+        """Skip a step. A loss that is not finite may affect the gradients of every optimizer. See `Steps.leave_out`."""
         self.accumulation.agreed_taint = None
         if losses or optimizer is None:
             self.tainted.update(self.optimizers)

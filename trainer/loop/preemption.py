@@ -1,4 +1,4 @@
-"""End of a fit by a signal: the run is saved, then it ends."""
+"""End of a stage by a signal; a ``fit`` is saved first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def save_and_leave(trainer: Trainer) -> NoReturn:
     """Save the run between two steps and end it. Call it on all ranks.
 
-    Ctrl-C saves if ``save_on_exception`` is set; every other signal saves with the first callback that can.
+    Ctrl-C saves if ``save_on_exception`` is set; every other signal saves with the first callback that saves full
+    checkpoints.
 
     Args:
         trainer: The running Trainer.

@@ -22,18 +22,18 @@ class Phase(Enum):
 class Progress:
     """Counters of a run and its phase. Checkpoints need nothing else, because they are saved between optimizer steps.
 
-    The loop sets ``phase`` within an epoch directly, because a method would be one more call in each step.
+    Within an epoch, the loop sets ``phase`` directly, because a method would add a call to each step.
 
     Attributes:
         epoch: Number of completed epochs.
         step: Number of optimizer steps taken; skipped steps do not count.
-        batch: Micro-batches of the current epoch, on this process.
-        batches: Micro-batches of all epochs, on this process.
-        samples: Samples trained on, over all processes.
+        batch: Number of micro-batches done in the current epoch, on this process.
+        batches: Number of micro-batches done in all epochs, on this process.
+        samples: Number of samples trained on, over all processes.
         validated: Value of ``batches`` at the latest validation, or when one would have been due.
-        skipped: Optimizer steps that a float16 overflow or a non-finite loss prevented.
-        seconds: Time spent in training, for ``max_time``.
-        loaded: Epoch in which the dataloaders were last created.
+        skipped: Number of optimizer steps that a float16 overflow, or a loss or gradient that is not finite, prevented.
+        seconds: Training time in seconds, for ``max_time``.
+        loaded: Index of the epoch in which the dataloaders were last created.
         phase: See `Phase`.
 
     Example:
@@ -90,10 +90,10 @@ class Progress:
         self.phase = Phase.BETWEEN_STEPS
 
     def recount(self, batch: int) -> None:
-        """Continue the epoch with another world size.
+        """Adjust the counters to another world size, within an epoch.
 
         Args:
-            batch: Micro-batches of the epoch that are done with this world size.
+            batch: Number of micro-batches done in the epoch, counted with the current world size.
         """
         more = batch - self.batch
         self.batch, self.batches, self.validated = batch, self.batches + more, self.validated + more

@@ -1,4 +1,4 @@
-"""Description of a run: its settings when it begins, and the places of its results when it ends."""
+"""Description of a run: its settings when it begins, and its results when it ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = 8  # metrics in one line
 
 
 class RunSummary:
-    """Description of the settings of ``fit``, and of the places of its results.
+    """Description of the settings and results of ``fit``.
 
     Args:
         trainer: The Trainer to describe.
@@ -33,7 +33,7 @@ class RunSummary:
         self.trainer = trainer
 
     def announce_start(self, loader: Loader) -> None:
-        """Announce the settings once: devices, strategy, precision, effective batch, steps, parameters.
+        """Announce the settings once: devices, strategy, precision, effective batch size, steps and parameters.
 
         The parameters are omitted if a `ModelSummary` has just printed them below its table.
 
@@ -80,7 +80,7 @@ class RunSummary:
         return "\n".join(lines)
 
     def _describe_batch(self, loader: Loader) -> str:
-        """Return the effective batch as text."""
+        """Return the effective batch size as text."""
         accelerator, task = self.trainer.accelerator, self.trainer.task
         assert task is not None
         size = getattr(loader.source, "batch_size", None)
@@ -156,10 +156,10 @@ class RunSummary:
         return step, path
 
     def announce_end(self, since: float) -> None:
-        """Announce the compilations since ``fit`` began, and the places of logs, report, checkpoint and metrics.
+        """Announce compilations since ``fit`` began, the paths of logs, report and checkpoint, and the last metrics.
 
         Args:
-            since: Start of ``fit`` as ``time.time()``.
+            since: Time at which ``fit`` began, as returned by ``time.time()``.
         """
         trainer = self.trainer
         if not trainer.is_global_zero:
@@ -190,7 +190,7 @@ def _can_use_tf32(device: torch.device, precision: Precision) -> bool:
 
 
 def count(number: int, thing: str) -> str:
-    """Return ``"1 step"``, ``"2 steps"``, ``"2 processes"``."""
+    """Return a number with its noun in the singular or plural: ``"1 step"``, ``"2 processes"``."""
     return f"{number:,} {thing}" + ("" if number == 1 else "es" if thing.endswith(("s", "tch")) else "s")
 
 
@@ -212,7 +212,7 @@ def _describe_best(callback: ModelCheckpoint) -> str:
 
 
 def describe_results(stage: str, metrics: Iterable[dict[str, float]]) -> str:
-    """Return the values that an evaluation logged, as lines.
+    """Return the values that an evaluation logged as text, one per line.
 
     Args:
         stage: Name of the stage.

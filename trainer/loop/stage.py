@@ -1,4 +1,4 @@
-"""One stage of a run (``fit``, ``validate``, ``test``, ``predict``): set up, run, and always torn down."""
+"""One stage of a run (``fit``, ``validate``, ``test``, ``predict``): its setup, its work and its teardown."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Stage:
     """One stage with its task, its data, and its error, if any.
 
     Args:
-        trainer: The Trainer that runs it.
+        trainer: Trainer that runs the stage.
         name: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         task: The user's task; None for the task of the last stage.
-        loaders: The dataloaders that were passed, by kind; the first may be a data module.
+        loaders: Dataloaders that the user passed, by kind; the first may be a data module.
         datamodule: A data module instead of dataloaders.
-        ckpt_path: The checkpoint to restore, a path or a word.
+        ckpt_path: Checkpoint to restore: a path, a word such as ``"last"``, or None.
 
     Raises:
         ValueError: If another stage is running, dataloaders and a data module are passed, or there is no task.
@@ -76,10 +76,10 @@ class Stage:
         self.failure: BaseException | None = None
 
     def run(self, work: Callable[[TaskModule, Hooks, Sources], Any] | None) -> Any:
-        """Set the stage up, run it, and tear it down in any case.
+        """Set up the stage, run it, and tear it down, even after an error.
 
         Args:
-            work: Function that runs the stage; None ends it after the searches that precede it.
+            work: Function that runs the stage; None ends the stage after the tuning searches that precede it.
 
         Returns:
             The result of ``work``.
@@ -172,7 +172,7 @@ class Stage:
                 )
 
     def _tear_down(self) -> None:
-        """Run all cleanups. If an error was raised before, it remains the one that is raised."""
+        """Run all cleanups. An error that the stage raised takes precedence over errors in the cleanups."""
         trainer = self.trainer
         status = TrainerStatus.INTERRUPTED
         try:
@@ -230,10 +230,10 @@ class Stage:
 
 
 def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:
-    """Return the task of the last stage and, if a ``ModelCheckpoint`` has one, its best checkpoint.
+    """Return the task of the last stage, and ``ckpt_path`` or, without it, the best checkpoint, if there is one.
 
     Raises:
-        ValueError: If there was no stage yet.
+        ValueError: If no stage has run.
     """
     if trainer.task is None:
         raise ValueError(f"{stage} needs a model. Pass one, or call fit first.")
@@ -243,10 +243,10 @@ def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule
 
 
 def uncompiled(task: Any) -> Any:
-    """Return the task inside the result of ``torch.compile(task)``, with its compilation settings.
+    """Return the task inside a compiled task, with its compilation settings; other values are returned unchanged.
 
     Args:
-        task: The task, compiled or not.
+        task: A task, or the result of ``torch.compile(task)``.
     """
     inner = getattr(task, "_modules", {}).get("_orig_mod")
     if not isinstance(inner, TaskModule):

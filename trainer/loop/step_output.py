@@ -15,11 +15,11 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
     """Return the loss and the weight in a result of ``training_step`` that is not a tensor.
 
     Args:
-        output: The result.
+        output: Result of ``training_step``.
         may_skip: Accept None as a micro-batch without gradients, like Lightning, with a warning. Default: False.
 
     Raises:
-        ValueError, TypeError: If the result is invalid; the message states it and the valid forms.
+        ValueError, TypeError: If the result is invalid; the message states the result and the valid forms.
     """
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -53,7 +53,7 @@ def check_loss(loss: Tensor) -> None:
     """Raise a ValueError if a loss is not a single number with a gradient.
 
     Args:
-        loss: The loss.
+        loss: Loss that ``training_step`` returned.
     """
     if loss.numel() != 1:
         raise ValueError(
@@ -80,10 +80,10 @@ def _check_weight(weight: Any) -> None:
 
 
 def for_hooks(output: Any) -> Any:
-    """Return the ``outputs`` of hooks after a batch: the step's dict, or a dict with its detached loss.
+    """Return the ``outputs`` for the hooks after a batch: a dict with the detached loss and other results.
 
     Args:
-        output: The result of the step.
+        output: Result of ``training_step``.
     """
     if isinstance(output, Tensor):
         return {"loss": output.detach()}

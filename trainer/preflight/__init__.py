@@ -1,4 +1,4 @@
-"""Checks before the first step: likely oversights, settings that differ by rank, state that cannot be saved."""
+"""Checks before the first step: likely oversights, settings that differ by rank, and state that cannot be saved."""
 
 from __future__ import annotations
 

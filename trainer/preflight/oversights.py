@@ -1,4 +1,4 @@
-"""Oversights that do not make a run fail: warnings at the start of ``fit``."""
+"""Warnings at the start of ``fit`` about likely oversights that do not make the run fail."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
     """Warn about trainable parameters that are in no optimizer, and about modules that are not registered.
 
     Args:
-        trainer: The Trainer.
-        task: The task.
+        trainer: Trainer with the prepared optimizers.
+        task: The user's task.
     """
     optimized_ids = {
         id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]
@@ -52,10 +52,10 @@ def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
 
 
 def hidden_modules(task: nn.Module) -> Iterator[str]:
-    """Yield the places of trainable modules and parameters in lists and dicts that torch ignores.
+    """Yield the places of trainable modules and parameters in plain lists and dicts, which torch does not register.
 
     Args:
-        task: The task.
+        task: Task whose attributes are searched.
 
     Yields:
         Expressions such as ``"layers[0]"``.
@@ -82,15 +82,15 @@ def _iterate_hidden(place: str, value: Any, registered: set[int], depth: int) ->
 def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
     """Check for monitors that will never be logged.
 
-    Values of training, or of a validation in a later epoch, are not known yet. A monitor that looks like a validation
-    value and was not logged by the sanity check therefore only causes a warning.
+    Names that training, or a validation in a later epoch, will log are not known yet. A monitor that looks like a
+    validation value and was not logged by the sanity check therefore only causes a warning.
 
     Args:
         trainer: The Trainer, with callbacks and schedulers.
         logged: Names that the sanity check logged; None if there was none.
 
     Raises:
-        ValueError: If nothing is ever logged and a monitor requires it.
+        ValueError: If ``barebones=True`` disables logging and a strict monitor needs a logged value.
     """
     monitors = list(_iterate_monitors(trainer))
     if trainer.barebones:
@@ -123,6 +123,6 @@ def _iterate_monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool]]:
 
 
 def _join_first(names: list[str]) -> str:
-    """Return the first names as text."""
+    """Return the first names, and the number of the remaining ones, as text."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"

@@ -46,10 +46,10 @@ def collect_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: 
     """Return the settings that ranks compare when a stage begins, by their user-facing names.
 
     Args:
-        trainer: The Trainer.
+        trainer: Trainer with the flags, the strategy and the callbacks.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        task: The task.
-        ckpt_path: The user's argument. Rank zero searches for the checkpoint, so ranks may write the path differently.
+        task: The user's task.
+        ckpt_path: The user's argument. Ranks may pass different paths, because rank zero resolves the checkpoint.
     """
     accelerator = trainer.accelerator
     return {
@@ -68,16 +68,17 @@ def collect_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: 
 def check_optimizers_match(
     task: TaskModule, optimizers: Sequence[Optimizer], schedulers: Sequence[SchedulerConfig], world: World
 ) -> None:
-    """Check that ``configure_optimizers`` agrees on every rank, in one exchange. Call it on all ranks.
+    """Check with one collective that ``configure_optimizers`` gave the same result on all ranks. Call it on all.
 
     Args:
-        task: The task.
-        optimizers: Its optimizers.
-        schedulers: Its schedulers.
+        task: The user's task.
+        optimizers: Optimizers that ``configure_optimizers`` returned.
+        schedulers: Schedulers that ``configure_optimizers`` returned.
         world: All processes.
 
     Raises:
-        ValueError: On every rank, with the differences: replicas would silently diverge.
+        ValueError: On every rank, if the results differ, because replicas would silently diverge. The message lists the
+            differences.
     """
     if world.size == 1:
         return

@@ -23,16 +23,16 @@ _TRAINER_ENTRIES = ("progress", "logged", "metrics", "callbacks")
 def check_storable(trainer: Trainer, task: TaskModule) -> None:
     """Encode the state of everything that a checkpoint of this run holds, without writing it.
 
-    Entries of ``on_save_checkpoint`` hooks are checked at the first save, because calling them might change something.
-    The same holds for the state that an optimizer creates for its parameters in its first step.
+    Entries of ``on_save_checkpoint`` hooks are checked at the first save, because calling the hooks might change state.
+    The state that an optimizer creates in its first step is also checked at the first save.
 
     Args:
-        trainer: The Trainer.
-        task: The task.
+        trainer: Trainer of the run.
+        task: The user's task.
 
     Raises:
-        TypeError: On all processes, if a state is not data. The message names its owner, the place, the type and the
-            fix.
+        TypeError: On all processes, if a state is not data. The message names the owner of the state, the place and
+            type of the value, and the fix.
         ValueError: If a state contains itself.
     """
     if not any(callback.saves for callback in trainer.checkpoint_callbacks):

@@ -1,4 +1,4 @@
-"""Measurement of a stage: the calls of the loop, each with its time."""
+"""Measurement of the time that each call of a stage's loop takes."""
 
 from __future__ import annotations
 

@@ -31,10 +31,10 @@ _STEPS = {"training_step": "forward"}
 
 
 class Profiled:
-    """Replacements of one stage.
+    """Measured replacements of the functions that one stage calls.
 
     Args:
-        trainer: The Trainer.
+        trainer: Trainer with the profiler.
         hooks: Dispatch table of the stage; those of later stages are not changed.
         stage: Name of the stage.
     """
@@ -98,7 +98,7 @@ class Profiled:
         setattr(owner, name, value)
 
     def _measure_method(self, find: Callable[..., Any], model: Any, name: str) -> Any:
-        """Return a measured step, in place of ``Accelerator.method``."""
+        """Return a measured step; this replaces ``Accelerator.method``."""
         return measured(self.profiler, _STEPS.get(name, name), find(model, name))
 
     def _measure_optimizers(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,7 +164,7 @@ def begin(trainer: Trainer, hooks: Hooks, stage: str) -> None:
     """Measure a stage until its teardown, if there is a profiler.
 
     Args:
-        trainer: The Trainer.
+        trainer: Trainer with the profiler.
         hooks: Dispatch table of the stage.
         stage: Name of the stage.
     """
@@ -177,9 +177,9 @@ def measured(profiler: Profiler, action: str, function: Callable[..., Any]) -> C
     """Return ``function``, measured as an action of ``profiler``; unchanged for the default profiler.
 
     Args:
-        profiler: The profiler.
-        action: Name of the action.
-        function: The function.
+        profiler: Profiler of the Trainer.
+        action: Name under which the profiler reports the calls.
+        function: Function to measure.
     """
     if isinstance(profiler, PassThroughProfiler):
         return function

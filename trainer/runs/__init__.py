@@ -1,4 +1,4 @@
-"""Run folders, `runs/<name>/<number>/`: their lock, and their content."""
+"""Run folders, `runs/<name>/<number>/`, with their lock and their content."""
 
 from __future__ import annotations
 

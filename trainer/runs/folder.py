@@ -31,11 +31,11 @@ _MOST_POINTS = 256  # a curve keeps twice as many points, for display; the logge
 
 
 class RunFolder:
-    """Folder of one run, which one job at a time may hold.
+    """Folder of one run, which only one job at a time can hold.
 
-    All processes of the job create it, and rank zero writes to it.
+    All processes of the job create this object, and rank zero writes to the folder.
 
-    Use it in a ``with`` block: the outcome of the block is recorded as the outcome of the run.
+    Use it in a ``with`` block, whose outcome is recorded as the outcome of the run.
 
     .. code-block:: text
 
@@ -48,8 +48,9 @@ class RunFolder:
         lock              the holder of the folder; see `RunLock`
 
     Attributes:
-        path: The folder, or its URL, the same on all processes. Files of a URL are uploaded in the background.
-        lock: Held until `release`, or until the process ends; None except on rank zero.
+        path: Path or URL of the folder, the same on all processes. If it is a URL, files are uploaded in the
+            background.
+        lock: Lock of the folder, held until `release` or until the process ends; None except on rank zero.
         trial: The run's number among the trials of a sweep, the same on all processes; None if it is not a trial.
 
     Example:
@@ -89,8 +90,8 @@ class RunFolder:
                 ``"runs"``.
             name: Common name of runs that belong together, which is the name of a folder. Default: ``"default"``.
             settings: Flags of the Trainer. ``accelerator``, ``devices`` and ``num_nodes`` determine the processes of
-                the job; missing processes are launched as `Trainer` would launch them. They run the script too, so call
-                the method where they also reach it.
+                the job; missing processes are launched as `Trainer` would launch them. They also run the script, so
+                call the method at a point that they reach too.
 
         Returns:
             The folder, held by this job.
@@ -117,15 +118,15 @@ class RunFolder:
         A waiting run (see `prepare`) begins like a new one.
 
         Args:
-            path: The folder.
+            path: Path or URL of the folder.
             settings: See `create`.
 
         Returns:
             The folder, held by this job.
 
         Raises:
-            ValueError: If it is not a run's folder, or another job holds it.
-            OSError: If it cannot be written to.
+            ValueError: If the path is not a run's folder, or another job holds the folder.
+            OSError: If the folder cannot be written to.
         """
         world = _open_world(settings)
         lock: RunLock | RemoteLock | None = None
@@ -155,7 +156,7 @@ class RunFolder:
         Only one process at a time may call it. Files that a killed process left incomplete are written again.
 
         Args:
-            path: The folder; its name is the run's number.
+            path: Path of the folder, whose name is the run's number.
             config: The run's configuration, as YAML.
             facts: Metadata of the run by name, as in `record`.
 
@@ -202,15 +203,16 @@ class RunFolder:
     def flags(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the flags of a Trainer that writes everything to this folder: ``Trainer(**folder.flags(settings))``.
 
-        A `RunRecord` is added; a logger, a `ModelCheckpoint` and a `RunReport` if a Trainer would have them by default.
-        Callbacks that were passed stay, and write to this folder unless they have a directory. If no `ModelCheckpoint`
-        keeps the latest checkpoint, the first one also keeps a ``last.ckpt``, unless it has ``save_last=False``.
+        A `RunRecord` is added. A logger, a `ModelCheckpoint` and a `RunReport` are added if a Trainer would have them
+        by default. Callbacks in ``settings`` are kept and write to this folder, unless they have a directory. If no
+        `ModelCheckpoint` keeps the latest checkpoint, the first one also keeps a ``last.ckpt``, unless it has
+        ``save_last=False``.
 
         Args:
-            settings: The flags so far.
+            settings: Flags of the Trainer to complete. Default: none.
 
         Raises:
-            ValueError: If ``default_root_dir`` is another place, or a callback writes to another run's folder.
+            ValueError: If ``default_root_dir`` is another directory, or a callback writes to another run's folder.
         """
         from ...callbacks.reporting import RunRecord
 
@@ -256,7 +258,7 @@ class RunFolder:
         return callbacks
 
     def _place(self, callback: ModelCheckpoint | RunReport) -> Any:
-        """Return the directory of a callback. Raise a ValueError if it is the folder of another run."""
+        """Return the directory of a callback, or raise a ValueError if it is the folder of another run."""
         if callback.dirpath is not None:
             place = _resolve_path(callback.dirpath)
             for folder in (place, place.parent):
@@ -272,10 +274,11 @@ class RunFolder:
     def write_config(self, text: str) -> None:
         """Write the run's configuration, as YAML.
 
-        If a run continues with another configuration, the earlier one becomes ``config.1.yaml``.
+        If a run continues with another configuration, the earlier one is kept as ``config.1.yaml``, or under the next
+        free number.
 
         Args:
-            text: The configuration.
+            text: The configuration as YAML.
         """
         if self.lock is None:
             return
@@ -356,7 +359,7 @@ class RunFolder:
             self.release()
 
     def release(self) -> None:
-        """Release the folder; another job may continue in it."""
+        """Release the folder, so that another job can continue the run."""
         if self.lock is not None:
             self.lock.release()
 
@@ -406,7 +409,7 @@ class RunFolder:
         return local_folder(self.path)
 
     def _write(self, name: str, content: str | bytes, durable: bool = True) -> None:
-        """Write a file in one rename: a reader sees the old or the new content."""
+        """Write a file atomically with a rename, so that a reader sees either the old or the new content."""
         from ...engine.checkpoint import filesystem
 
         part = self._files / f".{name}.tmp"
@@ -422,14 +425,14 @@ class RunFolder:
 
 
 def check_name(name: Any) -> str:
-    """Return a name of runs if it is a valid folder name.
+    """Return the name of a group of runs if it is a valid folder name.
 
     Args:
-        name: The name.
+        name: Name that the runs share.
 
     Raises:
         TypeError: If it is not a string.
-        ValueError: If it is not valid.
+        ValueError: If it is not a valid folder name.
     """
     rule = "it becomes the name of a folder"
     if not isinstance(name, str):
@@ -489,7 +492,7 @@ def _open_world(settings: Mapping[str, Any] | None) -> World:
 
 
 def _resolve_path(path: str | Path | RemotePath) -> AnyPath:
-    """Return an absolute path with expanded variables."""
+    """Expand the variables in a path and make it absolute."""
     return path if isinstance(path, RemotePath) else absolute(os.path.expandvars(os.path.expanduser(str(path))))
 
 

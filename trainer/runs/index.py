@@ -46,9 +46,9 @@ class Run:
     """Run as recorded in its folder.
 
     Attributes:
-        path: The folder.
+        path: Path or URL of the folder.
         name: The name that the run shares with other runs.
-        number: Its number; 0 if the folder's name is not a number, for example after a copy.
+        number: Number of the run; 0 if the folder's name is not a number, for example after a copy.
         state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` if the record
             states that the run is running, but no process holds the lock; ``"waiting"``; ``"pruned"``;
             ``"unreadable"``.
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def began(self) -> float:
-        """Start time; if unknown, the time of the folder's last change."""
+        """Start time in seconds since 1970; if it is unknown, the time of the folder's last change."""
         if (began := self.facts.get("began")) is not None:
             return float(began)
         try:
@@ -113,13 +113,13 @@ class Run:
 
 
 def read(path: str | AnyPath) -> Run:
-    """Return the run of a folder.
+    """Read the record of a run from its folder.
 
     Args:
-        path: The folder.
+        path: Path or URL of the folder.
 
     Raises:
-        ValueError: If it is not a run's folder.
+        ValueError: If the path is not a run's folder.
     """
     path = absolute(path)
     if not path.is_dir():
@@ -152,10 +152,10 @@ def _read_first_error(path: AnyPath) -> dict[str, str]:
 
 
 def find(directory: AnyPath) -> list[Run]:
-    """Return the runs below a directory or URL, as ``<name>/<number>`` or ``<number>``, earliest first.
+    """Return the runs in the folders ``<name>/<number>`` or ``<number>`` of a directory or URL, earliest first.
 
     Args:
-        directory: The directory or URL.
+        directory: Directory or URL to search.
 
     Raises:
         ValueError: If the directory does not exist or cannot be read.
@@ -182,7 +182,7 @@ def _list_names(folder: AnyPath) -> list[str]:
 
 
 def _list_numbered(folder: AnyPath) -> list[AnyPath]:
-    """Return the folders in a folder whose names are numbers."""
+    """Return the subfolders of a folder whose names are numbers."""
     try:
         return [folder / name for name in _list_names(folder) if name.isascii() and name.isdigit()]
     except OSError:
@@ -240,7 +240,7 @@ def holding(path: AnyPath) -> AnyPath:
     """Return the run folder that contains a path, or the path itself if there is none.
 
     Args:
-        path: The path.
+        path: Path of a run's folder, or of something in it.
     """
     path = absolute(path)
     return next((folder for folder in (path, *path.parents) if lexists(folder / RECORD)), path)
@@ -250,7 +250,7 @@ def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
     """Return the curves of each chart by name: steps and values, and the number of values that are not finite.
 
     Args:
-        run: The run.
+        run: Run whose file is read.
 
     Raises:
         ValueError: If the file exists and cannot be read.
@@ -278,10 +278,10 @@ def _parse_points(curve: Any) -> tuple[Points, int]:
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Return versions, revision and hardware, as recorded when the run began.
+    """Return the versions, git revision and hardware that were recorded when the run began.
 
     Args:
-        run: The run.
+        run: Run whose file is read.
 
     Raises:
         ValueError: If the file exists and cannot be read.
@@ -296,10 +296,10 @@ def environment(run: Run) -> dict[str, str]:
 
 
 def config(run: Run) -> str:
-    """Return the text of the configuration; "" if there is none.
+    """Return the YAML text of the configuration; "" if there is none.
 
     Args:
-        run: The run.
+        run: Run whose file is read.
 
     Raises:
         ValueError: If the file exists and cannot be read.
@@ -316,7 +316,7 @@ def _read_text(path: AnyPath) -> str:
     """Return a file's text.
 
     Raises:
-        ValueError: If it is missing, not a regular file, too large, or not text.
+        ValueError: If the file is missing, not a regular file, too large, or not text.
     """
     if isinstance(path, RemotePath):
         try:

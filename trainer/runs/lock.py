@@ -29,7 +29,7 @@ BEAT = 10.0
 SILENCE = 120.0
 """Seconds without a heartbeat after which a holder on another machine counts as dead.
 
-Clocks may differ by this minus one interval.
+The clocks of two machines may differ by at most this value minus `BEAT`.
 """
 
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
@@ -40,13 +40,13 @@ class Holder:
     """Holder of a lock.
 
     Attributes:
-        host: Name of its machine.
-        pid: Its process ID.
-        since: Time at which it took the lock, in seconds since 1970.
-        place: ID of the machine's current boot, and its PID namespace: a container has its own.
-        began: Time at which the system started the process, which distinguishes it from a later one with the same PID.
+        host: Name of the machine.
+        pid: Process ID.
+        since: Time at which the process took the lock, in seconds since 1970.
+        place: Hostname, boot ID and PID namespace; each container has a different namespace.
+        began: Start time of the process, which distinguishes it from a later process with the same PID.
         token: A unique ID.
-        by: ``"system"`` for a lock that the system keeps, ``"beat"`` for one that is kept by heartbeats.
+        by: ``"system"`` for a lock of the file system, ``"beat"`` for a lock that heartbeats keep alive.
     """
 
     host: str
@@ -63,7 +63,7 @@ class Holder:
 
     @classmethod
     def from_current_process(cls, by: str) -> Holder:
-        """Return this process as a holder.
+        """Create a holder that describes the current process.
 
         Args:
             by: ``"system"`` or ``"beat"``.
@@ -73,7 +73,9 @@ class Holder:
         return cls(socket.gethostname(), pid, time.time(), _describe_place(), began, uuid.uuid4().hex, by)
 
     def is_alive(self, file: AnyPath) -> bool:
-        """Return whether the process is alive. A process in another place is judged by its heartbeats.
+        """Return whether the process is alive.
+
+        A process in another place is judged by its heartbeats. If its lock has none, it is assumed to be alive.
 
         Args:
             file: The lock's file.
@@ -92,7 +94,7 @@ def holder(folder: AnyPath) -> Holder | None:
     """Return the current holder of a folder's lock; None if it is free.
 
     Args:
-        folder: The folder.
+        folder: Folder whose lock is checked.
     """
     file = folder / LOCK
     occupant = read_holder(file)
@@ -123,7 +125,7 @@ class RunLock:
     machines.
 
     Args:
-        folder: The folder to lock; the lock is a file in it.
+        folder: Folder to lock; the lock is a file in it.
 
     Attributes:
         holder: This process, as written to the file.
@@ -144,7 +146,7 @@ class RunLock:
             self._take_by_beat()
 
     def release(self) -> None:
-        """Release the lock; does nothing if it is already released, or in a forked process."""
+        """Release the lock. Do nothing if it is already released, or in a forked process."""
         if self.holder.pid != os.getpid() or self._ended.is_set():
             return
         self._ended.set()
@@ -214,7 +216,7 @@ class RunLock:
         threading.Thread(target=self._beat, name="treadle-run-lock", daemon=True).start()
 
     def _take_over(self, part: Path) -> None:
-        """Replace a lock that no process holds with ``part``. Of several jobs that try, one succeeds."""
+        """Replace a lock that no process holds with ``part``. Only one of several jobs that try succeeds."""
         before = read_holder(self.file)
         if before is not None and before.is_alive(self.file):
             raise make_in_use_error(self.folder, self.file, before)
@@ -243,9 +245,9 @@ def make_in_use_error(folder: AnyPath, file: AnyPath, occupant: Holder | None, c
     """Return the error for a folder in use, with advice if its holder may be dead.
 
     Args:
-        folder: The folder.
-        file: The lock's file.
-        occupant: The holder, or None.
+        folder: Folder that is in use.
+        file: Path of the lock file.
+        occupant: Holder of the lock, or None if it is unknown.
         certain: Whether the process is known to be alive. Default: False.
     """
     occupant_text = "another job" if occupant is None else str(occupant)
@@ -259,7 +261,7 @@ def encode_holder(holder: Holder) -> bytes:
     """Return the content of a lock's file.
 
     Args:
-        holder: The holder.
+        holder: Holder to write to the file.
     """
     return json.dumps(asdict(holder)).encode()
 
@@ -268,7 +270,7 @@ def read_holder(file: AnyPath) -> Holder | None:
     """Return the holder in a lock file; None if the file is empty, missing or not a lock file.
 
     Args:
-        file: The file.
+        file: Path of the lock file.
     """
     try:
         document = json.loads(_read_start(file))
@@ -293,7 +295,7 @@ def _read_start(file: AnyPath, most: int = 65536) -> bytes:
 
 
 def _describe_place() -> str:
-    """Return an ID of the machine's current boot and its PID namespace."""
+    """Return the hostname, the machine's boot ID and the PID namespace as one identifier."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())

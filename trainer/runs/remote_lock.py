@@ -1,4 +1,4 @@
-"""Lock of a run folder in an object store for one job: an object with its holder, rewritten while that job lives."""
+"""Lock of a run folder in an object store for one job: an object that names the holder, rewritten during the job."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SETTLING = 1.0  # seconds in which a concurrent takeover has written its holder
 class RemoteLock:
     """Lock of a run's folder in an object store, held from its construction on.
 
-    A store creates an object for one job only, so two jobs that begin a run at the same time never share it. A takeover
+    A store lets only one job create an object, so two jobs that begin a run at the same time never share it. A takeover
     from a dead job is less strict: of two jobs that try within a second, one fails, because both check again which one
     wrote last.
 
     Args:
-        folder: The folder to lock.
+        folder: Folder to lock.
 
     Attributes:
         holder: This process, as written to the object.
@@ -49,7 +49,7 @@ class RemoteLock:
         threading.Thread(target=self._beat, name="treadle-run-lock", daemon=True).start()
 
     def release(self) -> None:
-        """Release the lock; does nothing if it is already released, or in a forked process."""
+        """Release the lock. Do nothing if it is already released, or in a forked process."""
         if self.holder.pid != os.getpid() or self._ended.is_set():
             return
         self._ended.set()

@@ -24,7 +24,7 @@ class BatchSizeSearch:
 
     Args:
         trainer: The Trainer, before the stage begins.
-        finder: The callback with the settings of the search, which gets the result.
+        finder: Callback that holds the settings of the search and receives the result.
     """
 
     def __init__(self, trainer: Trainer, finder: BatchSizeFinder) -> None:
@@ -33,10 +33,10 @@ class BatchSizeSearch:
         self._loader_sizes: dict[int, int | None] = {}  # batch sizes so far, by the attribute's value
 
     def run(self) -> None:
-        """Find the size and set it.
+        """Find the batch size and set it.
 
         Raises:
-            ValueError: If the attribute does not exist or is not used, or dataloaders were passed, which cannot be
+            ValueError: If the attribute does not exist or is not used, or the user passed dataloaders, which cannot be
                 rebuilt.
             MemoryError: If no size fits.
         """
@@ -71,7 +71,7 @@ class BatchSizeSearch:
         self.apply()
 
     def apply(self) -> None:
-        """Set the result, after the search or before a resume."""
+        """Set the batch size from the search, or the one from a checkpoint before a resume."""
         trainer, finder = self.trainer, self.finder
         if trainer.stage == "fit" and finder.accumulate is not None:
             trainer.accelerator.gradient_accumulation_steps = finder.accumulate
@@ -81,7 +81,7 @@ class BatchSizeSearch:
         announce(f"BatchSizeFinder: {finder.batch_arg_name}={finder.optimal_batch_size}{more}")
 
     def _count_samples_per_step(self) -> int:
-        """Return the samples of an optimizer step on this process, as defined by the attribute and the flag."""
+        """Return the number of samples per optimizer step on this process: the attribute times the accumulation."""
         name, task = self.finder.batch_arg_name, self.trainer.task
         size = get_attribute(self.trainer, name)
         assert task is not None

@@ -20,7 +20,7 @@ def run_searches(trainer: Trainer) -> None:
     The stage is set up, but the model is not built or placed yet.
 
     Args:
-        trainer: The Trainer.
+        trainer: Trainer whose stage is set up.
     """
     searches: list[BatchSizeSearch | LRSearch] = [
         BatchSizeSearch(trainer, callback) for callback in trainer.callbacks if isinstance(callback, BatchSizeFinder)

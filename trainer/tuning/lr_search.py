@@ -1,4 +1,4 @@
-"""Search for a learning rate: a range test."""
+"""Learning rate search by a range test."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class LRSearch:
-    """Search for a learning rate: steps with rising rates until the loss diverges.
+    """Search for a learning rate that takes steps with rising rates until the loss diverges.
 
     Args:
         trainer: The Trainer, before ``fit`` begins.
-        finder: The callback with the settings of the search, which gets the result.
+        finder: Callback that holds the settings of the search and receives the result.
     """
 
     def __init__(self, trainer: Trainer, finder: LearningRateFinder) -> None:
@@ -54,7 +54,7 @@ class LRSearch:
         self.apply()
 
     def apply(self) -> None:
-        """Set the result, after the search or before a resume."""
+        """Set the learning rate from the search, or the one from a checkpoint before a resume."""
         assert self.finder.optimal_lr is not None
         rate, name = self.finder.optimal_lr.suggestion(), self._choose_attribute_name()
         if rate is not None and name is not None:
@@ -62,7 +62,7 @@ class LRSearch:
         self.finder.say(rate, name)
 
     def _choose_attribute_name(self) -> str | None:
-        """Return the name of the attribute to set; None if none is set."""
+        """Return the name of the attribute to set; None if no attribute is to be set."""
         trainer, finder = self.trainer, self.finder
         if finder.attr_name:
             check_attribute(trainer, finder, finder.attr_name, "attr_name")
@@ -78,7 +78,7 @@ class LRSearch:
         return name
 
     def _run_range_test(self, inner: Trainer, curve: _LRFinder) -> None:
-        """Take the steps, each with its learning rate, until all are done or the loss diverges."""
+        """Take steps with rising learning rates, until all steps are done or the loss diverges."""
         losses, rates, threshold = _StepLoss(), _RisingRate(inner, curve), self.finder.early_stop_threshold
         with torch.enable_grad():
             for step in take_trial_steps(inner, curve.num_training, [losses], rates.set):
@@ -103,7 +103,7 @@ def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
 
 
 class _RisingRate:
-    """Setter of the optimizer's learning rate in each step; its groups keep their proportions."""
+    """Setter of the optimizer's learning rate in each step, which keeps the proportions between parameter groups."""
 
     def __init__(self, inner: Trainer, curve: _LRFinder) -> None:
         self._inner = inner
@@ -111,7 +111,7 @@ class _RisingRate:
         self._shares: list[float] = []  # rate of each group relative to the largest
 
     def set(self, step: int) -> None:
-        """Set the rates of a step.
+        """Set the learning rates for a step.
 
         Args:
             step: Index of the step.
@@ -157,7 +157,7 @@ class _StepLoss(Callback):
             self._weight = self._weight + weight
 
     def take(self, trainer: Trainer) -> float:
-        """Return the loss since the last call. Call it on all processes."""
+        """Return the mean loss since the last call. Call it on all processes."""
         both = torch.tensor([float(self._sum), float(self._weight)], dtype=torch.float64, device="cpu")
         device = trainer.accelerator.device
         both = both.to(device, torch.float32 if device.type == "mps" else torch.float64)

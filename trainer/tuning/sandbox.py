@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
-    """Return a context with a Trainer that has the settings of ``trainer`` and a built copy of its task.
+    """Create a Trainer with the settings of ``trainer`` and a built copy of its task, within a context.
 
-    The Trainer has no callbacks and writes nothing. Afterwards, everything is restored: the task, which is never
-    changed; the RNG state; the generators, samplers and datasets that were read from; the accelerator, in which nothing
-    may be prepared yet.
+    The Trainer has no callbacks and writes nothing. The original task is never changed. Afterwards, the RNG state, the
+    accelerator, and the generators, samplers and datasets that were read are restored. Nothing may be prepared in the
+    accelerator before the search.
 
     Args:
         trainer: The Trainer, before its stage begins.
-        settings: Attributes to set in the copies of task and data module, if they have them.
+        settings: Attributes to set in the copies of the task and the data module, if they have them.
 
     Yields:
         The Trainer with the copies.
@@ -104,7 +104,7 @@ def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
 
 
 def _copy_datamodule(trainer: Trainer) -> DataModule | None:
-    """Return a copy with its own attributes; data, and objects that cannot be copied (an open file), are shared."""
+    """Return a copy that shares data and objects that cannot be copied, such as an open file."""
     datamodule = trainer.datamodule
     if datamodule is None:
         return None
@@ -122,7 +122,7 @@ def _copy_datamodule(trainer: Trainer) -> DataModule | None:
 
 
 def _copy_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
-    """Return a full copy that shares only datasets, dataloaders and the Trainer with the task."""
+    """Return a full copy of the task that shares only datasets, dataloaders and the Trainer with the original."""
     task, name = trainer.task, type(trainer.task).__name__
     assert task is not None
     if any(map(is_sharded, task.parameters())):

@@ -22,8 +22,8 @@ def take_trial_steps(
 
     Args:
         inner: The Trainer of a `rehearsal`.
-        count: Number of steps.
-        callbacks: Callbacks of these steps. Default: none.
+        count: Number of optimizer steps.
+        callbacks: Callbacks to call during these steps. Default: none.
         before_step: Function called with the index of each step before it is taken; the optimizers exist by then.
 
     Yields:

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def attribute_owners(trainer: Trainer, name: str) -> list[Any]:
-    """Return the objects with an attribute ``name``: the task, the data module, or the hparams of either.
+    """Return the objects that have an attribute ``name``: the task, the data module, or the hparams of either.
 
     Args:
-        trainer: The Trainer.
+        trainer: Trainer with the task and the data module.
         name: Name of the attribute.
     """
     owners: list[Any] = []
@@ -33,7 +33,7 @@ def get_attribute(trainer: Trainer, name: str) -> Any:
     """Return the attribute's value.
 
     Args:
-        trainer: The Trainer.
+        trainer: Trainer with the task and the data module.
         name: Name of the attribute.
     """
     owner = attribute_owners(trainer, name)[-1]
@@ -44,9 +44,9 @@ def set_attribute(trainer: Trainer, name: str, value: Any) -> None:
     """Set the attribute on every object that has it.
 
     Args:
-        trainer: The Trainer.
+        trainer: Trainer with the task and the data module.
         name: Name of the attribute.
-        value: The value.
+        value: Value to set.
     """
     for owner in attribute_owners(trainer, name):
         setattr(owner, name, value)
@@ -56,7 +56,7 @@ def check_attribute(trainer: Trainer, finder: Callback, name: str, argument: str
     """Raise a ValueError if no object has the attribute.
 
     Args:
-        trainer: The Trainer.
+        trainer: Trainer with the task and the data module.
         finder: The callback, for the message.
         name: Name of the attribute.
         argument: The callback's argument that sets this name, for the message.

@@ -1,4 +1,4 @@
-"""`Tuner`: searches without a run after them."""
+"""`Tuner`: searches for a learning rate or a batch size that do not start a run."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Tuner:
         """Search for a learning rate; see `LearningRateFinder`.
 
         Args:
-            model: The task.
+            model: Task to search for.
             train_dataloaders: The training dataloader, or a data module.
             val_dataloaders: The validation dataloader, or several.
             dataloaders: Must be None; pass ``train_dataloaders``.
-            datamodule: The data module, instead of dataloaders.
+            datamodule: Data module to use instead of dataloaders.
             method: ``"fit"``, the only method with a learning rate. Default: ``"fit"``.
             min_lr: See `LearningRateFinder`. Default: 1e-8.
             max_lr: See `LearningRateFinder`. Default: 1.0.
@@ -67,10 +67,10 @@ class Tuner:
             attr_name: See `LearningRateFinder`.
 
         Returns:
-            The result; None with ``fast_dev_run``.
+            The learning rates and losses of the search, with ``suggestion()``; None with ``fast_dev_run``.
 
         Raises:
-            ValueError: If the Trainer already has a `LearningRateFinder`, or an argument does not fit.
+            ValueError: If the Trainer already has a `LearningRateFinder`, or an argument is invalid.
         """
         if method != "fit":
             raise ValueError(f"lr_find(method={method!r}) must be 'fit', the only method that uses a learning rate.")
@@ -100,11 +100,11 @@ class Tuner:
         """Search for the largest batch that fits into memory; see `BatchSizeFinder`.
 
         Args:
-            model: The task.
-            train_dataloaders: A data module. Dataloaders cannot be rebuilt and are an error.
+            model: Task to search for.
+            train_dataloaders: A data module. Dataloaders raise an error, because they cannot be rebuilt.
             val_dataloaders: The validation dataloader, or several.
             dataloaders: A data module, for a ``method`` other than ``"fit"``.
-            datamodule: The data module, if the dataloaders are not the task's own.
+            datamodule: Data module, if the task does not define the dataloaders.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``. Default: ``"fit"``.
             mode: See `BatchSizeFinder`. Default: ``"power"``.
             steps_per_trial: See `BatchSizeFinder`. Default: 3.
@@ -116,10 +116,10 @@ class Tuner:
             keep_global_batch: See `BatchSizeFinder`. Default: False.
 
         Returns:
-            The size; None with ``fast_dev_run``.
+            The batch size; None with ``fast_dev_run``.
 
         Raises:
-            ValueError: If the Trainer already has a `BatchSizeFinder`, or an argument does not fit.
+            ValueError: If the Trainer already has a `BatchSizeFinder`, or an argument is invalid.
         """
         choose("method", method, KIND_OF_STAGE)
         finder = BatchSizeFinder(
@@ -157,7 +157,7 @@ class Tuner:
 
 
 def _map_loaders(method: str, train: Any, val: Any, other: Any) -> dict[str, Any]:
-    """Return the passed dataloaders by kind."""
+    """Return the dataloaders that the user passed, by kind."""
     if method == "fit":
         if other is not None:
             raise ValueError("dataloaders does not apply to method='fit'. Pass train_dataloaders and val_dataloaders.")

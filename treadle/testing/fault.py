@@ -41,13 +41,14 @@ class Fault:
     """Planned failure that happens once on each selected process.
 
     Args:
-        point: The point in the run. The docstring of ``treadle.testing.faults`` lists the points.
-        action: The action. The same docstring lists the actions.
-        rank: The rank. Default: None, every rank.
-        step: The optimizer step, counted from 1. A step lasts until the next one begins, so the validation and the save
-            after it belong to it; 0 is everything before the first step in this process. Default: None, any step.
-        occurrence: The visit at which the fault happens: this process counts its visits to the point, from 1, that
-            match the rank, the step and the file.
+        point: Point in the run. The docstring of ``treadle.testing.faults`` lists the points.
+        action: Action to perform. The same docstring lists the actions.
+        rank: Rank on which the fault happens. Default: None, every rank.
+        step: Optimizer step in which the fault happens, counted from 1. A step lasts until the next one begins, so the
+            validation and the save after it belong to it; 0 is everything before the first step in this process.
+            Default: None, any step.
+        occurrence: Number of the visit to the point at which the fault happens. Each process counts its visits from 1,
+            and only those that match the rank, the step and the file.
         match: For disk points, a pattern for the path, such as ``"*/model*"``. For a rename, either path may match.
 
     Raises:
@@ -90,7 +91,7 @@ class Fault:
 
     @functools.cached_property
     def places(self) -> frozenset[str]:
-        """The points that the pattern matches."""
+        """Points that the pattern matches."""
         return frozenset(place for place in POINTS if fnmatchcase(place, self.point))
 
     def __repr__(self) -> str:
@@ -101,7 +102,7 @@ class Fault:
         """Perform the action.
 
         Args:
-            firing: The occurrence, which is passed to the action if it is a function.
+            firing: The occurrence. It is passed to the action if the action is a function.
         """
         kind, value = _parse(self.action)
         if kind == "call":

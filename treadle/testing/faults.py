@@ -17,8 +17,8 @@ A point may contain ``*``: ``disk:*`` matches the moment before every disk opera
     raise[:ValueError]        a builtin exception, `FaultInjected` by default; or pass a class or an instance
     exit[:3]                  the process ends immediately with this status, 1 by default
     kill[:SIGTERM]            the process gets this signal, SIGKILL by default
-    hang[:30]                 sleep for so many seconds, or forever
-    delay:0.5                 sleep for so many seconds
+    hang[:30]                 sleep for this many seconds, or forever
+    delay:0.5                 sleep for this many seconds
     oserror[:ENOSPC]          the disk operation fails with this error, EIO by default
     any function              called with the `Firing`
 
@@ -74,7 +74,7 @@ class FaultPlan:
     fault happens once per process or, with a record, once over all restarts of the process.
 
     Args:
-        faults: The faults.
+        faults: Faults to inject.
         record: A file to which each firing is appended before it happens, so that it is recorded even if it kills the
             process. A recorded firing does not happen again. All processes of a run may share one file.
 
@@ -230,7 +230,7 @@ def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractConte
     """Return a context that arms the plan that `FaultPlan.to_env` stored in the environment, if there is one.
 
     Args:
-        env: The environment. Default: that of this process.
+        env: Environment variables. Default: those of this process.
     """
     if not env.get(_VARIABLE):
         return nullcontext()
@@ -242,7 +242,7 @@ def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractConte
 
 
 class DiskPoint(NamedTuple):
-    """Moment of a disk operation. The number counts all operations: the third "after" may be a rename."""
+    """Moment of a disk operation. The number counts operations of every kind: the third "after" may be a rename."""
 
     operation: str
     moment: str
@@ -263,7 +263,7 @@ def disk_points(work: Callable[[], Any]) -> list[DiskPoint]:
     """Run ``work`` and return, in order, every moment at which one of its disk operations can fail.
 
     Args:
-        work: The function to run.
+        work: Function to run.
     """
     points: list[DiskPoint] = []
     counts: Counter[str] = Counter()
@@ -283,8 +283,8 @@ def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[st
     """Run ``work`` under a plan in a forked child process, which imports nothing, and wait for it.
 
     Args:
-        work: The function to run.
-        *faults: The faults of the plan.
+        work: Function to run.
+        *faults: Faults of the plan.
         record: See `FaultPlan`.
 
     Returns:

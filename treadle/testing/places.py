@@ -32,7 +32,7 @@ POINTS: tuple[str, ...] = (
     *(f"callback:{hook}:{moment}" for hook in HOOKS for moment in ("before", "after")),
     *(f"disk:{name}:{m}" for name in OPERATIONS for m in ("before", "half", "after") if m != "half" or name in _WRITES),
 )
-"""All points."""
+"""All points at which a fault can happen."""
 
 Due = TypeVar("Due")
 
@@ -41,12 +41,13 @@ class Places(Generic[Due]):
     """Interception of a run's points. While armed, it performs the firings that are due at each point.
 
     Args:
-        due: ``due(point, *paths)`` returns the list of firings that are due, usually empty.
-        happen: Performs these firings.
-        active_points: The points to intercept. Functions that only other points need are not replaced.
+        due: Function that is called as ``due(point, *paths)`` and returns the list of due firings, which is usually
+            empty.
+        happen: Function that performs these firings.
+        active_points: Points to intercept. Functions that only other points need are not replaced.
 
     Attributes:
-        step: The optimizer step in progress. A step lasts from its first micro-batch until that of the next step.
+        step: Optimizer step in progress. A step lasts from its first micro-batch until the first one of the next step.
     """
 
     def __init__(

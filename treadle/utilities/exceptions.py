@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..common.peer_names import find_peer_names
 
 MisconfigurationException = ValueError
-"""Alias for code that catches the error of a rejected value under Lightning's name."""
+"""Alias for code that catches errors about invalid values under Lightning's name."""
 
 __all__ = ["MisconfigurationException"]
 

@@ -1,4 +1,4 @@
-"""Sections of a configuration: all checked together, then built one by one."""
+"""Checks of a configuration's sections, and construction of their objects."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ class Optimizers:
 
 @dataclass(frozen=True)
 class CheckedConfig:
-    """Configuration that is valid as a whole; nothing is built yet.
+    """Valid configuration whose objects have not been built.
 
     Attributes:
         config: The configuration.
-        trainer: The Trainer's flags.
-        model: The task.
-        data: The data module, or None.
+        trainer: Recipes of the Trainer's flags, by name.
+        model: Recipe of the task.
+        data: Recipe of the data module, or None.
         optimizers: The replacement of ``configure_optimizers``, or None.
-        seed: The seed. None leaves the RNG state alone.
-        ckpt_path: The checkpoint to resume from or to evaluate.
+        seed: The seed. None leaves the RNG state unchanged.
+        ckpt_path: The checkpoint to resume from or to evaluate, or None.
         schedule: Source of the learning rates and schedule after a resume, ``"saved"`` or ``"script"``.
         run_name: The run's name.
-        run_dir: The folder of all runs.
+        run_dir: The parent folder of all runs.
     """
 
     config: Config
@@ -140,7 +140,7 @@ class Built:
     """Objects built from a configuration.
 
     Attributes:
-        trainer_settings: The Trainer's flags.
+        trainer_settings: The Trainer's flags, with callbacks and loggers built.
         model: The task.
         data: The data module, or None.
         seed: The seed, or None.
@@ -172,7 +172,7 @@ def build(config: Config, model: type[TaskModule] | None = None, data: type[Data
 
 
 def check(config: Config, model: type[TaskModule] | None = None, data: type[DataModule] | None = None) -> CheckedConfig:
-    """Check a whole configuration against the signatures of its classes. Modules are imported, nothing is built.
+    """Check a whole configuration against the signatures of its classes. Import modules, but build nothing.
 
     Args:
         config: The configuration.
@@ -213,7 +213,7 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
 
 
 def _get_trainer_signature() -> Signature:
-    """Return the Trainer's arguments without ``**unknown``, which only collects unknown names."""
+    """Return the Trainer's signature without ``**unknown``, which only collects unknown names."""
     return replace(signature(Trainer), open=False)
 
 
@@ -317,12 +317,12 @@ def _check_simple(checker: Checker, value: Value | None, name: str, annotation: 
 
 
 def locate_error(config: Config, error: Exception, section: str = "trainer") -> ConfigError:
-    """Return an error of the Trainer or the run folder as a ConfigError with its place in the configuration.
+    """Convert an error of the Trainer or the run folder to a ConfigError that names its place.
 
     Args:
         config: The configuration.
-        error: The error. Its message may begin with the name of a flag or section, such as ``devices=0``.
-        section: The section to name if it does not.
+        error: The error to convert. Its message may begin with the name of a flag or section, as in ``devices=0``.
+        section: The section to name if the message names no flag or section. Default: ``"trainer"``.
     """
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     name = (re.match(r"\w*", text) or [""])[0]

@@ -1,4 +1,4 @@
-"""Lookup of classes by name: by a short name if it is unambiguous, otherwise by an import path."""
+"""Lookup of classes by short name, where it is unambiguous, or by import path."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_shelved(base: Any) -> bool:
 
 
 def list_short_names(base: Any) -> dict[str, str]:
-    """Return the short names of subclasses of ``base``, each with the module that has it.
+    """Return the short names of subclasses of ``base``, each with its module.
 
     Args:
         base: The base class; ``object`` for all of `list_shelved`.
@@ -104,10 +104,10 @@ def import_target(name: str) -> Any:
     """Return the object at an import path.
 
     Args:
-        name: The import path.
+        name: The import path, such as ``"my_package.module.Name"``.
 
     Raises:
-        ConfigError: If there is no such object; the error names the closest one.
+        ConfigError: If the object does not exist (the error names the closest one), or if a module it needs is missing.
     """
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
@@ -146,7 +146,7 @@ def import_target(name: str) -> Any:
 
 
 def suggest_short_name(name: str, base: type = object) -> str:
-    """Return a hint if a class of another library has a counterpart with the same short name; empty otherwise.
+    """Return a hint if the short name of a known class is ``name``; otherwise, an empty string.
 
     Args:
         name: The name of the class, without a module.

@@ -1,4 +1,4 @@
-"""Recipes of checked values that can be built: plain values, collections, objects."""
+"""Recipes that build checked values: plain values, collections and objects."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Recipe:
         """Build the value.
 
         Args:
-            supplied: Arguments that are not in the configuration, such as a model's parameters, for all objects that
-                accept them.
+            supplied: Arguments that are not in the configuration, such as a model's parameters. All objects that accept
+                them receive them.
         """
         raise NotImplementedError
 
@@ -101,13 +101,13 @@ class ObjectRecipe(Recipe):
     """Recipe of an object, or of a function's return value.
 
     Attributes:
-        name: The name of the class in the configuration; empty if none was needed.
+        name: The class's name in the configuration; empty if the configuration names none.
         target: The class or function.
-        path: The path of the value.
+        path: The value's path in the configuration.
         signature: The signature of the target.
         arguments: Recipes of the arguments.
-        base: The class that a function's return value must have.
-        later: Whether to build a partial of the target instead of calling it.
+        base: The class of which a function's return value must be an instance.
+        later: Whether to build a ``functools.partial`` of the target instead of calling it.
     """
 
     name: str
@@ -155,7 +155,7 @@ class ObjectRecipe(Recipe):
         return positional + (arguments.pop(variadic_name) if variadic_name in arguments else [])
 
     def _explain_error(self, error: Exception) -> Exception:
-        """Return Treadle's and torch's errors as a ConfigError with the place, and any other error with a note."""
+        """Convert an error of Treadle or torch to a ConfigError with its place; add a note to any other error."""
         name = self.name or getattr(self.target, "__name__", str(self.target))
         home = getattr(self.target, "__module__", "") or ""
         if isinstance(error, ConfigError):
@@ -189,7 +189,7 @@ class Opaque:
 
 
 def make_default_value(default: Any) -> Value:
-    """Return a default as a value; `Opaque` if it is not plain data."""
+    """Convert a default to a value, which is `Opaque` if the default is not plain data."""
     try:
         return make_value(_convert_to_data(default), DEFAULT)
     except TypeError:

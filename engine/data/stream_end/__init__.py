@@ -1,4 +1,4 @@
-"""End of streams that each rank reads separately: voted on along with the gradients, without a separate exchange."""
+"""Detection of the end of streams that each rank reads separately, by votes that travel with the gradients."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Votes on a group of micro-batches that is still to come, if each rank reads its own stream."""
+"""Votes of the ranks on an upcoming group of micro-batches, for streams that each rank reads separately."""
 
 from __future__ import annotations
 
 
 class Outlook:
-    """Votes on an upcoming group of micro-batches: whether each rank's share is full, or the rank's data has ended.
+    """Votes on an upcoming group of micro-batches: each rank states whether its share is full or its data has ended.
 
-    The votes are part of the gradient reduction of an earlier group. If one of the two holds for each rank, the samples
-    of the group follow from the counts of votes, and nothing else has to be exchanged.
+    The votes are part of the gradient reduction of an earlier group. If every rank casts one of these two votes, the
+    number of samples in the group follows from the counts of votes, and no further exchange is needed.
 
     Args:
-        width: Micro-batches in the group.
-        is_full: Whether this rank has read all micro-batches of the group, each with the samples of a full batch.
+        width: Number of micro-batches in the group.
+        is_full: Whether this rank has read all micro-batches of the group, and each of them is a full batch.
         has_ended: Whether this rank has no data left for the group.
     """
 
@@ -24,7 +24,7 @@ class Outlook:
         self._full = self._ended = self._voters = 0
 
     def settle(self, full: float, ended: float, voters: int) -> None:
-        """Store the summed votes.
+        """Store the votes, summed over the ranks.
 
         Args:
             full: The number of ranks that voted that their share is full.
@@ -35,15 +35,15 @@ class Outlook:
 
     @property
     def is_settled(self) -> bool:
-        """True once the votes were read."""
+        """True once the summed votes are stored."""
         return self._voters > 0
 
     def count_full(self, ranks: int) -> int | None:
-        """Return the number of data-sharing ranks that have a full share; None if the votes do not determine it.
+        """Return the number of data ranks that have a full share; None if the votes do not determine it.
 
         Args:
-            ranks: The number of ranks that share the data. Several voters may read the same share, as under tensor
-                parallelism.
+            ranks: The number of ranks among which the data is divided. With tensor parallelism, several voters read the
+                same share.
         """
         if not self._voters or self._full + self._ended != self._voters:
             return None

@@ -1,4 +1,4 @@
-"""Check that a stream may be read ahead of the loop, so that the ranks can vote on its end; see `Outlook`."""
+"""Check whether a stream may be read ahead of the loop, so that the ranks can vote on its end; see `Outlook`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _ITEMS = 100  # a longer list is treated as data
 def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
     """Return whether a stream may be read ahead of the loop.
 
-    A stream that this process reads may not be read ahead if its samples may depend on the training, such as samples
-    that the model generates. Nor may a stream whose state could be expensive to read before each batch, or could change
-    after it was read.
+    A stream that is read in this process may not be read ahead if its samples could depend on the model being trained,
+    such as samples that the model generates. The same holds for a stream whose state could be expensive to read before
+    each batch, or could change after it was read.
 
     Args:
         source: The user's loader of an ``IterableDataset``.
-        state_owner: The object with the position of the stream, for a checkpoint; or None.
+        state_owner: The object whose ``state_dict`` contains the position of the stream; or None.
     """
     owners = [state_owner]
     if source.num_workers == 0:
@@ -40,7 +40,7 @@ def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
 
 
 def holds_model(dataset: Any) -> bool:
-    """Return whether a dataset refers to a module: as an attribute, or through an object or a function.
+    """Return whether a dataset refers to a module, directly or through nested objects and functions.
 
     Args:
         dataset: The dataset.
@@ -59,7 +59,7 @@ def holds_model(dataset: Any) -> bool:
 
 
 def _iter_held(value: Any) -> Iterator[Any]:
-    """Yield the attributes of an object, the items of a short list, a method's object, or a function's variables."""
+    """Yield what an object refers to: attributes, items of a short list or dict, or a function's variables."""
     if isinstance(value, MethodType):
         yield value.__self__
     elif isinstance(value, partial):
