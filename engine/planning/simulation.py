@@ -144,7 +144,8 @@ class _Step:
         if closure is not None and closure.default is closure.empty:
             name = type(optimizer).__name__
             raise ValueError(
-                f"{name} runs the step a varying number of times, so it can't be planned. Use another optimizer."
+                f"{name} calls its closure a varying number of times per step, so it can't be planned. Use another "
+                "optimizer."
             )
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
