@@ -245,7 +245,8 @@ def test_a_callback_names_the_checkpoint_that_somebody_else_keeps(tmp_path, word
     said = [text for text in words if text.startswith("ckpt_path=")]
     assert (
         said[0]
-        == "ckpt_path='auto': fit starts from scratch, because there is no checkpoint to resume from in the vault's checkpoints"
+        == "ckpt_path='auto': fit starts from scratch, because there is no checkpoint to resume from in the vault's "
+        "checkpoints"
     )
     with pytest.raises(
         ValueError, match="ckpt_path='last', but there is no intact checkpoint in the vault's checkpoints"
