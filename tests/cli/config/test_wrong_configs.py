@@ -103,7 +103,7 @@ CASES = {
     "no value": (MODEL, ["seed"], ["command line: seed", "key.path=value"]),
     "nothing behind": (MODEL, ["ckpt_path="], ["ckpt_path=null", "~ckpt_path"]),
     "no key": (MODEL, ["=3"], ["is not a key"]),
-    "below a number": (MODEL + "seed: 0\n", ["seed.x=1"], ["'seed.x'", "which is 0", "run.yaml:2"]),
+    "below a number": (MODEL + "seed: 0\n", ["seed.x=1"], ["'seed.x'", "is 0", "run.yaml:2"]),
     "below text": (MODEL, ["trainer.strategy=ddp", "trainer.strategy.x=1"], ["'trainer.strategy'", "'ddp'"]),
     "list index": (
         MODEL + "trainer: {callbacks: [Timer]}\n",

@@ -100,7 +100,7 @@ def test_options_become_a_job(tmp_path: Path) -> None:
         (["--nnodes", "x"], "'x' must have the form N or N:M"),
         (["--nnodes", "3:2", "--rdzv-endpoint", "h"], "--nnodes 3:2"),
         (["--nnodes", "2"], "needs an endpoint"),
-        (["--nnodes", "2", "--rdzv-endpoint", "h", "--node-rank", "0"], "--rdzv-endpoint excludes"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h", "--node-rank", "0"], "--rdzv-endpoint can't be combined"),
         (["--nnodes", "2", "--master-addr", "h"], "need --node-rank"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "h"], "--node-rank 2"),
         (["--nnodes", "2", "--rdzv-endpoint", "h", "--rdzv-conf", "timeout"], "KEY=VALUE"),
