@@ -89,7 +89,7 @@ def _add_processes(command_parser: argparse.ArgumentParser) -> None:
         help="number of machines, or the minimum and the maximum. Default: 1",
     )
     add("--num_processes", type=int, metavar="N", help="processes on all machines together")
-    add("--rdzv-endpoint", metavar="HOST:PORT", help="address of one machine, at which all machines meet")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="address of the machine where all machines rendezvous")
     add("--rdzv-id", metavar="NAME", help="name of the run, the same on all machines")
     add("--rdzv-backend", metavar="NAME", help="torch's rendezvous backend. Default: c10d, or static with --node-rank")
     add(
