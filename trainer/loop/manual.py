@@ -104,7 +104,7 @@ class ManualSteps(Steps):
             hook(loss)
         if not self.agreement.watch(loss):
             self.note_batch(self.batch)
-        self.accumulation.backward(loss, by=self.custom_backward, **kwargs)
+        self.accumulation.backward(loss, *args, by=self.custom_backward, **kwargs)
         self.accumulation.unreduced.update(self.optimizers)
         for hook in self.hooks.on_after_backward:
             hook()
