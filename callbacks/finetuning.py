@@ -442,7 +442,7 @@ def _apply_layout(layout: dict[str, Any], trainer: Trainer, task: TaskModule) ->
         if saved[: len(current)] != current:
             raise ValueError(
                 f"the checkpoint's {type(optimizer).__name__} started with other parameter groups. "
-                "configure_optimizers must build the same groups of the parameters that are not frozen."
+                "configure_optimizers must build the same groups from the parameters that are not frozen."
             )
         for group in saved[len(current) :]:
             optimizer.add_param_group({"params": [parameters[name] for name in group]})

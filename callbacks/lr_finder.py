@@ -115,9 +115,9 @@ class _LRFinder:
         self._optimal_idx = None
         if len(indices) < 2:
             warn(
-                f"no learning rate can be suggested: only {len(indices)} of {len(lrs)} points remain without the first "
-                f"{skip_begin}, the last {skip_end} and those whose loss is not finite, but 2 are needed. Try more "
-                "rates, or start from a lower one."
+                f"no learning rate can be suggested: only {len(indices)} of {len(lrs)} points remain after the first "
+                f"{skip_begin}, the last {skip_end} and all points with a non-finite loss are excluded, but at least 2 "
+                "are needed. Try more rates, or start from a lower one."
             )
             return None
         positions = [math.log(lrs[k]) if self.mode == "exponential" else lrs[k] for k in indices]

@@ -170,8 +170,8 @@ class ModelPruning(Callback):
         """Raise an error if the model cannot be pruned."""
         if stage == "fit" and (strategy := trainer.accelerator.strategy).sharded:
             raise ValueError(
-                f"ModelPruning cannot run with strategy={strategy.name!r}, because torch's pruning compares whole "
-                "layers. Use 'ddp'."
+                f"ModelPruning cannot run with strategy={strategy.name!r}, because torch's pruning compares the "
+                "weights of full layers. Use 'ddp'."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -195,7 +195,7 @@ class ModelPruning(Callback):
             is_in_model = id(part) in names and (hasattr(part, name) or f"{name}_orig" in part._parameters)
             if not is_in_model:
                 raise ValueError(
-                    f"parameters_to_prune has {name!r} of {name_type(part)}, which the model lacks. Remove this pair."
+                    f"parameters_to_prune contains {name!r} of {name_type(part)}, which is not in the model. Remove it."
                 )
         chosen = self.filter_parameters_to_prune(pairs)
         if not chosen:

@@ -115,8 +115,9 @@ class StochasticWeightAveraging(Averaging):
         """Check that the run supports averaging, and create the averages."""
         if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
             raise ValueError(
-                f"StochasticWeightAveraging needs one optimizer and automatic_optimization=True, but the task has "
-                f"{len(trainer.optimizers)} optimizer(s) and automatic_optimization={pl_module.automatic_optimization}."
+                "StochasticWeightAveraging needs one optimizer and automatic_optimization=True, but the task has "
+                f"{len(trainer.optimizers)} optimizer(s) and "
+                f"automatic_optimization={pl_module.automatic_optimization}. Remove the callback, or change the task."
             )
         if isinstance(self.swa_epoch_start, float) and trainer.max_epochs == -1:
             raise ValueError(

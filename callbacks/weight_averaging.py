@@ -286,7 +286,7 @@ def _choose_average(name: str, kwargs: dict[str, Any]) -> Average:
             raise TypeError(f"{name}: {key}={value!r} must be a function.")
     avg_fn, multi_avg_fn = (kwargs.get(key) for key in _FUNCTIONS)
     if avg_fn is not None and multi_avg_fn is not None:
-        raise ValueError(f"{name}: avg_fn and multi_avg_fn exclude each other. Pass only one.")
+        raise ValueError(f"{name}: avg_fn and multi_avg_fn can't be combined. Pass only one.")
     if multi_avg_fn is not None:
         return _wrap_multi_avg_fn(multi_avg_fn)
     return average_equally if avg_fn is None else wrap_avg_fn(avg_fn)

@@ -1,4 +1,4 @@
-"""Rank, world size and collectives of one process, and Accelerate's state objects."""
+"""Rank, world size and collectives of a process, and the state objects of Accelerate's API."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _accelerators: list[weakref.ref[Accelerator]] = []
 
 
 def register_accelerator(accelerator: Accelerator) -> None:
-    """Make ``accelerator`` the one that `GradientState()` and `AcceleratorState()` describe while it is alive.
+    """Make `GradientState()` and `AcceleratorState()` describe ``accelerator`` while it is alive.
 
     Args:
         accelerator: A new Accelerator.
@@ -49,19 +49,20 @@ def register_accelerator(accelerator: Accelerator) -> None:
 
 
 def get_latest_accelerator() -> Accelerator | None:
-    """Return the latest Accelerator of this process that is alive, or None."""
+    """Return the most recently created Accelerator of this process that is still alive, or None."""
     return next((accelerator for reference in reversed(_accelerators) if (accelerator := reference())), None)
 
 
 class Process:
-    """Base of `PartialState` and `Accelerator`: rank, world size and collectives of this process.
+    """Base class of `PartialState` and `Accelerator`, with rank, world size and collectives of this process.
 
     Args:
         world: All processes.
-        data_world: The processes with different data, if several process one sample together. Default: all of them.
+        data_world: The processes that hold different data, if several processes share each sample. Default: all
+            processes.
 
     Attributes:
-        cursor: The current micro-batch of a prepared loader.
+        cursor: The position in a prepared loader, with its current micro-batch.
     """
 
     def __init__(self, world: World, data_world: World | None = None) -> None:
@@ -71,7 +72,7 @@ class Process:
         self._trigger = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return this object, so that a copy of a model that holds it stays in the same process group."""
+        """Return this object itself, so that a copied model that refers to it stays in the same process group."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -87,7 +88,7 @@ class Process:
 
     @property
     def num_processes(self) -> int:
-        """Number of processes."""
+        """World size: the number of processes."""
         return self.world.size
 
     @property
@@ -107,7 +108,7 @@ class Process:
 
     @property
     def is_local_main_process(self) -> bool:
-        """True on the first process of each machine."""
+        """True on local rank zero of each machine."""
         return self.world.local_rank == 0
 
     @property
@@ -122,7 +123,7 @@ class Process:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Kind of distributed training, as Accelerate names it."""
+        """Kind of distributed training, under Accelerate's name."""
         return distributed_type(self.world, self._is_sharded())
 
     def _is_sharded(self) -> bool:
@@ -140,27 +141,29 @@ class Process:
         self.world.barrier()
 
     def end_training(self) -> None:
-        """Wait for all processes at the end of a run."""
+        """Wait until all processes have reached the end of the run."""
         self.wait_for_everyone()
 
     def gather(self, tensor: Any, sync_grads: bool = False) -> Any:
         """Concatenate the tensors of all processes along dimension 0, on every process.
 
-        With ``sync_grads=True`` a loss can be computed on the whole global batch, as contrastive losses (SimCLR, CLIP)
-        require: gradients flow back to the process that each row came from. The gradient of a row is the sum over the
-        losses of all processes, and DDP and FSDP average the parameters' gradients over the processes. A loss that
-        every process computes on the whole gathered batch therefore gives exactly the gradient of one process with that
-        batch; do not multiply it by the world size. The same holds for the mean loss of each process's own rows against
-        all rows.
+        With ``sync_grads=True``, a loss can be computed on the whole global batch, as contrastive losses (SimCLR, CLIP)
+        require. Gradients flow back to the process that each row came from. The gradient of a row is the sum of its
+        gradients in the losses of all processes, and DDP and FSDP average the parameters' gradients over the processes.
+        If every process computes the loss on the whole gathered batch, the gradient therefore equals that of a single
+        process with this batch. Do not multiply the loss by the world size. The same holds if each process computes the
+        mean loss of its own rows against all rows.
 
         Args:
-            tensor: A tensor, or tensors nested in dicts, lists or tuples; the numbers of rows may differ.
-            sync_grads: Let gradients flow back. All processes must then use the result in their loss. If the last batch
-                has fewer samples than there are processes, the repeated samples of ranks without a share are excluded.
+            tensor: A tensor, or tensors nested in dicts, lists or tuples. The number of rows may differ between
+                processes.
+            sync_grads: Let gradients flow back through the operation. All processes must then use the result in their
+                loss. If the last batch has fewer samples than there are processes, the repeated samples of ranks
+                without a share are excluded.
 
         Raises:
-            TypeError: If the value holds no tensor.
-            ShapesDiffer: On every process, if shapes differ in more than the rows.
+            TypeError: If ``tensor`` contains no tensor.
+            ShapesDiffer: On every process, if shapes differ in more than the number of rows.
         """
         if not sync_grads:
             collectives.check_equal_shapes("gather", tensor, self.world)
@@ -170,9 +173,9 @@ class Process:
         return collectives.gather(tensor, self.data_world, empty=stand_in, sync_grads=True)
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Return the values of all processes in one list, on every process. The items of a list or tuple are joined.
+        """Return a list of all processes' values, on every process. Lists and tuples are concatenated.
 
-        Results computed from the shares of `split_between_processes` come back in the order of its inputs.
+        Results that were computed from the shares of `split_between_processes` are returned in the order of its inputs.
 
         Args:
             value: Any object that can be pickled.
@@ -180,21 +183,21 @@ class Process:
         return collectives.gather_objects(value, self.world)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather results of the current batch from all processes: each sample once, in the order of the dataset.
+        """Gather results of the current batch from all processes, each sample once and in the order of the dataset.
 
         A 0-d tensor, such as a batch's mean loss, becomes one entry per process that had samples. Batches may differ in
-        size, so a mean over the entries is not the mean over the samples: gather ``(loss, len(batch))`` and compute a
+        size, so a mean over the entries is not the mean over the samples. Gather ``(loss, len(batch))`` and compute a
         weighted mean, or gather ``loss.repeat(len(batch))``. ``loss.repeat(batch_size)``, with the DataLoader's batch
-        size, works too: in a short batch, one-dimensional floating-point tensors with that many equal rows get as many
-        rows as the batch has samples on this rank.
+        size, works too: in a short batch, a one-dimensional floating-point tensor with this many equal rows is
+        shortened to the number of samples that the batch has on this rank.
 
         Args:
-            input_data: A nested structure of tensors with any number of rows (samples, tokens) or 0-d; or other
-                objects.
-            use_gather_object: Treat the value as objects even if it holds tensors.
+            input_data: Tensors in a nested structure, each 0-d or with any number of rows (such as samples or tokens);
+                or other objects.
+            use_gather_object: Gather the value as objects even if it contains tensors.
 
         Returns:
-            Tensors concatenated along dimension 0; a value that holds no tensor becomes one list.
+            The structure with tensors concatenated along dimension 0; a list if the value contains no tensor.
         """
         micro = self.cursor.micro
         stand_in = micro is not None and not micro.samples
@@ -207,34 +210,34 @@ class Process:
         return gathered if micro is not None else _drop_repeated(gathered)
 
     def _get_batch_size(self) -> int | None:
-        """Return this rank's number of samples in a full batch of the current DataLoader, or None if unknown."""
+        """Return the number of samples in this rank's full batch of the current DataLoader, or None if unknown."""
         return None
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce tensors over the processes.
 
         Args:
-            tensor: A tensor, or tensors nested in collections, of the same shapes on all processes.
+            tensor: A tensor, or tensors nested in collections, with the same shapes on all processes.
             reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``.
-            scale: Factor of the result.
+            scale: Factor by which the result is multiplied. Default: 1.
 
         Returns:
-            The value with the reduced tensors; the input is not changed.
+            The same structure with reduced tensors. The input is not changed.
 
         Raises:
-            ValueError: If the reduction is unknown.
+            ValueError: If ``reduction`` is unknown.
             ShapesDiffer: On every process, if the tensors differ in number, shape or dtype.
         """
         return collectives.reduce(tensor, self.world, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Pad tensors along ``dim`` to the length of the longest tensor over all processes.
+        """Pad tensors along ``dim`` to the length of the longest tensor on any process.
 
         Args:
             tensor: A tensor, or tensors nested in collections.
-            dim: The dimension to pad.
-            pad_index: The value to pad with.
-            pad_first: Pad before the first entry, not after the last.
+            dim: The dimension to pad. Default: 0.
+            pad_index: The value to pad with. Default: 0.
+            pad_first: Pad before the first entry rather than after the last.
 
         Raises:
             ShapesDiffer: On every process, if the tensors differ in number or in their number of dimensions.
@@ -243,13 +246,13 @@ class Process:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each process its share of ``inputs``, which must be the same on all of them.
+        """Give each process its share of ``inputs``, which must be the same on all processes.
 
-        `gather_object` (or `gather`, for tensors) returns the results in the order of the inputs; with padding, the
-        first ``len(inputs)`` are those of the inputs.
+        `gather_object` (or `gather`, for tensors) returns the results in the order of the inputs. With padding, only
+        the first ``len(inputs)`` results belong to the inputs.
 
         Args:
-            inputs: The inputs to share, which are never changed; see `treadle.engine.collectives.split` for the
+            inputs: The inputs to divide, which are never changed. See `treadle.engine.collectives.split` for the
                 supported types.
             apply_padding: Repeat the last input at the end, so that all shares have the same length.
 
@@ -257,28 +260,29 @@ class Process:
             The share of this process.
 
         Raises:
-            TypeError: If ``inputs`` is not a collection (a str, a number), or has no order (a set).
+            TypeError: If ``inputs`` is not a collection (such as a string or a number), or is unordered (such as a
+                set).
             ValueError: If ``inputs`` is a dict whose values differ in length.
         """
         yield split(inputs, self.world.rank, self.world.size, apply_padding)
 
     def set_trigger(self) -> None:
-        """Set a flag that `check_trigger` returns on every process."""
+        """Set a flag that `check_trigger` reports on every process."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Return whether any process has set the flag since the last check. Call it on all processes."""
+        """Return whether any process has set the flag since the last check. Must be called on all processes."""
         raised, self._trigger = self.world.any(self._trigger), False
         return raised
 
     def destroy_process_group(self) -> None:
-        """Destroy the process group. Call it on all processes. A new Accelerator or PartialState creates a new one."""
+        """Destroy the process group. Must be called on all processes. The next Accelerator creates a new group."""
         disconnect()
 
     # -- on some processes ---------------------------------------------------------------------------------------
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank zero.
+        """Print on rank zero only.
 
         Args:
             args: Arguments of ``print``.
@@ -288,39 +292,39 @@ class Process:
             print(*args, **kwargs)
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function that runs on rank zero and returns None elsewhere.
+        """Decorate a function so that it runs only on rank zero, and returns None on other ranks.
 
         Args:
-            function: The function.
+            function: The function to decorate.
         """
         return _run_if(function, self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function that runs on the first process of each machine and returns None elsewhere.
+        """Decorate a function so that it runs only on local rank zero of each machine, and returns None on other ranks.
 
         Args:
-            function: The function.
+            function: The function to decorate.
         """
         return _run_if(function, self.is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function that runs on the last rank and returns None elsewhere.
+        """Decorate a function so that it runs only on the last rank, and returns None on other ranks.
 
         Args:
-            function: The function.
+            function: The function to decorate.
         """
         return _run_if(function, self.is_last_process)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function that runs on rank ``process_index`` and returns None elsewhere.
+        """Decorate a function so that it runs only on rank ``process_index``, and returns None on other ranks.
 
-        With a world size of one, this process runs it for every index.
+        With a world size of one, this process runs the function for any index.
 
         Args:
-            function: The function. Without it, a decorator is returned.
-            process_index: The rank.
+            function: The function to decorate. Default: return a decorator.
+            process_index: The rank that runs the function.
 
         Raises:
             TypeError: If ``process_index`` is missing.
@@ -333,15 +337,15 @@ class Process:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function that runs on one process of each machine and returns None elsewhere. See `on_process`.
+        """Decorate a function so that it runs only on one local rank of each machine; see `on_process`.
 
         Args:
-            function: The function. Without it, a decorator is returned.
-            local_process_index: The rank on its machine.
+            function: The function to decorate. Default: return a decorator.
+            local_process_index: The local rank that runs the function.
 
         Raises:
             TypeError: If ``local_process_index`` is missing.
-            ValueError: If no process has this rank.
+            ValueError: If no process has this local rank.
         """
         if function is None:
             return partial(self.on_local_process, local_process_index=local_process_index)
@@ -361,7 +365,7 @@ class Process:
         """Return a context that rank zero runs before the other ranks. An error on rank zero is raised on all ranks.
 
         Raises:
-            RuntimeError: On the other ranks, with the text of rank zero's error.
+            RuntimeError: On all other ranks, with the message of rank zero's error.
         """
         return self._run_first(self.is_main_process)
 
@@ -402,9 +406,9 @@ def _run_if(function: Callable[..., Any], chosen: bool) -> Callable[..., Any]:
 
 
 class PartialState(Process):
-    """Rank, world size and collectives of this process, without models: for inference and other scripts.
+    """Rank, world size and collectives of this process, for inference and other scripts without an Accelerator.
 
-    Any number of instances may exist; they share torch's default process group. Without arguments, the constructor uses
+    Any number of instances may exist. They share torch's default process group. Without arguments, the constructor uses
     an existing process group if there is one. Otherwise, it connects the processes that a launcher started.
 
     Args:
@@ -413,7 +417,7 @@ class PartialState(Process):
             a dict of its arguments, or ``"DD:HH:MM:SS"``).
 
     Raises:
-        TypeError: If an argument does not exist.
+        TypeError: If a keyword argument is unknown.
         ValueError: If a value is not supported.
 
     Example:
@@ -455,10 +459,10 @@ class PartialState(Process):
 
     @property
     def debug(self) -> bool:
-        """True if `gather` checks that all ranks pass the same shapes. The other collectives always check them.
+        """True if `gather` checks that all ranks pass the same shapes; other collectives always check this.
 
-        The switch applies to the whole process, as in Accelerate. ``TREADLE_DEBUG=1`` compares the collective calls
-        themselves.
+        The setting applies to the whole process, as in Accelerate. The environment variable ``TREADLE_DEBUG=1``
+        additionally compares the collective calls of all ranks.
         """
         return collectives.debug_mode.enabled or self.world.debug is not None
 
@@ -478,7 +482,7 @@ class PartialState(Process):
 
     @staticmethod
     def _reset_state() -> None:
-        """Reset the state that Accelerate's states share, which in Treadle is only ``debug``."""
+        """Reset the state that all instances share, which in Treadle is only ``debug``."""
         collectives.debug_mode.enabled = False
 
     def __repr__(self) -> str:
@@ -494,17 +498,17 @@ class PartialState(Process):
 
 
 class AcceleratorState(PartialState):
-    """State of an Accelerator: a `PartialState` with the precision and the layout of the model.
+    """State of an Accelerator: a `PartialState` that also describes the precision and the layout of the model.
 
-    ``AcceleratorState()`` describes the latest Accelerator; without one it has the defaults.
+    ``AcceleratorState()`` describes the latest Accelerator. Without an Accelerator, it has default values.
 
     Args:
-        mixed_precision: Same as the Accelerator's argument.
+        mixed_precision: Precision to report, as for the Accelerator. Default: that of the latest Accelerator.
         cpu: Compute on the CPU.
-        kwargs: See `PartialState`.
+        kwargs: Further arguments of `PartialState`.
 
     Attributes:
-        deepspeed_plugin: None, for scripts that check it.
+        deepspeed_plugin: Always None, for scripts that check it.
 
     Example:
         >>> from treadle.engine import Accelerator, AcceleratorState
@@ -538,10 +542,10 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """``"no"``, ``"bf16"`` or ``"fp16"``.
+        """Mixed precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
 
-        The default is the Accelerator's precision; without an Accelerator, it is the environment variable
-        ``ACCELERATE_MIXED_PRECISION``, or else ``"no"``.
+        The default is the Accelerator's precision. Without an Accelerator, it is the value of the environment variable
+        ``ACCELERATE_MIXED_PRECISION``, or ``"no"`` if that is not set.
         """
         if self._mixed_precision is not None:
             return self._mixed_precision
@@ -571,7 +575,7 @@ class AcceleratorState(PartialState):
 
     @property
     def device_mesh(self) -> Any:
-        """Device mesh that the model is sharded over, or None."""
+        """Device mesh over which the model is sharded, or None."""
         return None if self._accelerator is None else self._accelerator.torch_device_mesh
 
     @property
@@ -581,7 +585,7 @@ class AcceleratorState(PartialState):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Give ``AcceleratorState()`` the defaults until another Accelerator is created."""
+        """Reset ``AcceleratorState()`` to default values until another Accelerator is created."""
         _accelerators.clear()
         if reset_partial_state:
             PartialState._reset_state()
@@ -591,14 +595,14 @@ class AcceleratorState(PartialState):
 
 
 def is_initialized() -> bool:
-    """Return whether this process has an Accelerator."""
+    """Return whether an Accelerator exists in this process."""
     return get_latest_accelerator() is not None
 
 
 class GradientState:
-    """State of gradient accumulation: position in the current group and in the current loader.
+    """State of gradient accumulation: the position in the current group and in the current loader.
 
-    Instances that are created directly share one state: that of the latest Accelerator that is alive.
+    Instances that are created directly share one state, that of the latest Accelerator that is still alive.
 
     Args:
         gradient_accumulation_plugin: Settings for iterations without an Accelerator.
@@ -631,7 +635,7 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Reset the plugin, the flag and the loaders of iterations without an Accelerator."""
+        """Reset the plugin, the flag and the loaders that apply without an Accelerator."""
         GradientState._plugin, GradientState._sync_without_accelerator = None, True
         for loader in list_running_loaders():
             remove_running_loader(loader)
@@ -646,7 +650,7 @@ class GradientState:
 
     @property
     def sync_gradients(self) -> bool:
-        """True if this micro-batch ends its group."""
+        """True if the current micro-batch is the last of its group."""
         accelerator = self._resolve()
         return self._sync_without_accelerator if accelerator is None else accelerator.sync_gradients
 
@@ -671,7 +675,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """The ``adjust_scheduler`` setting. It has no effect: a schedule advances only at the end of a group."""
+        """Setting of the plugin that has no effect, because a schedule advances only at the end of a group."""
         return self.plugin_kwargs.get("adjust_scheduler", True)
 
     @property
@@ -681,14 +685,14 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The fields of the plugin that differ from their defaults, and ``num_steps``."""
+        """Fields of the plugin that differ from their defaults, and ``num_steps``."""
         accelerator = self._resolve()
         plugin = self._plugin if accelerator is None else accelerator.gradient_accumulation_plugin
         return {**({} if plugin is None else plugin.to_kwargs()), "num_steps": self.num_steps}
 
     @property
     def active_dataloader(self) -> Any:
-        """Loader of the current batch, or None."""
+        """Loader that yielded the current batch, or None."""
         accelerator = self._resolve()
         micro = None if accelerator is None else accelerator.cursor.micro
         if accelerator is None or micro is None:
@@ -698,19 +702,19 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """None, followed by the loaders that are being iterated."""
+        """List of None, as in Accelerate, followed by the loaders that are being iterated."""
         running, active = list_running_loaders(), self.active_dataloader
         return [None, *running] if active is None or active in running else [None, *running, active]
 
     @property
     def in_dataloader(self) -> bool:
-        """True inside an iteration over a loader that updates this state."""
+        """True during an iteration over a loader that updates this state."""
         accelerator = self._resolve()
         return (accelerator is not None and accelerator.cursor.micro is not None) or get_running_loader() is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """True in the last batch of the loader; False for a prepared stream, whose length is not known."""
+        """True during the last batch of the loader; False for a prepared stream, whose length is unknown."""
         loader = self.active_dataloader
         if loader is None or loader is get_running_loader():
             return loader is not None and loader.end_of_dataloader
@@ -718,9 +722,9 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Number of samples over all processes in the last batch of a prepared loader, else -1.
+        """Number of samples over all processes during the last batch of a prepared loader; -1 otherwise.
 
-        A prepared loader repeats no sample, so nothing has to be removed from gathered results.
+        A prepared loader does not repeat samples, so nothing has to be removed from gathered results.
         """
         accelerator, running = self._resolve(), get_running_loader()
         micro = None if accelerator is None else accelerator.cursor.micro

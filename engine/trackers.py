@@ -233,7 +233,7 @@ class WandBTracker(RunTracker):
         import wandb
 
         if dataframe is None and (columns is None or data is None):
-            raise ValueError(f"log_table({table_name!r}) has no table. Pass columns= and data=, or dataframe=.")
+            raise ValueError(f"log_table({table_name!r}) got no table. Pass columns= and data=, or dataframe=.")
         self.run.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step=step, **kwargs)
 
 
@@ -384,7 +384,7 @@ class ClearMLTracker(RunTracker):
             ValueError: If neither ``data`` nor ``dataframe`` is given.
         """
         if dataframe is None and data is None:
-            raise ValueError(f"log_table({table_name!r}) has no table. Pass data=, or dataframe=.")
+            raise ValueError(f"log_table({table_name!r}) got no table. Pass data=, or dataframe=.")
         table = dataframe if dataframe is not None else ([columns, *data] if columns else data)  # type: ignore[misc]
         logger = self.task.get_logger()
         logger.report_table(title=table_name, series=table_name, table_plot=table, iteration=step, **kwargs)

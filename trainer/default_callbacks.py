@@ -95,7 +95,7 @@ def as_callbacks(label: str, value: Any) -> list[Callback]:
         ValueError: If an object is listed twice.
     """
     if value is not None and not isinstance(value, Callback) and not _is_several(value):
-        raise TypeError(f"{label} must be a treadle.Callback or several of them, not {value!r}.")
+        raise TypeError(f"{label} must be a treadle.Callback or a list of them, not {value!r}.")
     callbacks = [] if value is None else [value] if isinstance(value, Callback) else list(value)
     for number, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
@@ -130,7 +130,7 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
     loggers = list(requested) if not isinstance(requested, Logger) and _is_several(requested) else [requested]
     for number, logger in enumerate(loggers):
         if not isinstance(logger, Logger):
-            raise TypeError(f"logger must be True, False, a treadle.loggers.Logger or several of them, not {logger!r}.")
+            raise TypeError(f"logger must be True, False, a treadle.loggers.Logger or a list of them, not {logger!r}.")
         if any(logger is previous for previous in loggers[:number]):
             raise ValueError(
                 f"logger has the same {type(logger).__name__} object twice, so it would get each row twice. Remove one."

@@ -39,8 +39,8 @@ class Averaging(Callback):
         """
         if sum(isinstance(callback, Averaging) for callback in trainer.callbacks) > 1:
             raise ValueError(
-                "callbacks has two callbacks that average weights, but only one of them can set the final weights. "
-                "Remove one."
+                "callbacks contains two callbacks that average weights, but only one of them can set the final "
+                "weights. Remove one."
             )
         self._averages = Averages(task, buffers, resolve_averages_device(trainer, device, type(self).__name__, strict))
         self._ended, self._latest_epoch = False, -1

@@ -83,4 +83,4 @@ def check_triggers(steps: int | None, interval: timedelta | None, epochs: int | 
     triggers = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}
     active_triggers = [name for name, value in triggers.items() if value]
     if len(active_triggers) > 1:
-        raise ValueError(f"{' and '.join(active_triggers)} exclude each other. Use one ModelCheckpoint for each.")
+        raise ValueError(f"{' and '.join(active_triggers)} can't be combined. Use one ModelCheckpoint for each.")

@@ -238,7 +238,9 @@ class Chart:
             newest = format_number(values[-1]) if values else "none"
             mark = f'<svg class="key" viewBox="0 0 18 4"><line x2="18" y1="2" y2="2" {style}/></svg>'
             keys.append(f"<span>{mark}{escape(name)} <b>{newest}</b></span>")
-        missing = f'<p class="missing">{self.missing:,} values were not finite.</p>' if self.missing else ""
+        missing = ""
+        if self.missing:
+            missing = f'<p class="missing">not drawn, because not finite or above {LARGEST:.0e}: {self.missing:,}</p>'
         label = f"{escape(self.title)} over the optimizer steps"
         return (
             f'<figure data-chart="{number}"><figcaption>{escape(self.title)}'

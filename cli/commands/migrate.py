@@ -23,9 +23,9 @@ that uses them: lightning.pytorch.X becomes treadle.X or treadle.compat.X. The r
 
 Covers Python files, code cells of notebooks, and class paths in configurations. Skips hidden folders, virtual
 environments and symbolic links. Lists, by file and line, what has no counterpart and what behaves differently. Exits
-with status 1 if something needs a change by hand."""
+with status 1 if something needs a manual change."""
 
-NEEDS_A_HAND = "Needs a change by hand"
+NEEDS_A_HAND = "Needs a manual change"
 DIFFERS = "Runs, but behaves differently (docs/differences)"
 
 

@@ -403,8 +403,8 @@ class _References:
                 value, valid_keys = self.values[path], [str(key) for key in _list_keys(container)]
                 above = f" in {format_path(target)!r}" if target else ""
                 raise ConfigError(
-                    f"{value.source}: {format_path(path)}={value.data!r}: there is no {part!r}{above} to refer to."
-                    f"{nearest(part, valid_keys)}"
+                    f"{value.source}: {format_path(path)}={value.data!r}: the referenced key {part!r} does not "
+                    f"exist{above}.{nearest(part, valid_keys)}"
                 )
             target = (*target, step)
         self.targets.add(target)

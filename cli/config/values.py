@@ -193,7 +193,7 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
         key, parent = path[done], format_path(path[:done])
         if value is None or value.data is None:
             if new is None:
-                raise ConfigError(f"there is no {format_path(path)!r} to remove: {parent!r} is empty.")
+                raise ConfigError(f"{format_path(path)!r} can't be removed, because {parent!r} is empty.")
             value = Value({}, new.source)
         value = expand_class_name(value)
         if isinstance(value.data, list):
@@ -204,15 +204,15 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
             )
         if not isinstance(value.data, dict):
             raise ConfigError(
-                f"{format_path(path)!r} leads into {parent!r}, which is {value.data!r} ({value.source}) and has "
-                "no keys."
+                f"{format_path(path)!r} is not a key, because {parent!r} is {value.data!r} ({value.source})."
             )
         # A key may also be a number, as in {0: 8, 4: 4}.
         key = int(key) if key not in value.data and str(key).isdecimal() and int(key) in value.data else key
         if new is None and key not in value.data:
             valid_keys = [str(valid_key) for valid_key in value.data]
             raise ConfigError(
-                f"there is no {format_path(path[: done + 1])!r} to remove.{nearest(str(key), valid_keys)}"
+                f"{format_path(path[: done + 1])!r} can't be removed, because it "
+                f"is not set.{nearest(str(key), valid_keys)}"
             )
         entries = dict(value.data)
         item = place(entries.get(key), done + 1)

@@ -178,7 +178,11 @@ def _parse_space(value: Value) -> Choices | Range:
     if "value" in words:
         _refuse_others(words, "value", distribution, ("constant",))
         return Choices((words["value"],))
-    if "min" not in words or "max" not in words or distribution in (*_CATEGORICAL, "constant"):
+    if distribution in _CATEGORICAL:
+        raise ConfigError(f"distribution={distribution} needs values.")
+    if distribution == "constant":
+        raise ConfigError("distribution=constant needs a value.")
+    if "min" not in words or "max" not in words:
         raise ConfigError("a parameter needs values, or min and max.")
     return _parse_range(words, distribution)
 

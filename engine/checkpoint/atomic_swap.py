@@ -53,8 +53,8 @@ def check_target(target: Path) -> None:
         path = beside(target, suffix)
         if os.path.lexists(path) and not (is_staged(path) if suffix == "part" else _is_left(path)):
             raise ValueError(
-                f"{path} is needed to write the checkpoint {target.name}, but was not created by Treadle, so it isn't "
-                "deleted. Move it, or save elsewhere."
+                f"saving the checkpoint {target.name} needs the path {path}, which exists but was not created by "
+                "Treadle. Move it, or save elsewhere."
             )
 
 
@@ -166,7 +166,7 @@ def take_away(path: Path) -> None:
         )
     if os.path.lexists(gone):
         raise ValueError(
-            f"{gone} is needed to delete {path.name}, but was not created by Treadle. Move {gone.name} elsewhere."
+            f"deleting {path.name} needs the path {gone}, which exists but was not created by Treadle. Move it."
         )
     filesystem.rename(path, gone)
     filesystem.fsync(path.parent)

@@ -392,8 +392,7 @@ def _choose_schedule(
     regrouped = [loaded for loaded in optimizers if loaded.groups != len(loaded.optimizer.param_groups)]
     if regrouped := [loaded for loaded in regrouped if resume_options.is_scheduled(accelerator, loaded.optimizer)]:
         warn(
-            f"{path} has a different number of parameter groups, so learning rates and schedules are those of the "
-            "script."
+            f"{path} has a different number of parameter groups, so the script's learning rates and schedules are used."
         )
         resume_options.follow_script(accelerator, regrouped, state)
     if schedule is None:

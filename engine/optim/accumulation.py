@@ -215,7 +215,7 @@ class Accumulation:
     def backward(
         self,
         loss: Tensor,
-        *,
+        *args: Any,
         weight: float | Tensor | None = None,
         by: Callable[..., Any] | None = None,
         **kwargs: Any,
@@ -224,9 +224,10 @@ class Accumulation:
 
         Args:
             loss: The mean loss of the micro-batch, as a 0-d tensor.
+            args: Positional arguments of ``Tensor.backward``.
             weight: The number of items over which the loss is a mean. Default: the number of samples.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
-            kwargs: Arguments of ``Tensor.backward``.
+            kwargs: Keyword arguments of ``Tensor.backward``.
 
         Raises:
             ValueError: If only some micro-batches of a group have a weight.
@@ -263,9 +264,9 @@ class Accumulation:
             self.agreement.vote(self._weight)
         try:
             if by is None:
-                loss.backward(**kwargs)
+                loss.backward(*args, **kwargs)
             else:
-                by(loss, **kwargs)
+                by(loss, *args, **kwargs)
         except RuntimeError as error:
             explained = self.strategy.explain(error)
             if explained is error:

@@ -174,7 +174,7 @@ class Agreement:
         self._strategy.start_agreement(votes)
 
     def taint(self) -> Tensor:
-        """Return NaN if a loss or a watched gradient is not finite on this process, else 0; the host reads nothing."""
+        """Return NaN if a loss or checked gradient of this process is not finite, else 0, as a tensor on the device."""
         if self._on_host:
             return torch.tensor(0.0 if self.local_finite and self._gradients_finite else math.nan, device="cpu")
         values = [*self._taints, *((norms * 0.0).sum() for norms in self._norms)]

@@ -29,7 +29,7 @@ class PreparedOptimizer(Optimizer):
     Args:
         optimizer: The optimizer to wrap.
         accumulation: The group of micro-batches that its steps belong to.
-        all_optimizers: All prepared optimizers of its Accelerator, including this one.
+        all_optimizers: All prepared optimizers of the Accelerator, including this one.
 
     Attributes:
         accumulation: The group of micro-batches that its steps belong to.

@@ -101,14 +101,19 @@ def _list_replicated(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]
 
 
 def _digest_tensors(tensors: Iterable[Tensor]) -> list[int]:
-    """Return a 64-bit digest of each tensor's bits."""
+    """Return a 64-bit digest of each tensor's bits. The digests are read in one transfer per device."""
     # A separate generator, because a check must not change other random numbers.
     generator = torch.Generator().manual_seed(0)
     # Odd, because an even weight would lose the highest bit.
     weights = torch.randint(-(2**62), 2**62, (_PART,), generator=generator) | 1
     by_device: dict[torch.device, Tensor] = {}
     digests = [_digest_tensor(t, by_device.setdefault(t.device, weights.to(t.device))) for t in tensors]
-    return torch.stack([d.cpu() for d in digests]).tolist() if digests else []
+    numbers = [0] * len(digests)
+    for device in by_device:
+        places = [k for k, digest in enumerate(digests) if digest.device == device]
+        for k, number in zip(places, torch.stack([digests[k] for k in places]).tolist(), strict=True):
+            numbers[k] = number
+    return numbers
 
 
 def _digest_tensor(tensor: Tensor, weights: Tensor) -> Tensor:

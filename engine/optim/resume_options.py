@@ -144,7 +144,7 @@ def _compare_rates(scheduler: LambdaLR, saved: State) -> list[str]:
 def _iter_schedulers(
     accelerator: Accelerator, state: TrainState
 ) -> Iterator[tuple[Any, BuiltSchedule, State, str, Any]]:
-    """Yield each scheduler with its built state, its saved state, its class, and its arguments in the saved run."""
+    """Yield each scheduler, its state before the first step, its saved state, its class and its saved arguments."""
     saved_arguments = state.get("schedules_built")
     arguments = saved_arguments if isinstance(saved_arguments, list) else []
     for number, (scheduler, built) in enumerate(zip(accelerator.schedulers, accelerator.schedules_built, strict=True)):

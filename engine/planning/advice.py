@@ -63,7 +63,7 @@ def _advise_fit(plan: Plan, again: Again) -> str:
     if states > candidate.gpu.memory:
         return f"parameters and optimizer alone are {format_size(states)} per process{tried}. Use more processes."
     return (
-        f"nothing simple makes it fit{tried}. Use a smaller micro-batch, shorter samples or more processes, or share "
+        f"no simple change makes it fit{tried}. Use a smaller micro-batch, shorter samples or more processes, or share "
         "the work on one sample (tensor_parallel_size)."
     )
 

@@ -123,7 +123,7 @@ class Plan(Conditions):
 
     @property
     def checked(self) -> bool:
-        """True if similar plans were checked: large matrix products in half precision, on an H100."""
+        """True if similar plans (mostly half-precision matrix products, on an H100) were compared with measurements."""
         products = self.spent.get(ARITHMETIC, 0.0)
         halved = self.flops / self.gpu.half / self.calibration.arithmetic >= 0.9 * products
         return self.gpu.name.startswith("h100") and halved and 2 * products > self.seconds

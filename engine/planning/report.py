@@ -1,4 +1,4 @@
-"""Text report of a plan, on one screen."""
+"""Text report of a plan that fits on one screen."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ FURTHER = "No such runs are published for more than 512 GPUs, so the time is an 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Length of a run, and its learning rate.
+    """Length and learning rate schedule of a run.
 
     Attributes:
-        steps: Optimizer steps of the run, or None if unknown.
-        samples: Samples of an epoch, or None if unknown.
-        per_epoch: Optimizer steps of an epoch, including a shorter last one.
-        rates: Learning rates, evenly spaced over the run; empty if they cannot be drawn.
+        steps: Number of optimizer steps of the run; None if unknown.
+        samples: Number of samples per epoch; None if unknown.
+        per_epoch: Number of optimizer steps per epoch, including a shorter last one; None if unknown.
+        rates: Learning rates, evenly spaced over the run; empty if there is no curve to draw.
         words: Text to show in place of the curve.
     """
 
@@ -44,15 +44,15 @@ class Schedule:
 def screen(
     plan: Plan, name: str, schedule: Schedule, hints: Sequence[str] = (), *, gpu_from: str = "", width: int = 100
 ) -> str:
-    """Return the report.
+    """Return the report of a plan as text.
 
     Args:
-        plan: The plan.
+        plan: The plan to report.
         name: The name of the model.
-        schedule: The length of the run.
+        schedule: The length and learning rate schedule of the run.
         hints: The suggestions of `advice.advise`.
-        gpu_from: The way in which the GPU was determined, if the user did not name it.
-        width: Columns.
+        gpu_from: Text that states how the GPU was determined, if the user did not name it.
+        width: Maximum width of a line, in columns. Default: 100.
     """
     machines = -(-plan.world_size // plan.gpu.per_machine)
     hardware = f"{plan.world_size:,} x {plan.gpu.name}" + (f" ({machines:,} machines)" if machines > 1 else "")
@@ -170,7 +170,7 @@ def _describe_time(plan: Plan) -> str:
 
 
 def _describe_bound(plan: Plan) -> str:
-    """Describe the part of a step that dominates its time."""
+    """Describe which categories take the time of a step, or that the host limits it."""
     if plan.host_bound:
         low, _, high = (seconds / plan.launched * 1e6 for seconds in plan.host)
         return (
@@ -182,10 +182,10 @@ def _describe_bound(plan: Plan) -> str:
 
 
 def format_rounded(number: float) -> str:
-    """Format a number to three digits.
+    """Format a number with three significant digits.
 
     Args:
-        number: The number.
+        number: The number to format.
     """
     if number and abs(number) < 1e-3:
         return f"{number:.3g}"
@@ -193,10 +193,10 @@ def format_rounded(number: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in a suitable unit.
+    """Format a duration in a suitable unit, from ``us`` to ``days``.
 
     Args:
-        seconds: The duration.
+        seconds: The duration in seconds.
     """
     # Each unit is used up to the value that would round to the first of the next one.
     for limit, unit, unit_seconds in (
@@ -211,10 +211,10 @@ def format_duration(seconds: float) -> str:
 
 
 def draw_curve(values: Sequence[float], width: int = 40) -> str:
-    """Draw numbers as a row of bars.
+    """Draw numbers as a row of bars of Unicode block characters.
 
     Args:
-        values: The numbers.
+        values: The numbers; the largest one has a full bar.
         width: Maximum number of bars.
     """
     if not values:

@@ -1,4 +1,4 @@
-"""Simulation of one optimizer step of one process of a run, without its machines."""
+"""Simulation of one optimizer step of one process of a run, without the machines of the run."""
 
 from __future__ import annotations
 
@@ -27,23 +27,26 @@ def simulate(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     **conditions: Any,
 ) -> Plan:
-    """Run one optimizer step of one process without values, and record its time, memory and communication.
+    """Simulate one optimizer step of one process with tensors without values, and return its plan.
 
-    The strategy lays the model out as in the run, and torch's own FSDP2 schedules gathers and reductions. The
-    simulation takes seconds and a few hundred MB, for any world size.
+    The strategy lays out the model as in the run, and torch's own FSDP2 schedules gathers and reductions. For any world
+    size, the simulation takes seconds and a few hundred MB.
 
     Args:
-        build_model: Creates the model, without memory for its parameters.
-        make_batch: Creates a batch with the given number of samples.
-        loss: Returns the loss, given the model (or its method ``step``) and a batch; it must not read a tensor's value.
-        optimizer: Creates an optimizer for parameters.
-        conditions: See `Conditions`; at least ``world_size`` and ``strategy``.
+        build_model: Function that creates the model. It is called on the meta device, so that parameters take no
+            memory.
+        make_batch: Function that creates a batch, given the number of samples.
+        loss: Function that returns the loss, given the model (or its method ``step``) and a batch. It must not read a
+            tensor's value.
+        optimizer: Function that creates an optimizer, given parameters.
+        conditions: Arguments of `Conditions`, at least ``world_size`` and ``strategy``.
 
     Returns:
-        The plan.
+        The plan, with the time, memory and communication of the step.
 
     Raises:
-        ValueError: If the processes cannot be laid out in this way, or if the step reads a value.
+        ValueError: If the strategy cannot lay out the processes, if the step reads a tensor's value, or if the
+            optimizer requires a closure.
     """
     on = Conditions(**conditions)
     clocks, memory = Clocks(), Memory()
@@ -72,7 +75,7 @@ def simulate(
 
 
 class _Step:
-    """The step of one process."""
+    """Simulated optimizer step of one process."""
 
     def __init__(self, called: nn.Module, on: Conditions, meter: Meter, loss: Any, optimizer: Any) -> None:
         self.called = called
@@ -88,10 +91,10 @@ class _Step:
         self.spent: dict[str, float] = {}
 
     def run(self, make_batch: Any) -> None:
-        """Run the step without values.
+        """Run the step with tensors that have no values.
 
         Args:
-            make_batch: Creates a batch with the given number of samples.
+            make_batch: Function that creates a batch, given the number of samples.
         """
         from torch._subclasses.fake_tensor import (
             DataDependentOutputException,
@@ -123,7 +126,7 @@ class _Step:
                 raise _make_value_error(error, "numpy()") from error
 
     def _note_gradients(self) -> list[tuple[Tensor, float]]:
-        """Record when each gradient of a replicated model is ready in the backward pass."""
+        """Register hooks that record when each replicated parameter's gradient is ready, and return their record."""
         order: list[tuple[Tensor, float]] = []
 
         def note(parameter: Tensor) -> None:
@@ -137,14 +140,15 @@ class _Step:
         return order
 
     def _prepare_optimizer(self) -> Optimizer:
-        """Create the optimizer with the state that it has after a first step."""
+        """Create the optimizer and run a first step, so that its state exists."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         optimizer: Optimizer = self.make_optimizer(trained)
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             name = type(optimizer).__name__
             raise ValueError(
-                f"{name} runs the step a varying number of times, so it can't be planned. Use another optimizer."
+                f"{name} calls its closure a varying number of times per step, so it can't be planned. Use another "
+                "optimizer."
             )
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
@@ -190,7 +194,7 @@ class _Step:
         self.spent = {**meter.spent, WAITING: max(0.0, waited)}
 
     def _reduce(self, order: list[tuple[Tensor, float]]) -> None:
-        """Record the reductions of replicas, which overlap with backward."""
+        """Record the reductions of gradients over replicas, which overlap with the backward pass."""
         if self.on.strategy.reduces_unused_gradients:
             noted_ids = {id(parameter) for parameter, _ in order}
             backward_end = self.meter.clocks.compute.time
@@ -219,7 +223,7 @@ class _Step:
 
 
 def _give_sizes(called: nn.Module) -> None:
-    """Give tensors of a model on the meta device memory of their size; tied tensors stay tied."""
+    """Replace a model's tensors on the meta device by tensors with memory of the same size, and keep tied ones tied."""
     places = [(part, name, p) for part in called.modules() for name, p in part._parameters.items() if p is not None]
     called.to_empty(device="cpu")
     first: dict[Any, Any] = {}
@@ -232,7 +236,7 @@ def _give_sizes(called: nn.Module) -> None:
 
 
 def _make_value_error(error: Exception, operation: str) -> ValueError:
-    """Return an error with the line of user code that reads a value."""
+    """Return an error that names the line of user code that reads a tensor's value."""
     user_frames = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)

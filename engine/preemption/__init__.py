@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: noted, agreed on over the ranks, and held to a time limit."""
+"""Handling of signals that ask a run to end: agreement of the ranks, saving, and a time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadline that ends this process some time after a signal, regardless of the state of its main thread."""
+"""Time limit that ends this process after a signal, regardless of the state of its main thread."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _forks_watched: list[bool] = []
 
 
 class Deadline:
-    """Time limit that begins with a signal. Python's own handlers wait for the main thread, which may hang.
+    """Time limit that begins with a signal, and ends the process even if its main thread hangs.
 
-    The interpreter writes each signal that has a handler into a pipe immediately (`signal.set_wakeup_fd`), and a thread
-    reads it. The signal is passed on to any other reader, such as asyncio.
+    Python's own signal handlers would wait for the main thread. Instead, the interpreter immediately writes each signal
+    that has a handler into a pipe (`signal.set_wakeup_fd`), which a thread reads. The thread passes the signal on to
+    any other reader, such as asyncio.
 
     Args:
-        seconds: Time from the first signal to the end.
-        signals: The signals that count.
+        seconds: Time from the first signal to the end of the process, in seconds.
+        signals: The signals that start the time limit.
     """
 
     def __init__(self, seconds: float, signals: Collection[int]) -> None:
@@ -43,7 +44,7 @@ class Deadline:
             os.write(self._writing, bytes([_HEARD]))
 
     def cancel(self) -> None:
-        """Cancel the time limit, because the run has ended in time. Call it in the main thread."""
+        """Cancel the time limit, because the run has ended in time. Must be called in the main thread."""
         signal.set_wakeup_fd(self._others)
         self._over.set()
         os.write(self._writing, bytes([_OVER]))
@@ -75,7 +76,7 @@ class Deadline:
             self._read()
 
     def _read(self) -> int | None:
-        """Read the next signal. Return it if it counts, else None."""
+        """Wait for the next signal, and return it if it starts the time limit; else None."""
         number = os.read(self._reading, 1)[0]
         if self._others != -1 and number not in (_OVER, _HEARD):
             with contextlib.suppress(OSError):
@@ -84,6 +85,6 @@ class Deadline:
 
 
 def _stop_waking() -> None:
-    """Disable the pipe in a child that was just forked, whose signals do not concern its parent."""
+    """Disable the pipe in a forked child process, whose signals do not concern its parent."""
     with contextlib.suppress(ValueError):  # forked by a thread other than the main thread
         signal.set_wakeup_fd(-1)

@@ -1,12 +1,12 @@
-"""Let all ranks leave a loop before the same batch, if the loop has no collective that could carry a vote.
+"""Agreement of the ranks to leave a loop before the same batch, if no collective of the loop can carry a vote.
 
-The ranks may be at different batches, or wait for each other within one. A rank must not simply stop: a rank that is
-ahead may need the others in a collective of its current batch. Therefore
+The ranks may be at different batches, or wait for each other within a batch. A rank must not simply stop, because a
+rank that is ahead may need it in a collective of its current batch. Therefore:
 
-1. the rank that wants to leave writes a request to the store;
-2. each rank that reads it pledges not to begin the batch after its current one without a decision. A thread does this,
-because the rank itself may be waiting for others;
-3. rank zero decides on the furthest batch that was pledged, which no rank has begun. All ranks leave there.
+1. The rank that wants to leave writes a request to the store.
+2. Each rank that reads the request pledges not to begin the batch after its current batch without a decision. A thread
+does this, because the main thread may be waiting for other ranks.
+3. Rank zero chooses the furthest batch that was pledged, which no rank has begun. All ranks leave before it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Position = tuple[int, int]
 
 
 class _Round:
-    """Messages since the beginning of one stage.
+    """State of the agreement in one stage.
 
     Attributes:
-        number: The number of the stage; the ranks go through the same stages.
-        position: The batch that this rank is in, or about to begin.
+        number: The number of the stage, which is the same on all ranks.
+        position: The batch that this rank is processing, or is about to begin.
         asked: Whether this rank wants to leave.
-        limit: The batch before which this rank waits for the decision.
-        decision: The batch before which all ranks leave.
+        limit: The batch before which this rank waits for the decision; None if no rank has requested to leave.
+        decision: The batch before which all ranks leave; None if it is not decided yet.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Round:
         self.decision: Position | None = None
 
     def pledge(self) -> Position:
-        """Stop this rank at a batch that it has not begun, and return that batch."""
+        """Set the limit of this rank to a batch that it has not begun, and return this batch."""
         while True:
             loop, batch = self.position
             self.limit = (loop, batch + 1) if batch < _FAR else (loop + 1, 0)
@@ -70,30 +70,31 @@ class Departure:
         """Begin a stage, and discard earlier requests. Must be called on all ranks.
 
         Args:
-            watchdog: Its thread accesses the store; without a watchdog, several ranks cannot leave a loop early.
-            on_asked: Called by that thread when any rank has requested to leave.
+            watchdog: The watchdog, whose thread accesses the store. Without a watchdog, several ranks cannot leave a
+                loop early.
+            on_asked: Function that this thread calls when any rank has requested to leave.
         """
         self._round, self._on_asked = _Round(), on_asked
         if watchdog is not None:
             self._round.number = watchdog.run_errand(self.exchange)
 
     def ask(self) -> None:
-        """Request that all ranks leave. It may be called at any time, from a signal handler."""
+        """Request that all ranks leave. A signal handler may call this at any time."""
         self._round.asked = True
 
     def begin_loop(self) -> None:
-        """Begin a loop; all ranks go through the same loops."""
+        """Begin a loop. All ranks must go through the same loops."""
         self._round.position = (self._round.position[0] + 1, 0)
 
     def end_loop(self) -> None:
-        """End a loop, all of whose batches are done."""
+        """End the current loop after its last batch."""
         self._round.position = (self._round.position[0], _FAR)
 
     def must_leave(self, batch: int) -> bool:
-        """Return whether all ranks leave before this batch of the loop. It may wait for the other ranks, once.
+        """Return whether all ranks leave the loop before a batch. It may wait once for the other ranks.
 
         Args:
-            batch: The number of the batch.
+            batch: The number of the batch in the loop.
         """
         state = self._round
         state.position = position = (state.position[0], batch)
@@ -107,18 +108,18 @@ class Departure:
         return position >= state.decision
 
     def stay(self) -> None:
-        """Cancel the request in this stage. Must be called on all ranks, at the point where they would have left."""
+        """Cancel the request in this stage. Must be called on all ranks, at the batch before which they would leave."""
         self._round.asked, self._round.limit = False, (_FAR, 0)
         self._round.decision = self._round.limit
 
     def exchange(self, store: Any) -> bool:
-        """Exchange requests and pledges; a thread calls it periodically.
+        """Exchange requests and pledges through the store. A thread calls this periodically.
 
         Args:
             store: Torch's store of the process group.
 
         Returns:
-            Whether it has to be called again.
+            True if it must be called again.
         """
         state = self._round
         asking, deciding = f"leave {state.number}", f"leave {state.number} at"

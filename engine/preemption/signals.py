@@ -1,4 +1,4 @@
-"""Signals that request the end of a run: preemption of the machine, a job's time limit, or Ctrl-C."""
+"""Handling of signals that request the end of a run: preemption, the time limit of a job, or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _ECHO = 1.0
 
 
 class Preempted(SystemExit):
-    """Exit after a signal has ended the run and the run was saved.
+    """Exit raised after a signal has ended the run, and after the run was saved if it had begun.
 
-    The exit status is that of a program that the signal ended: 143 for SIGTERM, 129 for SIGHUP. It is also 143 for
-    SIGUSR1, which schedulers send some time before SIGTERM.
+    The exit status is the same as if the signal had ended the program: 143 for SIGTERM, 129 for SIGHUP. It is also 143
+    for SIGUSR1, which schedulers send some time before SIGTERM.
 
     Example:
         >>> from treadle.engine import Preempted
@@ -53,29 +53,30 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """Handler of SIGTERM, SIGUSR1 and SIGHUP during training; the loop saves and leaves after the current step.
+    """Handler of SIGTERM, SIGUSR1 and SIGHUP, after which the loop saves and ends with the current step.
 
     The handler only sets a flag, so a signal never interrupts a step or a save, even if it is sent repeatedly. All
-    ranks leave after the same step, no matter which one received the signal. In the Trainer's loop the flag is part of
-    the votes of each step; in a user-defined loop, and in evaluations, the ranks agree through the store, which takes
-    up to two seconds. SLURM's ``--signal=USR1@90`` sends SIGUSR1 before a job's time is up; the job is then requeued.
+    ranks leave after the same step, no matter which one received the signal. In the Trainer's loop, the flag is part of
+    the votes of each step. In a user-defined loop and in evaluations, the ranks agree through the store, which takes up
+    to two seconds. SLURM's ``--signal=USR1@90`` sends SIGUSR1 before the time limit of a job; the job is then requeued.
 
-    Before the first step nothing has to be saved: in the block of `leaving_at_once`, a rank that receives a signal
-    leaves without waiting for the others, and its launcher informs them.
+    Before the first step, nothing has to be saved. In the context of `leaving_at_once`, a rank that receives a signal
+    therefore leaves without waiting for the other ranks, and its launcher informs them.
 
-    Ctrl-C (SIGINT) raises KeyboardInterrupt immediately, with two exceptions: if ``interrupts`` is set, Ctrl-C is
-    handled like the other signals, and `holding_interrupts` lets a save complete first. A second Ctrl-C is not delayed.
+    Ctrl-C (SIGINT) raises KeyboardInterrupt immediately, with two exceptions. If ``interrupts`` is set, Ctrl-C is
+    handled like the other signals. Inside `holding_interrupts`, the save completes first. A second Ctrl-C is never
+    delayed.
 
     Args:
-        accelerator: The Accelerator, whose votes carry the flag.
-        grace: Seconds from the first signal, to any rank, to the end of all ranks, regardless of their state. Default:
-            no limit.
+        accelerator: The Accelerator of the run, whose votes carry the flag.
+        grace: Time in seconds after which all ranks end, regardless of their state, counted from the first signal that
+            any rank receives. Default: no limit.
 
     Attributes:
-        caught: The signal that this process received; None if it received none.
+        caught: The signal that this process received; None if it has not received one.
         interrupts: Whether Ctrl-C is handled like the other signals.
         abandoned: Whether a second Ctrl-C arrived, so that nothing more is saved.
-        departure: Makes the ranks leave loops without votes, such as evaluations, together.
+        departure: Agreement that lets the ranks leave loops without votes, such as evaluations, together.
 
     Example:
         >>> import treadle
@@ -103,11 +104,11 @@ class Preemption:
 
     @contextmanager
     def watching(self) -> Iterator[Preemption]:
-        """Handle the signals inside the context.
+        """Return a context in which the signals are handled.
 
-        A handler of the script is called too. Ignored signals stay ignored. Outside the main thread, where Python
-        cannot set handlers, no signal is handled. A signal after the last step raises `Preempted` at the end of the
-        block, after all cleanup, unless the script has its own handler.
+        A handler that the script has set is called too. Ignored signals remain ignored. Outside the main thread, where
+        Python cannot set handlers, no signal is handled. A signal after the last step raises `Preempted` at the end of
+        the context, after all cleanup, unless the script has set a handler for it.
         """
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = self._at_once = self._failing = False
@@ -154,7 +155,7 @@ class Preemption:
 
     @contextmanager
     def leaving_at_once(self) -> Iterator[None]:
-        """Raise `Preempted` inside the context as soon as a signal arrives, because nothing is lost."""
+        """Return a context in which a signal raises `Preempted` immediately, because nothing has to be saved."""
         self._at_once = True
         try:
             self._leave_if_caught()
@@ -165,7 +166,7 @@ class Preemption:
 
     @contextmanager
     def holding_interrupts(self) -> Iterator[None]:
-        """Delay signals until the end of the block, which saves."""
+        """Return a context for a save, which delays the effect of signals until the save is complete."""
         held, self._held = self._held, True
         try:
             yield
@@ -177,11 +178,11 @@ class Preemption:
             self._raise_interrupt(None)
 
     def note_failure(self) -> None:
-        """Note that an exception ends the run, which a signal must not replace with another one."""
+        """Record that an exception ends the run, so that a signal does not replace it with another exception."""
         self._failing = True
 
     def _hear(self) -> None:
-        """Start the deadline, because another rank has received a signal; called by a thread."""
+        """Start the deadline, because another rank has received a signal. A thread calls this."""
         if (deadline := self._deadline) is not None:
             deadline.hear()
 
@@ -220,12 +221,12 @@ class Preemption:
             watchdog.interrupted = False
 
     def _interruption(self) -> int | None:
-        """Return a rank that has ended, or None. If one has, this rank leaves without an agreement after its signal."""
+        """Return a rank that has ended while this rank waits to leave after a signal; None if there is no such rank."""
         watchdog = self._accelerator.watchdog
         return watchdog.ended if watchdog is not None and watchdog.interruptible else None
 
     def _raise_interruption(self) -> None:
-        """Leave the step, in which nothing can be saved any longer; a save in progress is completed first."""
+        """Raise `PeerFailed` if another rank has ended, so that the step cannot finish; a save is completed first."""
         rank, watchdog = self._interruption(), self._accelerator.watchdog
         if rank is None or watchdog is None:
             return
@@ -237,7 +238,7 @@ class Preemption:
             )
 
     def _leave_if_caught(self) -> None:
-        """Leave after a signal, in the block of `leaving_at_once` and outside of a save."""
+        """Leave if a signal has arrived inside `leaving_at_once`, unless a save is in progress."""
         if not self._at_once or self._held or self.caught is None:
             return
         self._at_once = False  # another signal must not interrupt the cleanup
@@ -272,7 +273,7 @@ class Preemption:
             self._raise_interrupt(frame)
 
     def _raise_interrupt(self, frame: FrameType | None) -> None:
-        """Handle Ctrl-C in the same way as without Treadle."""
+        """Handle Ctrl-C as if Treadle had not replaced the handler."""
         handler = self._replaced.get(signal.SIGINT, signal.default_int_handler)
         if callable(handler):
             handler(signal.SIGINT, frame)
@@ -283,7 +284,7 @@ class Preemption:
     # -- in user-defined loops -----------------------------------------------------------------------------------
 
     def should_stop(self) -> bool:
-        """Return whether to save and leave now; the result is the same on every rank.
+        """Return whether the loop must save and end before this batch. The result is the same on every rank.
 
         Every rank must call this method the same number of times, ideally once per batch. Inside an accumulation group
         the result is always False, without an exchange, because nothing could be saved there.
@@ -307,11 +308,11 @@ class Preemption:
         return self._agreed
 
     def leave(self) -> NoReturn:
-        """Requeue the job if its time is up, and end the process. Save first. Must be called on all ranks.
+        """Requeue the job after SIGUSR1, and end the process. Call it on all ranks, after saving.
 
         Raises:
-            Preempted: For every signal but Ctrl-C.
-            KeyboardInterrupt: For Ctrl-C.
+            Preempted: After any signal except Ctrl-C.
+            KeyboardInterrupt: After Ctrl-C.
         """
         caught = self._agreed or self.agree()
         assert caught is not None, "no rank got a signal"
@@ -325,7 +326,7 @@ class Preemption:
 
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:
-    """Return whether a signal has interrupted a finalizer, where Python prints an exception and ignores it."""
+    """Return whether a signal has interrupted a finalizer, in which Python only prints exceptions."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__del__" or code in _FINALIZERS:
@@ -336,16 +337,17 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
 
 @contextmanager
 def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Iterator[Preemption]:
-    """Return the context of `Accelerator.preemptible`.
+    """Return a context that handles signals in a user-defined loop; see `Accelerator.preemptible`.
 
     Args:
-        accelerator: The Accelerator.
-        grace: Time from the signal to the end of all ranks.
+        accelerator: The Accelerator of the loop.
+        grace: Maximum time from the signal to the end of all ranks; None for no limit.
         interrupts: Handle Ctrl-C like the other signals.
 
     Raises:
-        ValueError: If several processes cannot agree, with a torch older than 2.8.
-        TypeError, ValueError: See `parse_duration`.
+        ValueError: If several processes have no store over which they can agree. This requires a process group over
+            TCP, or torch 2.8 or newer.
+        TypeError, ValueError: If ``grace`` is not a valid duration; see `parse_duration`.
     """
     if accelerator.num_processes > 1 and accelerator.watchdog is None:
         raise ValueError(
@@ -364,7 +366,7 @@ def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Itera
 
 
 def requeue_job() -> None:
-    """Ask SLURM to run this job again, if SLURM runs it."""
+    """Ask SLURM to requeue this job, if the process runs in a SLURM job."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return

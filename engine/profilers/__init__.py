@@ -1,4 +1,4 @@
-"""Profilers: where the time of a run goes."""
+"""Profilers that measure how a run spends its time."""
 
 from __future__ import annotations
 

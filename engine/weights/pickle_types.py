@@ -126,7 +126,7 @@ class Reader:
         """
         self.budget -= size
         if self.budget < 0:
-            raise ValueError("it requests far more memory than it has data")
+            raise ValueError("it requests far more memory than its data needs")
 
     def _build(self, value: Any, depth: int) -> Any:
         if isinstance(value, dict):

@@ -242,7 +242,7 @@ def _check_entries(listed: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
         raise ValueError("two of its entries have the same name")
     for name, entry in entries.items():
         if name.startswith("/") or "\\" in name or ".." in name.split("/") or entry.orig_filename != name:
-            raise ValueError(f"its entry {name!r:.60} has a name that leads elsewhere")
+            raise ValueError(f"its entry {name!r:.60} has a path that leads out of the archive")
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
             raise ValueError(f"its entry {name!r:.60} is compressed or encrypted, which torch.save never does")
     return entries

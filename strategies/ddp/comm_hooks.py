@@ -49,8 +49,8 @@ class CommHook:
             raise ValueError(f"comm_hook={str(self.hook)!r} has no state. Remove comm_state={state!r}.")
         if getattr(self.hook, "__name__", "") == "post_localSGD_hook":
             raise ValueError(
-                "comm_hook=post_localSGD_hook only stops the reduction. Use DDP(local_sgd_steps=K, "
-                "local_sgd_start=S), which averages the parameters as well."
+                "comm_hook=post_localSGD_hook stops the reduction of gradients but does not average the parameters. "
+                "Use DDP(local_sgd_steps=K, local_sgd_start=S), which does both."
             )
 
     def __bool__(self) -> bool:

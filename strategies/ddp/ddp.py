@@ -369,8 +369,8 @@ class DDP(Strategy):
         if replica.find_unused_parameters or replica.static_graph:
             option = "static_graph" if replica.static_graph else "find_unused_parameters"
             raise ValueError(
-                f"{option}=True reads the graph in forward, and this forward ran in no_sync. Remove {option}, or run "
-                "forward outside no_sync."
+                f"{option}=True inspects the graph in forward, but this forward ran inside no_sync. Remove {option}, "
+                "or run forward outside of no_sync."
             )
         before = replica.require_backward_grad_sync
         replica.require_backward_grad_sync = True  # type: ignore[assignment]

@@ -33,7 +33,9 @@ class Shards:
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("zero=True does not support LBFGS, which treats its parameters as one. Use zero=False.")
+            raise ValueError(
+                "zero=True does not support LBFGS, which treats all parameters as one vector. Use zero=False."
+            )
         self.world = world
         self.owner: dict[Tensor, int] = {}
         self._load = [0] * world.size

@@ -57,7 +57,7 @@ def examine(
     if launched.supervisor is not None:
         die_with_parent(launched.supervisor)
     examination = _Examination(launched, run_folder, limit, publish)
-    examination.start_timer("the meeting of the ranks", 2 * limit)
+    examination.start_timer("the rendezvous of the ranks", 2 * limit)
     facts = inspect_process(run_folder)
     try:
         store = examination.meet(facts["environment"])
@@ -299,4 +299,4 @@ def _describe_failed_meeting(launched: LaunchEnvironment, error: Exception, limi
     text = str(error).strip().split("\n")[0]
     if launched.rank == 0 or isinstance(error, ValueError):
         return text
-    return f"rank 0 or the launcher, which keeps the store, did not respond within {limit:g} s: {text}"
+    return f"rank 0 or the launcher, which hosts the store, did not respond within {limit:g} s: {text}"

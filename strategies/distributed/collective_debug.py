@@ -146,7 +146,7 @@ class Meeting:
         except dist.DistNetworkError as error:
             raise DistributedOperationException(
                 f"{call}: the store in which the processes compare their calls is not available ({error}). The "
-                "process that keeps it, usually rank 0, has ended."
+                "process that hosts it, usually rank 0, has ended."
             ) from None
         kind, text = verdict[:1], verdict[1:]
         if kind == _NOTE:

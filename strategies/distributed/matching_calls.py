@@ -128,7 +128,7 @@ class Arrivals:
                 self._wait(call, arrived, moved)
         except dist.DistNetworkError as error:
             raise RuntimeError(
-                f"{call} needs all processes, but the one that keeps the store of the run, usually rank 0, has ended "
+                f"{call} needs all processes, but the one that hosts the run's store, usually rank 0, has ended "
                 f"({error})."
             ) from None
         except BaseException:

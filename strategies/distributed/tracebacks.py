@@ -224,7 +224,7 @@ class Uncaught:
         except RuntimeError:
             self.store = None  # torch prints a long warning for each further request
             if is_consequence(error) and not is_agent_store() and not self._gone:
-                self._gone = f"treadle: rank 0 of {self.size} ended first. It kept the store of the run\n"
+                self._gone = f"treadle: rank 0 of {self.size} ended first. It hosted the run's store\n"
             return None
 
     def _await_cause(self) -> str:

@@ -295,7 +295,7 @@ class Watchdog:
         condition = f"has not responded for {self.limit:g} s and may be stopped"
         if self._keeper is not None and is_alive(self._keeper):  # retrieving its stacks would let it continue
             condition = f"{explain_silence(self._keeper)}, process {self._keeper}"
-        _say(f"{keeper} {condition}. It keeps the store of the run, so rank {self.rank} exits; stacks: {folder}")
+        _say(f"{keeper} {condition}. It hosts the run's store, so rank {self.rank} exits; stacks: {folder}")
         if self._keeper is not None and "TREADLE_SUPERVISOR" not in os.environ:
             _kill(self._keeper)
         end_at_once(HUNG)

@@ -19,7 +19,9 @@ def check_device(device: torch.device) -> None:
         ValueError: If the device is the CPU and torch does not support it (2.6).
     """
     if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        raise ValueError(f"strategy='fsdp' on CPU needs a newer torch than {torch.__version__}. Upgrade torch.")
+        raise ValueError(
+            f"strategy='fsdp' on CPU needs torch 2.7 or newer, but this is torch {torch.__version__}. Upgrade torch."
+        )
 
 
 def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.dtype | None) -> None:

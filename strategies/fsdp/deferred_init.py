@@ -55,8 +55,8 @@ class _OutsideTensor:
     def value(self) -> Tensor:
         if _get_version(self.tensor) != self.version:
             raise ValueError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that a model without memory reads was changed before "
-                "the model was prepared. Prepare the model first, or pass a clone() of the tensor."
+                f"a tensor of shape {tuple(self.tensor.shape)}, from which a model without memory takes its values, "
+                "was changed before the model was prepared. Prepare the model first, or pass a clone() of the tensor."
             )
         return self.tensor
 

@@ -447,7 +447,10 @@ class FSDP(Strategy):
     def wrap_without_values(self, module: nn.Module) -> nn.Module:
         """See `Strategy.wrap_without_values`."""
         if not hasattr(torch.cpu.Stream, "record_event"):
-            raise ValueError(f"a plan of strategy='fsdp' needs a newer torch than {torch.__version__}. Upgrade torch.")
+            raise ValueError(
+                f"a plan of strategy='fsdp' needs torch 2.7 or newer, but this is torch {torch.__version__}. Upgrade "
+                "torch."
+            )
         if self.cpu_offload:
             raise ValueError("FSDP(cpu_offload=True) is not supported in a plan, which ignores host memory. Remove it.")
         self._build = lambda module, unbuilt: None  # type: ignore[method-assign]

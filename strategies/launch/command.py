@@ -89,7 +89,7 @@ def _add_processes(command_parser: argparse.ArgumentParser) -> None:
         help="number of machines, or the minimum and the maximum. Default: 1",
     )
     add("--num_processes", type=int, metavar="N", help="processes on all machines together")
-    add("--rdzv-endpoint", metavar="HOST:PORT", help="address of one machine, at which all machines meet")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="address of the machine where all machines rendezvous")
     add("--rdzv-id", metavar="NAME", help="name of the run, the same on all machines")
     add("--rdzv-backend", metavar="NAME", help="torch's rendezvous backend. Default: c10d, or static with --node-rank")
     add(
@@ -255,7 +255,7 @@ def _parse_nodes(options: argparse.Namespace) -> Nodes | None:
     numbered = options.node_rank is not None or options.master_addr or options.master_port
     if options.rdzv_endpoint and numbered:
         raise ValueError(
-            "--rdzv-endpoint excludes --node-rank, --master-addr and --master-port. Remove one or the other."
+            "--rdzv-endpoint can't be combined with --node-rank, --master-addr or --master-port. Remove either."
         )
     if (least, most) == (1, 1) and not options.rdzv_endpoint:
         if options.node_rank or options.rdzv_conf or options.local_addr:
@@ -269,7 +269,7 @@ def _parse_nodes(options: argparse.Namespace) -> Nodes | None:
     endpoint = options.rdzv_endpoint or ""
     if numbered:
         if options.node_rank is None:
-            raise ValueError("--master-addr and --master-port need a --node-rank. Number the machines from 0.")
+            raise ValueError("--master-addr and --master-port need --node-rank. Number the machines from 0.")
         endpoint = f"{options.master_addr or '127.0.0.1'}:{options.master_port or 29500}"
     conf = dict(part.partition("=")[::2] for part in options.rdzv_conf.split(",") if part)
     if any(not key or not value for key, value in conf.items()):
@@ -289,7 +289,7 @@ def _parse_nproc(options: argparse.Namespace, nodes: Nodes | None) -> int:
     text, total = options.nproc_per_node, options.num_processes
     if total is not None:
         if text is not None:
-            raise ValueError("--nproc-per-node and --num_processes exclude each other. Remove one of them.")
+            raise ValueError("--nproc-per-node and --num_processes can't be combined. Remove one of them.")
         machines = 1 if nodes is None else nodes.most
         if total < machines or total % machines:
             raise ValueError(f"--num_processes {total} must be a multiple of the number of machines, {machines}.")

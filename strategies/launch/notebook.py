@@ -188,7 +188,7 @@ class _Launch:
             raise TypeError(f"function={self.function!r} must be callable, not {name_type(self.function)}.")
         if (launched := LaunchEnvironment.read()) is not None:
             raise ValueError(
-                f"this process is itself rank {launched.rank} of {launched.world_size}, and a launcher in it would "
+                f"this process is already rank {launched.rank} of {launched.world_size}, and a launcher in it would "
                 "start more processes for each rank. Call the function directly."
             )
         if dist.is_initialized():

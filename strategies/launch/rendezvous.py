@@ -77,7 +77,7 @@ class Nodes:
         if self.backend not in _PORTS:  # etcd and user-registered backends interpret it themselves
             return Place(self.endpoint, self.local_addr, owner=False, interface=None)
         host, port = _split(self.endpoint, _PORTS[self.backend])
-        target = _resolve(host, port, f"the endpoint of the machines is {host}:{port}")
+        target = _resolve(host, port, f"the rendezvous endpoint is {host}:{port}")
         requested_address = _resolve(self.local_addr, 0, f"--local-addr {self.local_addr}") if self.local_addr else None
         if requested_address is not None and not _is_local_address(requested_address):
             raise ValueError(
@@ -151,8 +151,8 @@ class Job:
             raise ValueError("--redirects and --tee write files. Add --log-dir FOLDER.")
         if self.nodes is not None and self.nodes.backend == "static" and self.max_restarts:
             raise ValueError(
-                f"max_restarts={self.max_restarts} can't be combined with --node-rank, because numbered machines "
-                "can't meet a second time. Use --rdzv-endpoint HOST:PORT instead."
+                f"max_restarts={self.max_restarts} can't be combined with --node-rank, because machines "
+                "with fixed numbers can't rendezvous a second time. Use --rdzv-endpoint HOST:PORT instead."
             )
 
 
@@ -199,7 +199,7 @@ def _find_source_address(target: str, port: int) -> str:
         return find_source_address(target, port)
     except OSError as error:
         raise ValueError(
-            f"this machine has no route to {target}:{port}, the endpoint of the machines ({error}). "
+            f"this machine has no route to {target}:{port}, the rendezvous endpoint ({error}). "
             "Check --rdzv-endpoint or --master-addr, and the network."
         ) from None
 

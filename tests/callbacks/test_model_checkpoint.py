@@ -572,7 +572,7 @@ def test_the_state_of_earlier_versions_loads(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"every_n_train_steps": 2, "every_n_epochs": 1}, "exclude each other"),
+        ({"every_n_train_steps": 2, "every_n_epochs": 1}, "can't be combined"),
         ({"every_n_train_steps": -1}, "at least 0"),
         ({"every_n_epochs": 1.5}, "integer"),
         ({"save_top_k": -2}, "at least -1"),

@@ -244,9 +244,9 @@ def test_a_lottery_ticket_after_a_validation_with_averages(tmp_path):
 
 def test_what_is_refused(tmp_path):
     stranger = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="which the model lacks"):
+    with pytest.raises(ValueError, match="which is not in the model"):
         fit(tmp_path, ModelPruning("l1_unstructured", [(stranger, "weight")]))
-    with pytest.raises(ValueError, match="whole layers"):
+    with pytest.raises(ValueError, match="full layers"):
         fit(tmp_path, ModelPruning("l1_unstructured"), strategy="fsdp")
     for wrong, error, words in (
         (("l2_unstructured",), ValueError, "l1_unstructured"),

@@ -65,7 +65,7 @@ def test_a_full_disk_and_a_lost_terminal_change_nothing(tmp_path, kind):
         assert done.returncode == 0, done.stderr
         weights[broken] = json.loads((tmp_path / broken).read_text())
         for service in ("CSVLogger", "TensorBoardLogger", "RunReport"):
-            told = re.findall(rf"{service}\S* failed(?: and is|; the logger is) disabled", done.stderr)
+            told = re.findall(rf"{service}\S* failed(?:, so the logger| and) is disabled", done.stderr)
             assert len(told) == (broken == "disk"), done.stderr
     assert weights["disk"] == weights["terminal"] == weights["nothing"]
     assert weights["nothing"][-1] == 60

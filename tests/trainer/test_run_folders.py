@@ -103,7 +103,7 @@ def test_runs_without_an_id_are_numbered(tmp_path, make):
     assert [sorted(os.listdir(folder)) for folder in folders] == [["checkpoints", "report.html"]] * 2
 
 
-@pytest.mark.filterwarnings("ignore:.*failed; the logger is disabled")
+@pytest.mark.filterwarnings("ignore:.*failed, so the logger is disabled")
 @pytest.mark.parametrize("make", [Elsewhere, Documented], ids=["id", "fixed version"])
 def test_the_newest_run_is_found_again(tmp_path, make):
     fit(tmp_path, make(), max_epochs=3)

@@ -115,7 +115,7 @@ class CheckpointResolver:
             )
         if opened is None:
             announce(
-                "ckpt_path='auto': a fresh start, because there is no checkpoint to resume from in "
+                "ckpt_path='auto': fit starts from scratch, because there is no checkpoint to resume from in "
                 f"{report.describe_searched()}"
             )
             return None
@@ -137,7 +137,7 @@ class CheckpointResolver:
             raise TypeError(f"ckpt_path={ckpt_path!r} must be a checkpoint's directory, 'last', 'best' or 'auto'.")
         if ckpt_path == "auto" and stage != "fit":
             raise ValueError(
-                f"ckpt_path='auto' is for fit only, because it may mean a fresh start. Pass a path, 'last' or 'best' "
+                f"ckpt_path='auto' is for fit only, because it may start from scratch. Pass a path, 'last' or 'best' "
                 f"to {stage}."
             )
         if isinstance(ckpt_path, str) and (why := _ELSEWHERE.get(ckpt_path.partition(":")[0])):
@@ -190,7 +190,7 @@ class CheckpointResolver:
         if report.other_runs:
             reasons.append(f"those of other runs are {report.describe_other_runs()}")
         can_start = self.stage == "fit" and ckpt_path != "auto"
-        fresh = ", or 'auto' for a fresh start if there is none" if can_start else ""
+        fresh = ", or 'auto' to start from scratch if there is none" if can_start else ""
         return ValueError("; ".join(reasons) + f". Pass a path{fresh}.")
 
     def _latest(self, resumable: bool) -> OpenCheckpoint | None:

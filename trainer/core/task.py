@@ -354,7 +354,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         Args:
             loss: 0-d tensor, the mean over the batch's samples. With several processes, the loss is weighted by the
                 number of samples.
-            args: Ignored; pass the arguments of ``Tensor.backward`` by keyword.
+            args: Positional arguments of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward``.
 
         Raises:

@@ -237,7 +237,7 @@ class Logbook:
             if logger.strict:
                 raise
             self._failed.add(id(logger))
-            warn(f"{type(logger).__name__}.{action} failed; the logger is disabled: {type(error).__name__}: {error}")
+            warn(f"{type(logger).__name__}.{action} failed, so the logger is disabled: {type(error).__name__}: {error}")
 
     def places(self) -> list[str]:
         """Return the places where rank zero's loggers wrote metrics: directories, or runs of a service."""

@@ -199,7 +199,9 @@ class EvaluationLoop:
         if self._before is None or self._before.try_to_leave():
             return True
         self.trainer.preemption.departure.stay()
-        announce("the run ends after this validation and not within it, because the model currently has other weights")
+        announce(
+            "the run ends after this validation, not within it, because the model does not have the trained weights now"
+        )
         return False
 
     def _end_epoch(self, counts: list[int]) -> dict[str, float]:

@@ -98,14 +98,14 @@ class ManualSteps(Steps):
 
         Args:
             loss: Loss of the batch, a 0-d tensor.
-            args: Ignored.
+            args: Positional arguments of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward``.
         """
         for hook in self.hooks.on_before_backward:
             hook(loss)
         if not self.agreement.watch(loss):
             self.note_batch(self.batch)
-        self.accumulation.backward(loss, by=self.custom_backward, **kwargs)
+        self.accumulation.backward(loss, *args, by=self.custom_backward, **kwargs)
         self.accumulation.unreduced.update(self.optimizers)
         for hook in self.hooks.on_after_backward:
             hook()

@@ -64,7 +64,7 @@ class Places(Generic[Due]):
 
     def __enter__(self) -> Places[Due]:
         if self._undo is not None:
-            raise RuntimeError("this plan is already armed.")
+            raise RuntimeError("this plan is already armed. Leave its with block before entering it again.")
         with ExitStack() as undo:
             self._arm(undo)
             self._undo = undo.pop_all()

@@ -69,7 +69,7 @@ def test_what_needs_a_hand_is_listed_and_is_status_1(capfd):
     write("bad.py", "import lightning\nprint 'old'\n")
     write("letters.py", b"import lightning\n# \xff\n")
     out = migrate(capfd, ".", "--write", status=1)
-    assert "Needs a change by hand:\n  a.py:1: accelerate.utils.flux: has no counterpart" in out
+    assert "Needs a manual change:\n  a.py:1: accelerate.utils.flux: has no counterpart" in out
     assert "  bad.py:2: does not parse and is unchanged: " in out
     assert "  letters.py: cannot be read and is unchanged: " in out
     assert Path("bad.py").read_text() == "import lightning\nprint 'old'\n"

@@ -103,7 +103,7 @@ CASES = {
     "no value": (MODEL, ["seed"], ["command line: seed", "key.path=value"]),
     "nothing behind": (MODEL, ["ckpt_path="], ["ckpt_path=null", "~ckpt_path"]),
     "no key": (MODEL, ["=3"], ["is not a key"]),
-    "below a number": (MODEL + "seed: 0\n", ["seed.x=1"], ["'seed.x'", "which is 0", "run.yaml:2"]),
+    "below a number": (MODEL + "seed: 0\n", ["seed.x=1"], ["'seed.x'", "is 0", "run.yaml:2"]),
     "below text": (MODEL, ["trainer.strategy=ddp", "trainer.strategy.x=1"], ["'trainer.strategy'", "'ddp'"]),
     "list index": (
         MODEL + "trainer: {callbacks: [Timer]}\n",
@@ -116,9 +116,9 @@ CASES = {
         ["'last'", "an index"],
     ),
     "adding nothing": (MODEL, ["data.x+="], ["data.x=null", "~data.x to"]),
-    "not quite a class": (MODEL, ["optimizer=A.", "optimizer.lr=1"], ["'optimizer.lr'", "'A.'", "has no keys"]),
+    "not quite a class": (MODEL, ["optimizer=A.", "optimizer.lr=1"], ["'optimizer.lr'", "'A.'", "is not a key"]),
     "adding to no list": (MODEL, ["model.lr+=1", "model.lr+=2", "seed=1", "seed+=2"], ["'seed+='", "list"]),
-    "taking out nothing": (MODEL, ["~model.lrr"], ["'model.lrr'", "to remove"]),
+    "taking out nothing": (MODEL, ["~model.lrr"], ["'model.lrr'", "be removed"]),
     "taking out near": (MODEL + "seed: 1\n", ["~sed"], ["'sed'", "'seed'?"]),
     "unclosed value": (MODEL, ["data.x=[1, 2"], ["data.x=[1, 2", "flow sequence"]),
     "idle variable": (

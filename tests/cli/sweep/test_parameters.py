@@ -84,6 +84,8 @@ def test_parameters_in_wandbs_nested_form():
     [
         ({"vales": [1]}, "a parameter has no 'vales'. Did you mean 'values'?"),
         ({"min": 1}, "a parameter needs values, or min and max."),
+        ({"min": 1, "max": 2, "type": "categorical"}, "distribution=categorical needs values."),
+        ({"min": 1, "max": 2, "type": "constant"}, "distribution=constant needs a value."),
         ({"min": 2, "max": 1}, "min=2 must not be larger than max=1."),
         ({"min": "a", "max": 1}, "min='a' must be a finite number."),
         ({"min": True, "max": 1}, "min=True must be a finite number."),

@@ -515,7 +515,7 @@ def test_directories_of_others_are_left_alone(tmp_path):
     with pytest.raises(ValueError, match=r"exists and is not a checkpoint"):
         save(tmp_path / "mine", 1)
     for name in ("cache", "book", "thesis"):
-        with pytest.raises(ValueError, match=rf"\.{name}\.\w+ is needed to write .* isn't deleted"):
+        with pytest.raises(ValueError, match=rf"\.{name}\.\w+, which exists but was not created"):
             checkpoint.check_target(tmp_path / name)
         checkpoint.discard(tmp_path / name)
     checkpoint.discard(tmp_path / "mine")

@@ -333,7 +333,8 @@ def test_a_service_that_fails_does_not_end_training(service, tmp_path, monkeypat
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "taken"))
     logger = service.logger(**options, **WRONG[service.package])
     table = CSVLogger(tmp_path, "csv", 0)
-    with pytest.warns(UserWarning, match=rf"{service.logger.__name__}\.log_hyperparams failed; the logger is disabled"):
+    name = service.logger.__name__
+    with pytest.warns(UserWarning, match=rf"{name}\.log_hyperparams failed, so the logger is disabled"):
         trainer(tmp_path, [table, logger], enable_checkpointing=False).fit(Task(), loader())
     assert (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().count("\n") == 9
     strict = service.logger(**options, **WRONG[service.package], strict=True)

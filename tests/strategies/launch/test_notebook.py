@@ -249,5 +249,5 @@ def test_a_session_that_has_opened_the_gpus_driver(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_launch_within_a_launch() -> None:
-    assert run(launched_again, 1)[0].startswith("this process is itself rank 0 of 1")
+    assert run(launched_again, 1)[0].startswith("this process is already rank 0 of 1")
     assert run(with_a_group, 1)[0].startswith("this session already has a process group")

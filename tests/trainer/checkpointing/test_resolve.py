@@ -154,7 +154,7 @@ def test_all_are_damaged(tmp_path, words):
         fit(tmp_path, ModelCheckpoint(tmp_path / "c"), ckpt_path="last")
     with pytest.warns(UserWarning, match="skips a checkpoint"):
         assert fit(tmp_path, ModelCheckpoint(tmp_path / "c"), ckpt_path="auto")[1] == 0
-    assert [text for text in words if "a fresh start" in text]
+    assert [text for text in words if "from scratch" in text]
     assert (tmp_path / "c" / "epoch=1-step=10-v1.ckpt").is_dir()  # and what is damaged is left to look at
 
 
@@ -179,7 +179,7 @@ def test_nothing_is_there_yet(tmp_path, words):
     assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 0
     said = [text for text in words if "ckpt_path" in text]
     assert said == [
-        f"ckpt_path='auto': a fresh start, because there is no checkpoint to resume from in {tmp_path / 'c'}"
+        f"ckpt_path='auto': fit starts from scratch, because there is no checkpoint to resume from in {tmp_path / 'c'}"
     ]
     assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 10
 
@@ -245,7 +245,8 @@ def test_a_callback_names_the_checkpoint_that_somebody_else_keeps(tmp_path, word
     said = [text for text in words if text.startswith("ckpt_path=")]
     assert (
         said[0]
-        == "ckpt_path='auto': a fresh start, because there is no checkpoint to resume from in the vault's checkpoints"
+        == "ckpt_path='auto': fit starts from scratch, because there is no checkpoint to resume from in the vault's "
+        "checkpoints"
     )
     with pytest.raises(
         ValueError, match="ckpt_path='last', but there is no intact checkpoint in the vault's checkpoints"
@@ -348,7 +349,7 @@ def test_words_that_mean_nothing_here(tmp_path, path, error, text):
 
 
 def test_what_is_only_for_fit_or_needs_a_callback(tmp_path, words):
-    with pytest.raises(ValueError, match="'auto' is for fit only, because it may mean a fresh start"):
+    with pytest.raises(ValueError, match="'auto' is for fit only, because it may start from scratch"):
         made(tmp_path, each(tmp_path)).validate(Tiny(), loader(4), ckpt_path="auto")
     for word in ("last", "best", "auto"):
         with pytest.raises(ValueError, match="has no ModelCheckpoint"):

@@ -234,6 +234,33 @@ def test_the_two_ways_are_not_mixed():
         trained(Automatic())
 
 
+class BackwardTwice(Automatic):
+    """Passes ``gradient`` and ``retain_graph`` by position, as `Tensor.backward` permits."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).mean()
+        self.manual_backward(loss, torch.tensor(2.0, dtype=torch.float64), True)
+        self.manual_backward(loss)
+        self.gradient = self.net.bias.grad.item()
+        self.optimizers().step()
+
+
+class BackwardTwiceByHook(BackwardTwice):
+    def backward(self, loss, *args, **kwargs):
+        loss.backward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("task", [BackwardTwice, BackwardTwiceByHook])
+def test_positional_arguments_reach_backward(task):
+    task = task()
+    trained(task, max_steps=1)
+    assert task.gradient == 3.0  # of the bias: 2 from the first call, 1 from the second
+
+
 # -- an optimizer that needs a closure -------------------------------------------------------------------------------
 
 
