@@ -1,4 +1,4 @@
-"""Links between arguments, applied to settings."""
+"""Links between arguments, applied to settings and removed from configurations."""
 
 from __future__ import annotations
 
@@ -47,3 +47,18 @@ def apply_link(
     value = link.apply(lambda source: look_up(configs, source))
     new = make_settings(value, "linked")
     return new if not path else place(as_mapping(section), path, new, lambda _: None)
+
+
+def remove_target(declared_by_key: Mapping[str, Declared], link: Link, config: Namespace) -> None:
+    """Remove the value of a link's target from a configuration.
+
+    Args:
+        declared_by_key: All options and groups of the parser.
+        link: The link.
+        config: The configuration, which is changed in place.
+    """
+    owner = find_owner(declared_by_key, link.target)
+    rest = ".".join(map(str, link.path[len(owner.split(".")) :]))
+    for key in (f"{owner}.{rest}", f"{owner}.init_args.{rest}") if rest else (owner,):
+        if key in config:
+            del config[key]

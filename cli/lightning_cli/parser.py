@@ -26,7 +26,7 @@ from .checker import SettingsChecker, look_up, make_arguments, make_config, supp
 from .command_line import choose_subcommand, read_command_line
 from .declarations import ClassGroup, Declared, Link, Option, find_owner, order_by_links, read_return_annotation
 from .help import format_help
-from .linking import apply_link
+from .linking import apply_link, remove_target
 from .namespace import Namespace
 from .optimizers import ReduceLROnPlateau
 from .settings import (
@@ -630,16 +630,8 @@ class LightningArgumentParser:
             config[key] = None if recipes.get(key) is None else make_config(recipes[key])
         for link in self.links:
             if link.at_instantiation:
-                self._remove_target(config, link)
+                remove_target(self.declared, link, config)
         return config
-
-    def _remove_target(self, config: Namespace, link: Link) -> None:
-        """Remove the value of a link's target from a configuration."""
-        owner = find_owner(self.declared, link.target)
-        rest = ".".join(map(str, link.path[len(owner.split(".")) :]))
-        for key in (f"{owner}.{rest}", f"{owner}.init_args.{rest}") if rest else (owner,):
-            if key in config:
-                del config[key]
 
     def _check(self, root: Value, partial: bool = False, linking: bool = True) -> dict[str, Recipe]:
         if self.parser_mode == "omegaconf":
@@ -754,7 +746,7 @@ class LightningArgumentParser:
         for key in self.config_keys:
             config.pop(key, None)
         for link in self.links if skip_link_targets else ():
-            self._remove_target(config, link)
+            remove_target(self.declared, link, config)
 
     def save(
         self,
