@@ -26,7 +26,7 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Return whether ``operation`` holds between two versions.
+    """Return the result of comparing two versions.
 
     Args:
         library_or_version: The name of an installed library, or a version.
@@ -44,7 +44,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Return whether ``operation`` holds between torch's version and another one.
+    """Return the result of comparing torch's version with another version.
 
     Args:
         operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.

@@ -1,4 +1,4 @@
-"""Single-file checkpoints that a script writes and reads itself. A run's own checkpoints have one fixed format."""
+"""Single-file checkpoints that a script writes and reads itself. The checkpoints of a run have a fixed format."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["AsyncCheckpointIO", "CheckpointIO", "TorchCheckpointIO"]
 
 
 class CheckpointIO(ABC):
-    """Base of classes that write, read and remove checkpoints."""
+    """Base class of objects that write, read and remove checkpoints."""
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint.
 
         Args:
-            checkpoint: The checkpoint.
+            checkpoint: The content of the checkpoint.
             path: The path to write to.
             storage_options: Options of the storage.
         """
@@ -35,7 +35,7 @@ class CheckpointIO(ABC):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, location: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return a checkpoint.
+        """Load a checkpoint and return its content.
 
         Args:
             path: The path to read from.
@@ -62,11 +62,11 @@ class TorchCheckpointIO(CheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint to a file, and create its folder.
+        """Write a checkpoint to a file, and create the file's folder if it is missing.
 
         Args:
-            checkpoint: The checkpoint.
-            path: The file.
+            checkpoint: The content of the checkpoint.
+            path: Path of the file.
             storage_options: Must be None.
 
         Raises:
@@ -89,9 +89,10 @@ class TorchCheckpointIO(CheckpointIO):
         """Return the checkpoint in a file, or a run's checkpoint as `treadle.load_checkpoint` returns it.
 
         Args:
-            path: The file, or the directory of a run's checkpoint.
+            path: Path of the file, or of the directory of a run's checkpoint.
             map_location: See ``torch.load``. Default: the CPU.
-            weights_only: See ``torch.load``, whose default, True, applies: data only. False runs code from the file.
+            weights_only: See ``torch.load``. Default: None, which means True and loads data only. With False, code in
+                the file is run.
 
         Raises:
             FileNotFoundError: If the file does not exist.
@@ -109,7 +110,7 @@ class TorchCheckpointIO(CheckpointIO):
         """Remove a file or folder if it exists.
 
         Args:
-            path: The file or folder.
+            path: Path of the file or folder.
         """
         path = Path(path)
         if path.is_dir():
@@ -119,10 +120,10 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Checkpoints written in a thread, one after the other. Tensors are copied first, so training can continue.
+    """Checkpoints written in a thread, one after the other. Tensors are copied first, so that training can continue.
 
     Args:
-        checkpoint_io: Writes the checkpoints. Default: a `TorchCheckpointIO`.
+        checkpoint_io: The `CheckpointIO` that writes the checkpoints. Default: a `TorchCheckpointIO`.
 
     Raises:
         Exception: The error of a failed write, raised in the next call or in `teardown`.

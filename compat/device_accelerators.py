@@ -1,4 +1,4 @@
-"""Kinds of devices as objects: ``Trainer(accelerator=CPUAccelerator())`` equals ``Trainer(accelerator="cpu")``."""
+"""Device types as objects: ``Trainer(accelerator=CPUAccelerator())`` means ``Trainer(accelerator="cpu")``."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ _QUERIES = {
 
 
 class _Kind(type):
-    """Metaclass that lets ``isinstance(trainer.accelerator, CUDAAccelerator)`` check the device.
+    """Metaclass that lets ``isinstance(trainer.accelerator, CUDAAccelerator)`` check the type of the device.
 
-    A run's own `treadle.Accelerator` does much more than name a device, so it cannot be an instance of these classes.
+    A run's `treadle.Accelerator` does much more than name a device type, so that it cannot be an instance of these
+    classes.
     """
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -50,7 +51,7 @@ class _Kind(type):
 
 
 class Accelerator(str, metaclass=_Kind):
-    """Base of the kinds of devices. Each equals its name, as the flag ``accelerator`` accepts it."""
+    """Base class of device types. An object equals the name that the flag ``accelerator`` accepts."""
 
     kind = ""
 
@@ -64,32 +65,32 @@ class Accelerator(str, metaclass=_Kind):
         return cls.kind
 
     def setup_device(self, device: torch.device) -> None:
-        """Make a device the current one.
+        """Check the type of a device, and make it the current device if the type has one.
 
         Args:
-            device: The device.
+            device: A device of this type.
 
         Raises:
-            ValueError: If the device is of another kind.
+            ValueError: If the device is of another type.
         """
         if device.type != self.kind:
             raise ValueError(f"{type(self).__name__} is for {self.kind!r} devices, not for {device}.")
 
     def setup(self, trainer: Any) -> None:
-        """Do nothing: the Trainer sets up its device.
+        """Do nothing, because the Trainer sets up its device.
 
         Args:
             trainer: The Trainer.
         """
 
     def teardown(self) -> None:
-        """Do nothing: the Trainer releases its device."""
+        """Do nothing, because the Trainer releases its device."""
 
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
         """Return the statistics of a device's allocator by name, in bytes and counts.
 
         Args:
-            device: The device.
+            device: A device of this type.
         """
         return dict(read_device_stats(torch.device(device)))
 
@@ -105,7 +106,7 @@ class Accelerator(str, metaclass=_Kind):
 
     @classmethod
     def get_parallel_devices(cls, devices: int | Sequence[int]) -> list[torch.device]:
-        """Return the devices with the given indices, or the first ``devices`` of them.
+        """Return the devices with these indices, or the first ``devices`` devices.
 
         Args:
             devices: Indices, or a number of devices.
@@ -114,12 +115,12 @@ class Accelerator(str, metaclass=_Kind):
 
     @classmethod
     def auto_device_count(cls) -> int:
-        """Return the number of such devices on this machine; 1 for the CPU."""
+        """Return the number of devices of this type on this machine; 1 for the CPU."""
         return int(cls.is_available())
 
     @classmethod
     def is_available(cls) -> bool:
-        """Return whether this machine has such a device."""
+        """Return whether this machine has a device of this type."""
         try:
             return device_type(cls.kind) == cls.kind
         except ValueError:
@@ -127,7 +128,7 @@ class Accelerator(str, metaclass=_Kind):
 
 
 class CPUAccelerator(Accelerator):
-    """CPU as a kind of device."""
+    """Device type of the CPU."""
 
     kind = "cpu"
 
@@ -150,7 +151,7 @@ class CPUAccelerator(Accelerator):
 
 
 class CUDAAccelerator(Accelerator):
-    """CUDA device as a kind of device."""
+    """Device type of CUDA GPUs."""
 
     kind = "cuda"
 
@@ -166,16 +167,16 @@ class CUDAAccelerator(Accelerator):
 
 
 class MPSAccelerator(Accelerator):
-    """Apple's GPU as a kind of device."""
+    """Device type of Apple's GPU."""
 
     kind = "mps"
 
 
 def get_nvidia_gpu_stats(device: torch.device | str | int) -> dict[str, float]:
-    """Return the utilization, temperature and memory that ``nvidia-smi`` reports for a device, by query and unit.
+    """Return the utilization, temperature and memory that ``nvidia-smi`` reports for a device, by name and unit.
 
     Args:
-        device: The device, or its index among those that are visible.
+        device: The device, or its index among the visible devices.
 
     Raises:
         FileNotFoundError: If ``nvidia-smi`` is not installed.
@@ -199,13 +200,13 @@ def get_mps_stats() -> dict[str, float]:
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """Return the indices of CUDA devices that accept a tensor: ``num_devices`` of them or, with -1, all.
+    """Return the indices of ``num_devices`` CUDA devices (-1: all) on which a tensor can be created.
 
     Args:
         num_devices: The number of devices; -1 for all.
 
     Raises:
-        ValueError: If there are no, or too few, devices.
+        ValueError: If torch detects no devices, or too few.
         RuntimeError: If too few devices are usable.
     """
     count = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""Accelerate's enums, whose members scripts pass as arguments and compare with."""
+"""Accelerate's enums, whose members scripts pass as arguments and use in comparisons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class EnumWithContains(enum.EnumMeta):
-    """Metaclass of enums that contain their values: ``"bf16" in PrecisionType``."""
+    """Metaclass of enums that contain their values, so that ``"bf16" in PrecisionType`` is True."""
 
     def __contains__(cls, item: object) -> bool:
         try:
@@ -27,7 +27,7 @@ class BaseEnum(enum.Enum, metaclass=EnumWithContains):
 
     @classmethod
     def list(cls) -> list[str]:
-        """Return the values."""
+        """Return the values of all members."""
         return [str(member) for member in cls]
 
 
@@ -53,7 +53,7 @@ class FP8BackendType(_TextEnum):
 
 
 class ComputeEnvironment(_TextEnum):
-    """Environments of a run."""
+    """Environments in which a run may be executed."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
@@ -83,7 +83,7 @@ class DynamoBackend(str, BaseEnum):
 
 
 class LoggerType(BaseEnum):
-    """Trackers by name. ``Accelerator(log_with=...)`` lists those that Treadle supports."""
+    """Names of trackers. Treadle supports those that the documentation of ``Accelerator(log_with=...)`` lists."""
 
     ALL = "all"
     AIM = "aim"
@@ -125,7 +125,7 @@ class RNGType(BaseEnum):
 
 
 class CustomDtype(enum.Enum):
-    """Number formats for device maps that torch has no dtype for."""
+    """Number formats in device maps for which torch does not have a dtype."""
 
     FP8 = "fp8"
     INT4 = "int4"

@@ -1,4 +1,4 @@
-"""Helpers that scripts import from Accelerate: temporary environment variables, freed memory, a bar on one process."""
+"""Helpers that scripts import from Accelerate, for environment variables, memory, progress bars and hardware."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
     """Set environment variables within a ``with`` block, and restore them afterwards, even after an error.
 
     Args:
-        **kwargs: Values by name. The names are converted to capitals, the values to text.
+        **kwargs: Values by name. Names are converted to upper case, and values to strings.
 
     Example:
         >>> import os
@@ -66,10 +66,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Collect garbage and return a None for each argument.
+    """Collect garbage, empty the device's memory cache, and return None for each argument.
 
-    The caller's names refer to the objects during the call. Their memory is freed when the names are bound to the
-    result: ``a, b = release_memory(a, b)``.
+    The caller's variables refer to the objects during the call. The memory of the objects is freed when the result is
+    assigned to these variables: ``a, b = release_memory(a, b)``.
 
     Args:
         *objects: The objects to release.
@@ -81,7 +81,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Show ``tqdm.auto.tqdm`` on the local rank zero of each machine only, unless ``main_process_only`` is False.
+    """Show a progress bar of ``tqdm.auto``. By default, it is shown only on local rank zero of each machine.
 
     Args:
         *args: Positional arguments of tqdm.
@@ -89,7 +89,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         **kwargs: Keyword arguments of tqdm.
 
     Returns:
-        The bar.
+        The progress bar.
 
     Raises:
         TypeError: If the first argument is a bool.
@@ -104,7 +104,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 
 def write_basic_config(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise RuntimeError: Treadle has no configuration file of the machine.
+    """Raise RuntimeError, because Treadle does not have a machine-wide configuration file.
 
     Args:
         *args: Accepted and ignored.
@@ -120,14 +120,14 @@ def write_basic_config(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Return 1 for ``y, yes, t, true, on, 1`` and 0 for ``n, no, f, false, off, 0``, in any case.
+    """Return 1 for ``y, yes, t, true, on, 1`` and 0 for ``n, no, f, false, off, 0``, in upper or lower case.
 
     Args:
-        value: The word.
-        to_bool: Whether to return a bool.
+        value: The word to convert.
+        to_bool: Whether to return a bool instead of 1 or 0. Default: False.
 
     Raises:
-        ValueError: If the word is another one.
+        ValueError: If ``value`` is a different word.
     """
     word = value.lower()
     if word not in _TRUE_WORDS and word not in _FALSE_WORDS:
@@ -161,17 +161,17 @@ def parse_choice_from_env(key: str, default: Any = "no") -> str:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first of the environment variables that holds a number of at least 0, or ``default``.
+    """Return the value of the first environment variable with a number of at least 0, or ``default``.
 
     Args:
         env_keys: Names of variables.
-        default: The value if none of them holds such a number.
+        default: The value to return if none of them has such a number.
     """
     return next((number for key in env_keys if (number := int(os.environ.get(key, -1))) >= 0), default)
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return the names of those libraries that have been imported.
+    """Return the names of the libraries that have been imported.
 
     Args:
         *library_names: Names of modules.
@@ -180,7 +180,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    r"""Return ``"KEY=value\n"`` for each variable.
+    r"""Return a line ``"KEY=value\n"`` for each variable.
 
     Variables that are empty or contain one of ``;<>``, a space or a line break are skipped, with a warning.
     """
@@ -218,7 +218,7 @@ def _query_gpus(field: str) -> list[str]:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return whether GPUs may exchange data directly: False for two or more GeForce RTX 40 in one machine."""
+    """Return whether GPUs can exchange data directly. False for several GPUs that include a GeForce RTX 40."""
     try:
         names, count = get_gpu_info()
     except (OSError, subprocess.CalledProcessError):  # no driver is installed, so there is no objection
@@ -251,10 +251,10 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Restore the variables ``ACCELERATE_*`` after the decorated function, or after each test method of a class.
+    """Decorate a function, or the test methods of a class, to restore variables ``ACCELERATE_*`` after each call.
 
     Args:
-        func_or_cls: The function or class.
+        func_or_cls: The function or class to decorate.
     """
     if not isinstance(func_or_cls, type):
         return _restore_variables(func_or_cls)
@@ -289,11 +289,11 @@ def _restore_variables(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
-    """Return the value of a path variable, such as ``PYTHONPATH``, with one more path. The variable is not changed.
+    """Return the value of a path variable, such as ``PYTHONPATH``, with a path appended. The variable is not modified.
 
     Args:
         env_var_name: The name of the variable.
-        path_to_add: The path.
+        path_to_add: The path to append.
     """
     return ":".join([path for path in os.environ.get(env_var_name, "").split(":") if path] + [str(path_to_add)])
 
@@ -325,7 +325,7 @@ def check_os_kernel() -> None:
 
 
 def convert_bytes(size: float) -> str:
-    """Return a number of bytes as text, in the largest unit in which it is at least 1.
+    """Format a number of bytes in the largest unit in which it is at least 1.
 
     Args:
         size: The number of bytes.
@@ -342,7 +342,7 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 
     Args:
         source: The dict to take items from.
-        destination: The dict to change.
+        destination: The dict to modify.
     """
     for key, value in source.items():
         if isinstance(value, dict):
@@ -356,7 +356,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
     """Return a nested attribute by its dotted name, such as ``"encoder.layer.weight"``.
 
     Args:
-        obj: The object.
+        obj: The object that has the attribute.
         attr: The dotted name.
     """
     return operator.attrgetter(attr)(obj)
@@ -373,10 +373,10 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Return whether an error reports too little memory, or that cuDNN rejects the size.
+    """Return whether an error means that the batch is too large for the memory or for cuDNN.
 
     Args:
-        exception: The error.
+        exception: The error to examine.
     """
     signs = (
         " out of memory.",
@@ -390,7 +390,7 @@ def should_reduce_batch_size(exception: Exception) -> bool:
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Return None for any arguments.
+    """Do nothing, and ignore all arguments.
 
     Args:
         *args: Accepted and ignored.
@@ -399,7 +399,7 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def test_launch() -> None:
-    """Create a `PartialState`, which connects the processes."""
+    """Create a `PartialState`, to test whether the processes can connect."""
     from ..engine import PartialState
 
     PartialState()

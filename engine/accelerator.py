@@ -1,8 +1,8 @@
 """Accelerator: devices, precision, accumulation, collectives and checkpoints of one process of a run.
 
-This file holds the whole public surface of the `Accelerator`, except for what it shares with `PartialState` (see
+This file defines the public methods of the `Accelerator`, except for those that it shares with `PartialState` (see
 `process_state`). Each method delegates to an object that the Accelerator owns. The Trainer owns an Accelerator and uses
-only its public calls, the same ones that a hand-written loop uses.
+only its public methods, as a hand-written loop does.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ name_phase("data wait", Loader.__iter__, Loader.groups)
 
 
 def _locate(accelerator: Accelerator) -> tuple[str, Any]:
-    """Return the position of the loop: a description, and a value that changes with every micro-batch."""
+    """Return a description of the loop's position, and a value that changes with every micro-batch."""
     accumulation = accelerator.accumulation
     moving = accumulation.position, id(accelerator.cursor.micro), [loader.batches for loader in accelerator.loaders]
     return f"optimizer step {accumulation.steps + 1}", moving
@@ -95,8 +95,8 @@ class Accelerator(Process):
 
     Args:
         device_placement: Whether to move models and batches to the device. If False, models must already be on it.
-        split_batches: Whether the ``batch_size`` of a prepared loader is that of the global batch. Default: it is the
-            batch size of each process.
+        split_batches: If True, the ``batch_size`` of a prepared loader is the global batch size. Default: it is the
+            batch size per process.
         mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"``, or any name that `Precision` accepts. Default: ``"no"``.
         gradient_accumulation_steps: Micro-batches per optimizer step.
         cpu: Same as ``accelerator="cpu"``.
@@ -104,7 +104,7 @@ class Accelerator(Process):
         deepspeed_plugin: Not supported; any value but None raises an error. The same holds for ``deepspeed_plugins``,
             ``torch_tp_plugin`` and ``megatron_lm_plugin``.
         deepspeed_plugins: See ``deepspeed_plugin``.
-        fsdp_plugin: Shards models. Accelerate's form of ``strategy=FSDP(...)``.
+        fsdp_plugin: Accelerate's equivalent of ``strategy=FSDP(...)``, which shards models.
         torch_tp_plugin: See ``deepspeed_plugin``.
         megatron_lm_plugin: See ``deepspeed_plugin``.
         rng_types: Only ``["generator"]`` is accepted, and it changes nothing: the order of the data is always the same
@@ -112,14 +112,14 @@ class Accelerator(Process):
         log_with: Trackers: ``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"``, ``"all"``, loggers of
             `treadle.loggers`, a `GeneralTracker`, or a list of these. Default: none.
         project_dir: Directory for the files of the run.
-        project_config: Directories and names of checkpoints in more detail; see `ProjectConfiguration`.
-        gradient_accumulation_plugin: Gradient accumulation in more detail; see `GradientAccumulationPlugin`.
-        step_scheduler_with_optimizer: If False, each ``step()`` of a scheduler counts once, for schedules that count
-            epochs. The scheduler's state is still saved.
-        kwargs_handlers: Settings of autocast, the loss scaler, the process group, replicas and the profiler, each as
-            a `KwargsHandler`.
+        project_config: More detailed settings of directories and checkpoint names; see `ProjectConfiguration`.
+        gradient_accumulation_plugin: More detailed settings of gradient accumulation; see `GradientAccumulationPlugin`.
+        step_scheduler_with_optimizer: If False, schedulers are not wrapped, and each ``step()`` advances the schedule
+            by one, as schedules in epochs need. The scheduler's state is still saved.
+        kwargs_handlers: Settings of autocast, the loss scaler, the process group, DDP and the profiler, each as a
+            `KwargsHandler`.
         dynamo_backend: A backend of ``torch.compile`` that compiles prepared models in place. Default: none.
-        dynamo_plugin: Compilation in more detail; see `TorchDynamoPlugin`.
+        dynamo_plugin: More detailed settings of compilation; see `TorchDynamoPlugin`.
         parallelism_config: The numbers of replicas, shards and tensor parallel ranks.
         strategy: A name (``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, a registered one) or a `Strategy`.
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"mps"``.
@@ -127,21 +127,21 @@ class Accelerator(Process):
             else one.
         num_nodes: Number of machines.
         spread: Whether ``devices="auto"`` may start a process for each GPU; see `open_world`.
-        timeout: The longest time that a rank may go without progress, until its script ends: ``"DD:HH:MM:SS"``, a
-            timedelta or a dict of its arguments. Then the run ends with exit status 124, names the rank that hangs, and
-            writes the Python stacks of all ranks. Default: only a rank that waits for others is watched, for nearly as
-            long as a collective may wait (30 minutes).
+        timeout: The longest time that a rank may run without progress: ``"DD:HH:MM:SS"``, a timedelta or a dict of its
+            arguments. If a rank exceeds it, Treadle names that rank, writes the Python stacks of all ranks, and ends
+            the run with exit status 124. Default: slightly less than the timeout of collectives (30 minutes), and only
+            for ranks that wait for other ranks.
         on_nonfinite: Policy for a gradient that is not finite and that a prepared optimizer is about to apply:
-            ``"raise"`` on all ranks (on accelerators one step later, and in `end_training`), ``"skip"`` the step on all
-            ranks (which waits for the device in every step), or ``"ignore"``. With float16, the loss scaler skips such
-            steps.
+            ``"raise"`` raises an error on all ranks (on accelerators one step later, or in `end_training`), ``"skip"``
+            skips the step on all ranks (which waits for the device in every step), and ``"ignore"`` does not check
+            gradients. With float16, the loss scaler skips such steps.
         unknown: Any other argument raises a TypeError that names the nearest valid one.
 
     Attributes:
         strategy: The strategy that distributes models over the processes.
         precision: The dtypes of weights and computation.
-        models, optimizers, schedulers, loaders: The prepared objects, in order.
-        accumulation: The micro-batches of an optimizer step.
+        models, optimizers, schedulers, loaders: The prepared objects, in the order in which they were prepared.
+        accumulation: Gradient accumulation over the micro-batches of an optimizer step.
         checkpointer: Saves and loads checkpoints.
         tracking: The trackers that ``log_with`` named.
         rng: The RNG state that ranks share.
@@ -150,7 +150,7 @@ class Accelerator(Process):
 
     Raises:
         TypeError: If an argument does not exist. The error names the nearest valid one.
-        ValueError: If a value is not supported, or contradicts another one.
+        ValueError: If a value is not supported or contradicts another argument.
 
     Example:
         >>> import torch, treadle
@@ -274,7 +274,7 @@ class Accelerator(Process):
             device_placement: One value per object, which overrides the Accelerator's ``device_placement``.
 
         Returns:
-            The prepared objects in the same order; a single object is not put into a tuple.
+            The prepared objects as a tuple in the same order; for a single object, the prepared object itself.
 
         Raises:
             ValueError: If ``device_placement`` and ``objects`` differ in length.
@@ -325,7 +325,7 @@ class Accelerator(Process):
         by_hand: bool = False,
         by_parts: bool = False,
     ) -> nn.Module:
-        """Move one model to the device, and return it wrapped.
+        """Move a model to the device and wrap it for training.
 
         Args:
             model: The user's module. A prepared one is wrapped again if its set of trainable parameters has changed.
@@ -333,8 +333,10 @@ class Accelerator(Process):
                 setting.
             evaluation_mode: Move the model, but do not wrap it for training.
             step: The method that returns the training loss, if it is not ``forward``; call it through `method`.
-            by_hand: Leave gradients on their process until an optimizer steps; call methods through `local_method`.
-            by_parts: Compile the submodules, not the model: the loop calls methods other than ``forward``.
+            by_hand: Reduce gradients when an optimizer steps, not in the backward pass; call methods through
+                `local_method`.
+            by_parts: Compile the submodules and not the model itself, for loops that call methods other than
+                ``forward``.
 
         Raises:
             ValueError: If the model is on another device and may not be moved, or is spread over several devices.
@@ -385,7 +387,8 @@ class Accelerator(Process):
             settings: The values to compare. Default: the Accelerator's own arguments.
 
         Raises:
-            ValueError: On every rank, with the settings that differ, their values and ranks.
+            ValueError: If settings differ. Every rank raises the error, which lists these settings, their values and
+                ranks.
         """
         if not self._compared:
             values = self._collect_settings() if settings is None else settings
@@ -420,7 +423,7 @@ class Accelerator(Process):
 
         Args:
             optimizer: The user's optimizer.
-            device_placement: Accepted for Accelerate's signature; it has no effect.
+            device_placement: Accepted for compatibility with Accelerate; it has no effect.
 
         Returns:
             The optimizer to call in the loop.
@@ -434,10 +437,10 @@ class Accelerator(Process):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap a scheduler so that it advances only with optimizer steps that were applied.
+        """Wrap a scheduler so that it advances only if the optimizer step was applied.
 
-        Compute the length of the schedule from the loader before `prepare`: each ``step()`` advances the schedule by
-        the number of processes that share the data, as in Accelerate, or by one with ``split_batches``.
+        Compute the length of the schedule from the loader's length before `prepare`, because each ``step()`` advances
+        the schedule by the number of processes that share the data, as in Accelerate, or by one with ``split_batches``.
 
         Args:
             scheduler: The user's scheduler.
@@ -455,7 +458,7 @@ class Accelerator(Process):
         return scheduler
 
     def add_scheduler(self, scheduler: Any) -> None:
-        """Add a scheduler, which is stepped elsewhere, to every checkpoint.
+        """Save the state of a scheduler in every checkpoint. The scheduler is stepped by the caller.
 
         Args:
             scheduler: An object with ``state_dict`` and ``load_state_dict``.
@@ -479,13 +482,13 @@ class Accelerator(Process):
             device_placement: Whether to move batches to the device. Default: the Accelerator's setting.
             shard: If False, each process gets all batches of its own loader.
             evaluation: Do not form accumulation groups; every process takes part in every batch.
-            move: Function to apply to each batch in place of the move to the device.
+            move: Function to apply to each batch instead of moving it to the device.
 
         Returns:
             The prepared loader.
 
         Raises:
-            TypeError: If the loader is already sharded without an Accelerator.
+            TypeError: If the loader was already sharded without an Accelerator.
         """
         if isinstance(loader, Loader):
             return loader
@@ -572,11 +575,12 @@ class Accelerator(Process):
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context for a loop over user-defined batches of which some ranks have more than others.
+        """Return a context for a loop in which ranks have different numbers of user-defined batches.
 
         A rank that runs out of batches waits at the end of the context. Each step of the remaining ranks uses the mean
-        of their gradients. All ranks leave with the parameters, buffers, optimizer states and schedules of the rank
-        that took the most steps. Prepared DataLoaders keep all ranks in step, so with them the context changes nothing.
+        of their gradients. At the end, all ranks get the parameters, buffers, optimizer states and schedules of the
+        rank that took the most steps. Prepared DataLoaders keep all ranks in step, so with them the context changes
+        nothing.
 
         Only replicated models support this. With sharded models, and with ``comm_hook``, ``sync_batchnorm``, ``zero``
         or ``local_sgd_steps`` of DDP, the context warns and has no effect.
@@ -584,15 +588,16 @@ class Accelerator(Process):
         Args:
             joinables: Prepared models. Optimizers may be listed too and have no effect.
             even_batches: True states that all ranks have the same number of batches, so that no rank waits for another.
-                Unlike in Accelerate, the default never means True, and no loader repeats samples in either case.
+                Unlike in Accelerate, None is never treated as True, and loaders do not repeat samples.
 
         Returns:
             The context to run the loop in.
 
         Raises:
-            TypeError: If an argument has another type.
-            ValueError: If a model is not prepared; for ``backward(weight=...)`` on batches that do not come from a
-                prepared DataLoader, because a rank without further batches passes no weight.
+            TypeError: If ``joinables`` is not a list of models and optimizers, or if ``even_batches`` is not a bool or
+                None.
+            ValueError: If a model is not prepared, or if ``backward(weight=...)`` is called on a batch that does not
+                come from a prepared DataLoader, because a rank without further batches passes no weight.
 
         Example:
             >>> import torch, treadle
@@ -644,10 +649,11 @@ class Accelerator(Process):
         Args:
             model: One prepared model. Default: all of them.
             buffers: Compare buffers too. Most of them, such as BatchNorm's statistics, differ between processes after
-                every forward.
+                every forward pass.
 
         Raises:
-            ReplicasDiffer: On all processes, with the names, the ranks and the differences.
+            ReplicasDiffer: If parameters differ. All processes raise the error, which lists names, ranks and
+                differences.
         """
         models = self.models if model is None else [model]
         replica_check.check((self.strategy.unwrap(m) for m in models), self.world, buffers)
@@ -691,7 +697,7 @@ class Accelerator(Process):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """True if the last optimizer step was skipped because a float16 gradient overflowed."""
+        """True if the last optimizer step was skipped because gradients overflowed or were not finite."""
         return self.accumulation.optimizer_step_was_skipped
 
     @property
@@ -716,7 +722,7 @@ class Accelerator(Process):
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
         """Return the context of one micro-batch.
 
-        In the last micro-batch of a group the backward pass reduces the gradients, and the optimizer then steps.
+        In the last micro-batch of a group, the backward pass reduces the gradients, and the optimizer then steps.
 
         Args:
             models: The prepared models that the micro-batch trains. Default: all of them.
@@ -733,7 +739,7 @@ class Accelerator(Process):
         return self.accumulation.no_sync(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context whose backward reduces the gradients, including those of forward passes in `no_sync`.
+        """Return a context in which backward reduces gradients, including those of forward passes in `no_sync`.
 
         Args:
             model: A prepared model.
@@ -759,16 +765,16 @@ class Accelerator(Process):
         by: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add this micro-batch's share of the gradient.
+        """Run the backward pass of one micro-batch, with the loss weighted and scaled.
 
         Pass the plain mean loss. It is weighted by the number of samples that the loader put into the micro-batch, so
-        that the gradient of the step is the mean over all samples of the group, over all processes.
+        that the gradient of the step is the mean over the samples of the group on all processes.
 
         Args:
             loss: 0-d tensor.
-            weight: The number of items, such as tokens, that the loss is the mean of; not needed if these are the
-                samples. The gradient of the step is the mean over all items. Pass it in every micro-batch of a group,
-                or in none.
+            weight: The number of items, such as tokens, over which the loss is averaged; not needed if they are the
+                samples. The gradient of the step is then the mean over all items. Pass it in every micro-batch of a
+                group, or in none.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
             kwargs: Arguments of ``Tensor.backward``.
         """
@@ -816,7 +822,7 @@ class Accelerator(Process):
         self.accumulation.finish_gradients()
 
     def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
-        """Average over all processes the gradients that backward has left unreduced. The optimizer's step calls it.
+        """Average the gradients that backward has not reduced over all processes. Optimizer steps call this method.
 
         Args:
             optimizer: The prepared optimizer whose gradients are averaged.
@@ -841,7 +847,7 @@ class Accelerator(Process):
         return self.accumulation.agree()
 
     def not_finite_on(self) -> list[int]:
-        """Return the ranks whose loss was not finite, after `agree` reported some, and clear the list."""
+        """Return and clear the list of ranks whose loss was not finite, after `agree` has reported such a loss."""
         return self.accumulation.not_finite_on()
 
     def preemptible(
@@ -849,7 +855,7 @@ class Accelerator(Process):
     ) -> AbstractContextManager[Preemption]:
         """Return a context in which SIGTERM, SIGUSR1 and SIGHUP request the end of a loop and do not end the process.
 
-        Call `Preemption.should_stop` after each step: it becomes True after the same step on every rank, no matter
+        Call `Preemption.should_stop` after each step. It returns True after the same step on every rank, regardless of
         which rank received the signal. Then save, and call `Preemption.leave`, which ends the process with status 143
         (129 for SIGHUP) and makes SLURM requeue a job that received SIGUSR1. A signal that arrives after the last step
         ends the process at the end of the block.
@@ -861,7 +867,8 @@ class Accelerator(Process):
                 Ctrl-C, and one after the last step, raise it immediately. Default: Ctrl-C raises it immediately.
 
         Raises:
-            ValueError: For several processes with a torch older than 2.8, or if ``grace`` is not positive.
+            ValueError: If the world size is larger than one and torch is older than 2.8, or if ``grace`` is not
+                positive.
             TypeError: If ``grace`` has another type.
 
         Example:
@@ -950,16 +957,16 @@ class Accelerator(Process):
             trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model under
                 adapters. The checkpoint stores their digests, and can be loaded into a model with the same frozen
                 weights.
-            blocking: If False, return once the state is copied to host memory, and write it in the background. Only one
-                save runs at a time: the next one waits for the current one. `poll_saving` and `finish_saving` report
-                the end of a save.
+            blocking: If False, return after the state is copied to host memory, and write it in the background. Only
+                one save runs at a time: the next one waits for the current one. `poll_saving` and `finish_saving`
+                report the end of a save.
             also: Further directories for the same state, each a complete checkpoint.
 
         Returns:
             The path of the checkpoint.
 
         Raises:
-            ValueError: If no directory is given, or inside an accumulation group.
+            ValueError: If no directory is given, or if the call is inside an accumulation group.
             TypeError: If a state is not plain data.
             OSError: If a disk operation fails. The files of the attempt are removed, and an earlier checkpoint at this
                 path remains.
@@ -976,10 +983,10 @@ class Accelerator(Process):
         )
 
     def poll_saving(self) -> bool:
-        """Return whether no ``save_state(blocking=False)`` is in progress, without waiting.
+        """Return True if no ``save_state(blocking=False)`` is in progress, without waiting for it.
 
         Raises:
-            Exception: The error that the last save failed with, once.
+            Exception: The error of the last save, if it failed. It is raised only once.
         """
         return self.checkpointer.poll_saving()
 
@@ -987,7 +994,7 @@ class Accelerator(Process):
         """Wait for a ``save_state(blocking=False)`` that is in progress.
 
         Raises:
-            Exception: The error that the save failed with, once.
+            Exception: The error of the save, if it failed. It is raised only once.
         """
         self.checkpointer.finish_saving()
 
@@ -1002,9 +1009,9 @@ class Accelerator(Process):
         schedule: str | None = None,
         finish_epoch: bool = True,
     ) -> dict[str, Any]:
-        """Restore a checkpoint of `save_state`. Call it on all processes.
+        """Restore a checkpoint that `save_state` wrote. Call it on all processes.
 
-        An accumulation group in progress starts again. The state of a registered object is sharded over the processes
+        An accumulation group in progress is discarded. The state of a registered object is sharded over the processes
         in the same way as the object's current ``state_dict``.
 
         Args:
@@ -1016,8 +1023,8 @@ class Accelerator(Process):
             state: Restore everything else.
             strict: False loads the entries that fit from the state of another model or optimizer, and reports those
                 that do not. Default: the model's ``strict_loading`` if it has one, else True.
-            schedule: The source of learning rates and schedules: ``"saved"``, those of the checkpoint, or ``"script"``,
-                those of the prepared optimizers and schedulers after the same number of steps. Default: the saved ones,
+            schedule: The source of learning rates and schedules: ``"saved"`` for the checkpoint, or ``"script"`` for
+                the prepared optimizers and schedulers, advanced by the same number of steps. Default: the saved ones,
                 with a warning if those of the script differ.
             finish_epoch: If the state was saved with the last batch of an epoch, start the next epoch and return its
                 number as ``epoch``, so that a script that derives its first epoch from its steps trains a whole epoch.
@@ -1029,8 +1036,8 @@ class Accelerator(Process):
 
         Raises:
             ValueError: If the path is not a checkpoint, or if the checkpoint is damaged, belongs to another model or
-                optimizer, or was replaced during the read. In that case, no object is changed on any process. An error
-                in the ``load_state_dict`` of a scheduler or a registered object is raised later, after models and
+                optimizer, or was replaced while it was read. In these cases, no object is changed on any process. An
+                error in the ``load_state_dict`` of a scheduler or a registered object is raised later, after models and
                 optimizers are loaded.
         """
         return self.checkpointer.load_state(
@@ -1052,7 +1059,8 @@ class Accelerator(Process):
 
         Args:
             model: A prepared model.
-            keep_fp32_wrapper: Accepted for Accelerate's signature; ``forward`` is never replaced.
+            keep_fp32_wrapper: Accepted for compatibility with Accelerate; it has no effect, because ``forward`` is
+                never replaced.
             keep_torch_compile: Return the compiled form of the module, if that form was prepared.
         """
         module = self.strategy.unwrap(model)
@@ -1068,32 +1076,34 @@ class Accelerator(Process):
             unwrap: False keeps the names of the prepared model, with DDP's ``module.`` prefix.
 
         Returns:
-            On rank zero, the tensors. Sharded ones are gathered in host memory. The others are the model's own tensors,
-            which training changes: clone those that you keep. Other ranks get None for each sharded tensor.
+            On rank zero, the tensors by name. Sharded tensors are gathered in host memory. Tensors that are not sharded
+            are the model's own, which training changes; clone those that you keep. Other ranks get None for each
+            sharded tensor.
         """
         return self.checkpointer.get_state_dict(model, unwrap)
 
     @property
     def should_save_model(self) -> bool:
-        """True: `save_model` decides which process writes."""
+        """Always True, because `save_model` decides which process writes."""
         return True
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write data to a file on rank zero: a state dict or numbers, nested to any depth. Rank zero may call it alone.
 
-        The write is atomic. The file holds only data and can be read with ``torch.load(f, weights_only=True)``:
-        tensors, numbers, text, bytes, None, dtypes, devices, in dicts, lists, tuples and sets. NumPy numbers are
-        written as Python numbers, a defaultdict as a dict.
+        The write is atomic. The file contains only tensors, numbers, text, bytes, None, dtypes and devices, in dicts,
+        lists, tuples and sets, and can be read with ``torch.load(f, weights_only=True)``. NumPy numbers are written as
+        Python numbers, and a defaultdict as a dict.
 
         Args:
-            obj: The data to write; for a module its ``state_dict()``, for a sharded one the result of `get_state_dict`.
+            obj: The data to write. For a module, pass its ``state_dict()``; for a sharded module, the result of
+                `get_state_dict`.
             f: A path, or an open file.
             safe_serialization: Write safetensors; ``obj`` must be a dict of tensors. Tied tensors are written once, and
                 the header lists their names.
 
         Raises:
-            TypeError: If ``obj`` holds anything else (NumPy arrays, paths, objects). The error names its place and the
-                fix.
+            TypeError: If ``obj`` holds anything else (NumPy arrays, paths, objects). The error states its position in
+                ``obj`` and the fix.
         """
         self.checkpointer.save(obj, f, safe_serialization)
 
@@ -1121,7 +1131,7 @@ class Accelerator(Process):
 
     @property
     def log_with(self) -> dict[str, Any]:
-        """The functions that create the trackers, by the tracker's name."""
+        """The functions that create the trackers, by tracker name."""
         return self.tracking.sources
 
     @property
@@ -1162,7 +1172,7 @@ class Accelerator(Process):
             log_kwargs: Further arguments of each tracker's ``log``, by the tracker's name.
 
         Raises:
-            RuntimeError: Before `init_trackers`, if ``log_with`` named trackers.
+            RuntimeError: If ``log_with`` named trackers but `init_trackers` was not called.
         """
         self.tracking.log(values, step, log_kwargs)
 
@@ -1171,8 +1181,8 @@ class Accelerator(Process):
 
         Args:
             name: The tracker's name.
-            unwrap: Return the object that the tracker writes with; on processes where the tracker is not called, return
-                an object whose calls have no effect.
+            unwrap: Return the underlying object that the tracker writes with. On processes where the tracker is not
+                called, return an object whose methods have no effect.
 
         Raises:
             ValueError: If no tracker has this name.
@@ -1193,7 +1203,7 @@ class Accelerator(Process):
         """Finish saves and trackers, and wait for all processes. You may create another Accelerator afterwards.
 
         Raises:
-            ValueError: If gradients of the latest step were not finite, which accelerators report one step later.
+            ValueError: If gradients of the last step were not finite, which accelerators report one step later.
         """
         self.finish_saving()
         self.world.release_beside()
@@ -1235,10 +1245,10 @@ class Accelerator(Process):
             collect(self.device)
 
     def reconnect(self, renew: Callable[[], None]) -> None:
-        """Detach from the process group and continue with the one that ``renew`` creates. Nothing stays prepared.
+        """Release all prepared objects, and replace the process group with the one that ``renew`` creates.
 
         Args:
-            renew: Replaces the process group.
+            renew: Function that replaces the process group.
         """
         self.free_memory()
         self.world.forget_parts()
@@ -1356,7 +1366,7 @@ class Accelerator(Process):
 
     @property
     def step(self) -> int:
-        """Number of micro-batches in the current pass through a loader; 0 at its last one, and outside of loaders."""
+        """Number of micro-batches in this pass through a loader, 0 at the last one; without a loader, in this group."""
         loader = self.gradient_state.active_dataloader
         if loader is None:
             return self.accumulation.position

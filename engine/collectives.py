@@ -22,7 +22,7 @@ REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
 class ShapesDiffer(DistributedOperationException, ValueError):
-    """Error for ranks that pass tensors of different number, shape or dtype to one collective."""
+    """Error for ranks that pass tensors that differ in number, shape or dtype to one collective."""
 
 
 class DebugMode:
@@ -39,7 +39,7 @@ debug_mode = DebugMode()
 
 
 def check_equal_shapes(name: str, value: Any, world: World) -> None:
-    """Check in debug mode that all ranks pass tensors of the same shapes, which `gather` itself does not need.
+    """Check in debug mode that all ranks pass tensors of the same shapes, which `gather` itself does not require.
 
     Args:
         name: The name of the call, for the error.
@@ -47,7 +47,7 @@ def check_equal_shapes(name: str, value: Any, world: World) -> None:
         world: The processes.
 
     Raises:
-        ShapesDiffer: On every rank.
+        ShapesDiffer: On every rank, if the shapes differ.
     """
     if debug_mode.enabled and world.size > 1:
         _check_forms(name, value, world)
@@ -62,7 +62,7 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
         value: A tensor, or tensors nested in dicts, lists, tuples or dataclasses, of the same structure on all
             processes.
         world: The processes.
-        empty: This process contributes no rows; ``value`` only shows the structure.
+        empty: If True, this process contributes no rows, and ``value`` only defines the structure.
         sync_grads: Let gradients flow back to the process that each row came from; see `_AllGather`.
 
     Raises:
@@ -110,8 +110,8 @@ def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
     short last batch. Tensors whose rows differ are unchanged, because a row may be, for example, a token.
 
     Args:
-        value: A tensor or a nested structure (dict, list, tuple) of tensors; one-dimensional floating-point ones of
-            ``batch_size`` equal rows are resized.
+        value: A tensor or a nested structure (dict, list, tuple) of tensors; one-dimensional floating-point tensors of
+            ``batch_size`` equal elements are resized.
         batch_size: This rank's samples in a full batch.
         samples: This rank's samples in the current batch.
     """
@@ -137,9 +137,9 @@ class _AllGather(torch.autograd.Function):
     """Autograd function that stacks the tensors of all processes.
 
     The gradient of each tensor is the sum over the losses of all processes. DDP and FSDP average the parameters'
-    gradients over the processes. The gradient of a run is therefore that of the mean of the processes' losses, as
-    functions of all tensors: if each process computes the loss of the whole global batch, it equals the gradient of one
-    process with the whole batch, without any factor.
+    gradients over the processes. The gradient of a run is therefore that of the mean of the processes' losses, each of
+    which is a function of all tensors. If each process computes the loss of the whole global batch, this gradient
+    equals that of a single process with the whole batch, and no correction factor is needed.
     """
 
     @staticmethod
@@ -241,7 +241,7 @@ def _to_items(value: Any, empty: bool = False) -> list[Any]:
 
 
 def gather_objects(value: Any, world: World) -> list[Any]:
-    """Return the items of all processes in rank order: lists are joined, any other value is one item.
+    """Return a list of the items of all processes in rank order. Lists are concatenated; any other value is one item.
 
     Args:
         value: Any object that can be pickled.
@@ -368,11 +368,11 @@ def check_process(index: int, size: int, name: str) -> None:
 
 
 def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any:
-    """Return the share of ``inputs`` of process ``rank``, in the same type. The inputs are not changed.
+    """Return the share of ``inputs`` that belongs to process ``rank``, in the same type. The inputs are not changed.
 
     Shares are contiguous, in the order of the ranks. Their sizes differ by at most one; if there are fewer inputs than
     processes, the last shares are empty. With ``apply_padding`` all shares have the same size: the last input is
-    repeated at the end, so that the first ``len(inputs)`` of the gathered results are those of the inputs.
+    repeated at the end, so that the first ``len(inputs)`` gathered results belong to the inputs.
 
     Args:
         inputs: A list, tuple, range, tensor, array, data frame or dataset (of torch, or with ``select``); a dict (or

@@ -1,4 +1,4 @@
-"""Grouped arguments of an `Accelerator`, under Accelerate's names."""
+"""Configuration objects of an `Accelerator`, named as in Accelerate, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class DataLoaderConfiguration:
     """Settings of prepared loaders.
 
     Args:
-        split_batches: Whether ``batch_size`` is that of the global batch, which must be divisible by the world size.
+        split_batches: If True, ``batch_size`` is the global batch size, which must be divisible by the world size.
         dispatch_batches: Accepted but has no effect. In Accelerate, True reads on rank zero only; here each rank reads
             its own share, which gives the same batches.
         even_batches: Accepted but has no effect. All processes take part in every batch, and no sample is repeated.
         use_seedable_sampler: Draw the order of each epoch from a seed plus the epoch's number
             (``loader.set_epoch(epoch)`` sets it). The seed is ``data_seed``, else that of torch's generator when the
-            loader is prepared. By default the order continues from epoch to epoch, as in a plain loop.
-        data_seed: Seed of the order of samples. Default: the order follows from the process's RNG state.
+            loader is prepared. By default, each epoch continues the RNG state of the previous one, as in a plain loop.
+        data_seed: Seed of the order of samples. Default: the order is drawn from rank zero's RNG state.
         non_blocking: Accepted but has no effect. Pinned batches are always copied asynchronously.
         use_stateful_dataloader: Accepted but has no effect. Every prepared loader has ``state_dict`` and is in every
             checkpoint.
@@ -68,7 +68,7 @@ class ProjectConfiguration:
             ``project_dir/checkpoints/checkpoint_N``.
         total_limit: The number of automatically named checkpoints to keep; the oldest is deleted once a new one is
             complete. Default: all are kept.
-        iteration: The N of the next checkpoint.
+        iteration: The number N of the next automatically named checkpoint. Default: 0.
         save_on_each_node: Let `Accelerator.save` and `save_model` write on each machine, not only on the first.
 
     Raises:
@@ -105,7 +105,7 @@ class ProjectConfiguration:
 
 
 class KwargsHandler:
-    """Base of the objects in ``Accelerator(kwargs_handlers=[...])``.
+    """Base class of the objects in ``Accelerator(kwargs_handlers=[...])``.
 
     Example:
         >>> from treadle.engine import AutocastKwargs, KwargsHandler
@@ -154,7 +154,7 @@ class AutocastKwargs(KwargsHandler):
     """Settings of ``torch.autocast``.
 
     Args:
-        enabled: False computes in full precision.
+        enabled: If False, compute in full precision.
         cache_enabled: Whether autocast keeps the weights that it has cast. Default: torch's default.
 
     Example:
@@ -171,7 +171,7 @@ class AutocastKwargs(KwargsHandler):
         """Return the autocast context for a device.
 
         Args:
-            precision: Its compute dtype is used.
+            precision: The precision whose compute dtype is used.
             device: The device to compute on.
         """
         return torch.autocast(
@@ -187,11 +187,11 @@ class GradScalerKwargs(KwargsHandler):
     """Arguments of ``torch.amp.GradScaler``, for float16.
 
     Args:
-        init_scale: The first scale.
+        init_scale: The initial loss scale. Default: 65536.
         growth_factor: The factor by which the scale grows after ``growth_interval`` steps without overflow.
         backoff_factor: The factor by which the scale is multiplied after an overflow.
         growth_interval: Optimizer steps without overflow before the scale grows.
-        enabled: False computes without a scaler.
+        enabled: If False, do not scale the loss.
 
     Example:
         >>> import treadle
@@ -214,8 +214,8 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     Args:
         backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one that the device needs.
-        init_method: Only ``"env://"``: processes connect through the launcher's environment variables.
-        timeout: Time that a process waits for the others before it fails: a timedelta, a dict of its arguments, or
+        init_method: Only ``"env://"`` is supported: processes connect through the launcher's environment variables.
+        timeout: Time that a process waits for other processes before it fails: a timedelta, a dict of its arguments, or
             ``"DD:HH:MM:SS"``. Default: torch's default.
 
     Raises:
@@ -251,7 +251,7 @@ class ProfileKwargs(KwargsHandler):
     """Arguments of ``torch.profiler.profile``.
 
     Args:
-        activities: ``"cpu"``, ``"cuda"``, ``"xpu"``. Default: those that this machine has.
+        activities: A list of ``"cpu"``, ``"cuda"`` and ``"xpu"``. Default: those that this machine has.
         schedule_option: Arguments of ``torch.profiler.schedule``: ``{"wait": 1, "warmup": 1, "active": 3, ...}``.
         on_trace_ready: Called with the profiler when a trace is ready.
         record_shapes: Record the shapes of the operators' inputs.
@@ -332,7 +332,7 @@ class TorchDynamoPlugin(KwargsHandler):
         Args:
             model: A module whose ``forward`` is not called. If it is the result of ``torch.compile``, its submodules
                 are compiled with the same arguments.
-            strategy: Determines which submodules are compiled as one.
+            strategy: The strategy, which determines the submodules that are compiled as a unit.
 
         Raises:
             ValueError: If both ``torch.compile`` and this plugin configure compilation.
@@ -382,7 +382,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 class _Refused:
-    """Base of Accelerate names that can be imported, but raise an error when they are used."""
+    """Base class of Accelerate classes that can be imported but raise an error when they are instantiated."""
 
     instead: ClassVar[str]
 
@@ -391,7 +391,7 @@ class _Refused:
 
 
 class DeepSpeedPlugin(_Refused):
-    """Name from Accelerate that is not supported: creating an instance raises an error that names the alternative.
+    """Unsupported class of Accelerate. Creating an instance raises an error that names the alternative.
 
     Example:
         >>> import treadle
@@ -404,7 +404,7 @@ class DeepSpeedPlugin(_Refused):
 
 
 class MegatronLMPlugin(_Refused):
-    """Name from Accelerate that is not supported: creating an instance raises an error that names the alternative.
+    """Unsupported class of Accelerate. Creating an instance raises an error that names the alternative.
 
     Example:
         >>> from treadle.engine import MegatronLMPlugin
@@ -417,7 +417,7 @@ class MegatronLMPlugin(_Refused):
 
 
 class TorchTensorParallelPlugin(_Refused):
-    """Name from Accelerate that is not supported: creating an instance raises an error that names the alternative.
+    """Unsupported class of Accelerate. Creating an instance raises an error that names the alternative.
 
     Example:
         >>> from treadle.engine import TorchTensorParallelPlugin
@@ -430,7 +430,7 @@ class TorchTensorParallelPlugin(_Refused):
 
 
 class FP8RecipeKwargs(_Refused):
-    """Name from Accelerate that is not supported: creating an instance raises an error that names the alternative.
+    """Unsupported class of Accelerate. Creating an instance raises an error that names the alternative.
 
     Example:
         >>> from treadle.engine import FP8RecipeKwargs
@@ -443,7 +443,7 @@ class FP8RecipeKwargs(_Refused):
 
 
 class AORecipeKwargs(FP8RecipeKwargs):
-    """Name from Accelerate that is not supported; see `FP8RecipeKwargs`.
+    """Unsupported class of Accelerate; see `FP8RecipeKwargs`.
 
     Example:
         >>> from treadle.engine import AORecipeKwargs
@@ -454,7 +454,7 @@ class AORecipeKwargs(FP8RecipeKwargs):
 
 
 class TERecipeKwargs(FP8RecipeKwargs):
-    """Name from Accelerate that is not supported; see `FP8RecipeKwargs`.
+    """Unsupported class of Accelerate; see `FP8RecipeKwargs`.
 
     Example:
         >>> from treadle.engine import TERecipeKwargs
@@ -465,7 +465,7 @@ class TERecipeKwargs(FP8RecipeKwargs):
 
 
 class MSAMPRecipeKwargs(FP8RecipeKwargs):
-    """Name from Accelerate that is not supported; see `FP8RecipeKwargs`.
+    """Unsupported class of Accelerate; see `FP8RecipeKwargs`.
 
     Example:
         >>> from treadle.engine import MSAMPRecipeKwargs
@@ -485,7 +485,7 @@ _HANDLERS: dict[str, type] = {
 
 
 def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
-    """Return the handler of each kind (autocast, scaler, group, profile, replicas), or None if there is none.
+    """Return the handlers by kind (autocast, scaler, group, profile, replicas), with None for a missing handler.
 
     Args:
         handlers: The value of ``kwargs_handlers``.
@@ -515,7 +515,7 @@ def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> 
 
     Args:
         unknown: Keyword arguments that are not in the Accelerator's signature.
-        valid: The names of its arguments.
+        valid: The names of the arguments in this signature.
         plugins: Accelerate arguments for which only None is accepted, by name.
 
     Raises:
@@ -601,7 +601,7 @@ def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
     """Check ``on_nonfinite``, and that ``rng_types`` requests only the order of the data.
 
     Args:
-        rng_types: ``"generator"``, any number of times.
+        rng_types: Kinds of RNG state to synchronize; only ``"generator"`` is supported.
         on_nonfinite: ``"raise"``, ``"skip"`` or ``"ignore"``.
 
     Raises:
@@ -618,7 +618,7 @@ def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
 
 
 def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
-    """Return the settings of loaders from both arguments.
+    """Return the loader settings of ``config``, with ``split_batches`` applied.
 
     Args:
         config: The user's settings.
@@ -631,7 +631,7 @@ def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batc
 def resolve_project(
     config: ProjectConfiguration | None, directory: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
-    """Return the directories of the run from both arguments.
+    """Return the project configuration, with ``directory`` applied.
 
     Args:
         config: The user's settings.
@@ -686,7 +686,7 @@ def build_scaler(
 
 
 def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
-    """Return the accumulation settings from both arguments.
+    """Return ``plugin``, or the accumulation settings for ``steps`` micro-batches.
 
     Args:
         plugin: The user's settings.
@@ -707,7 +707,7 @@ def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) 
 
 
 def resolve_compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:
-    """Return the compilation settings from either argument.
+    """Return ``plugin``, or the compilation settings for ``backend``.
 
     Args:
         plugin: The user's settings.

@@ -163,7 +163,7 @@ def _bind_forward(module: nn.Module, compiled: Callable[..., Any]) -> Callable[.
 
 
 def _note_first_call(module: nn.Module, call: Any, options: Any) -> Callable[..., Any]:
-    """Wrap ``call`` so that its first call marks the module as used."""
+    """Return a wrapper of ``call`` whose first call marks the module as used."""
 
     def first(*args: Any, **kwargs: Any) -> Any:
         module._compiled_call_impl = call

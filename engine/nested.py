@@ -33,7 +33,7 @@ def is_namedtuple(data: Any) -> bool:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Create a collection of the same class as ``obj`` from the items of ``generator``.
+    """Return a collection of the same class as ``obj`` with the items of ``generator``.
 
     Args:
         obj: A list, tuple or named tuple.
@@ -139,7 +139,7 @@ def find_device(data: Any) -> torch.device | None:
 def slice_tensors(
     data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Index every tensor with ``tensor_slice``.
+    """Return nested tensors, each indexed with ``tensor_slice``.
 
     Args:
         data: A tensor or a nested structure (dict, list, tuple) of tensors.
@@ -195,7 +195,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``model_forward`` so that its half-precision outputs are converted to float32.
+    """Return a wrapper of ``model_forward`` that converts its half-precision outputs to float32.
 
     Args:
         model_forward: The function to wrap.

@@ -337,7 +337,7 @@ class Process:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function so that it runs only on one local rank of each machine; see `on_process`.
+        """Decorate a function so that it runs only on one local rank of each machine, and returns None on others.
 
         Args:
             function: The function to decorate. Default: return a decorator.
@@ -370,7 +370,7 @@ class Process:
         return self._run_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context that the first process of each machine runs before the others. See `main_process_first`."""
+        """Return a context that local rank zero of each machine runs before other ranks; see `main_process_first`."""
         return self._run_first(self.is_local_main_process)
 
     @contextmanager

@@ -21,17 +21,17 @@ _MULTIPLE = 16  # torch's float8 products require both sizes to be multiples of 
 class WeightQuantizer:
     """Quantizer that rounds the weights of ``nn.Linear`` to eight or four bits.
 
-    Products are computed in the model's own dtype. The largest value of a row (int8), or the range of every 32 weights
-    (int4), gives the scale. Each layer is rounded as soon as its weight is read, so at most one layer is in memory in
-    full precision; weights offloaded to disk are not rounded. For inference only. Requires ``pip install
-    treadle[quantization]``.
+    Matrix products are computed in the model's own dtype. The scale is determined by the largest value of each row
+    (int8), or by the range of every 32 weights (int4). Each layer is rounded as soon as its weight is read, so at most
+    one layer is in memory in full precision. Weights offloaded to disk are not rounded. Use it for inference only. It
+    requires ``pip install treadle[quantization]``.
 
     Args:
         bits: ``"int8"`` or ``"int4"``.
         skip: Names of modules to leave unchanged, such as ``["lm_head"]``, including their submodules.
 
     Raises:
-        ValueError: If ``bits`` has another value.
+        ValueError: If ``bits`` is neither ``"int8"`` nor ``"int4"``.
         ModuleNotFoundError: If torchao is not installed.
 
     Source: https://docs.pytorch.org/ao/stable/quantized_inference.html
@@ -47,18 +47,18 @@ class WeightQuantizer:
         """Return the quantizer for ``"int8"`` or ``"int4"``; a quantizer or None is returned unchanged.
 
         Args:
-            value: The value to parse.
+            value: ``"int8"``, ``"int4"``, a quantizer or None.
 
         Raises:
-            ValueError, ModuleNotFoundError: See the class.
+            ValueError, ModuleNotFoundError: As for the constructor.
         """
         return value if value is None or isinstance(value, WeightQuantizer) else cls(value)
 
     def select(self, model: nn.Module) -> dict[str, nn.Linear]:
-        """Return the layers to round, by name. Layers whose weight is shared with another module are excluded.
+        """Return the layers to round, by name. Layers that share their weight with another module are excluded.
 
         Args:
-            model: The model.
+            model: The model to quantize.
 
         Raises:
             ValueError: If ``skip`` names a module that the model does not have.
@@ -83,7 +83,7 @@ class WeightQuantizer:
         """Round the weight of ``layer`` in place.
 
         Args:
-            layer: The layer.
+            layer: The layer, one of those that `select` returned.
         """
         from torchao.quantization import quantize_
 
@@ -102,14 +102,14 @@ class WeightQuantizer:
 
 
 def convert_to_float8(model: nn.Module, device: torch.device) -> None:
-    """Convert the linear layers of ``model`` to float8 products, forward and backward, scaled by their largest value.
+    """Convert linear layers so that their forward and backward matrix products are computed in float8.
 
-    Parameters, their names and their optimizer stay the same. Layers whose sizes are not multiples of 16 stay in
-    bfloat16.
+    Operands are scaled by their largest value. Parameters, their names and their optimizer do not change. Layers whose
+    sizes are not multiples of 16 continue to compute in bfloat16.
 
     Args:
         model: The model, which is changed in place.
-        device: The device to compute on.
+        device: The device of the process.
 
     Raises:
         ModuleNotFoundError: If torchao is not installed.

@@ -1,4 +1,4 @@
-"""Checks of values that must be the same on every rank, since steps and collectives depend on them."""
+"""Checks of values that must be the same on every rank, because steps and collectives depend on them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SHOWN = 10
 
 
 def check_values_match(subject: str, values: Mapping[str, Any], world: World) -> None:
-    """Raise an error on every rank if values differ, after an exchange of one digest. Must be called on all ranks.
+    """Raise an error on every rank if values differ, after exchanging digests. Must be called on all ranks.
 
     Args:
-        subject: The subject of the error: ``"the ranks are configured differently"``.
-        values: Plain data, by the names that users know.
+        subject: The beginning of the error message, such as ``"the ranks are configured differently"``.
+        values: Plain data, by names that are meaningful to users.
         world: The ranks to compare.
 
     Raises:
@@ -52,9 +52,9 @@ def check_values_match(subject: str, values: Mapping[str, Any], world: World) ->
 
 
 def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
-    """Check that shared loaders have the same batch sizes and samplers on all ranks; see `check_values_match`.
+    """Raise an error if loaders have different batch sizes or samplers on some rank; see `check_values_match`.
 
-    The data itself is compared elsewhere; see `share_data`.
+    The data itself is compared by `share_data`.
 
     Args:
         loaders: The loaders of this rank.
@@ -77,15 +77,15 @@ def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
 
 
 def check_model_matches(model: nn.Module, world: World) -> None:
-    """Check that names, shapes, dtypes and ``requires_grad`` of parameters and buffers match; see `check_values_match`.
+    """Raise an error if parameters or buffers differ in name, shape, dtype or ``requires_grad`` between ranks.
 
     Args:
         model: The model of this rank.
         world: The ranks to compare.
 
     Raises:
-        ValueError: On every rank, if the models differ, or if a layer is lazy: replicas and shards need its weights
-            before the first batch.
+        ValueError: On every rank, if the models differ; see `check_values_match`. Also if a layer is lazy, because
+            replicas and shards need its weights before the first batch.
     """
     if world.size == 1:
         return

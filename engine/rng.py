@@ -1,4 +1,4 @@
-"""RNG state of a process, and the random stream that the order of data is drawn from."""
+"""RNG state of a process, and the random stream from which the order of data is drawn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ State = dict[str, Any]
 
 
 def random_state() -> State:
-    """Return the state of every generator that a step may draw from: Python's, NumPy's, torch's, and each device's."""
+    """Return the states of the generators that a step may draw from: Python's, NumPy's, torch's and the devices'."""
     state = host_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -36,7 +36,7 @@ def set_host_state(state: Mapping[str, Any]) -> None:
     """Restore a state that `host_state` returned.
 
     Args:
-        state: The state.
+        state: The state to restore.
     """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
@@ -47,7 +47,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     """Restore a state that `random_state` returned.
 
     Args:
-        state: The state. Devices that this process does not have are skipped.
+        state: The state to restore. States of devices that this process does not have are skipped.
     """
     set_host_state(state)
     if "cuda" in state and torch.cuda.is_available():
@@ -62,7 +62,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def isolated_random_state() -> Iterator[None]:
-    """Restore the RNG state of the process when the context ends."""
+    """Return a context that restores the RNG state of the process when it ends."""
     before = random_state()
     try:
         yield
@@ -71,17 +71,18 @@ def isolated_random_state() -> Iterator[None]:
 
 
 class Draw(NamedTuple):
-    """States of a stream before and after a draw."""
+    """States of a random stream before and after a draw."""
 
     before: State
     after: State
 
 
 class RandomStream:
-    """Copy of a process's RNG state that only the order of data is drawn from.
+    """Random stream from which only the order of data is drawn, with its own copy of the RNG state.
 
-    All ranks of a run start from rank zero's state, so all draw the same order of samples, regardless of the draws of
-    their models. Generators of devices are not included: swapping them would wait for the device.
+    All ranks of a run start from rank zero's state, so they draw the same order of samples, regardless of the random
+    numbers that their models draw. Generators of devices are not included, because exchanging their states would wait
+    for the device.
 
     Args:
         state: A state that `random_state` returned.
@@ -104,7 +105,7 @@ class RandomStream:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Use this stream for the process's generators inside the context. Contexts may be nested."""
+        """Return a context in which the process's generators draw from this stream. Contexts may be nested."""
         if self._lent:
             yield
             return
@@ -119,14 +120,14 @@ class RandomStream:
             set_host_state(before)
 
     def get_state(self) -> State:
-        """Return the current state of the stream. May be called inside or outside `drawing`."""
+        """Return the current state of the stream. It may be called inside or outside `drawing`."""
         return host_state() if self._lent else dict(self.state)
 
     def go_to(self, state: State) -> None:
-        """Continue from a state that `get_state` returned, inside `drawing` or outside.
+        """Continue from a state that `get_state` returned. It may be called inside or outside `drawing`.
 
         Args:
-            state: The state.
+            state: The state to continue from.
         """
         if self._lent:
             set_host_state(state)
@@ -137,12 +138,12 @@ class RandomStream:
         """Continue from the state after a draw that was made from a copy of this stream.
 
         Args:
-            draw: The states of the copy before and after its draw.
+            draw: The states of the copy before and after the draw.
         """
         self.state = draw.after
 
     def advance(self) -> None:
-        """Draw one number from each generator."""
+        """Draw and discard one number from each generator of the stream."""
         with self.drawing():
             random.random()
             np.random.random()
@@ -150,22 +151,22 @@ class RandomStream:
 
 
 class ProcessStream(RandomStream):
-    """Stream that uses the process's own generators, so that a run on one process draws what a plain loop draws."""
+    """Stream that uses the process's own generators, so that one process draws the same numbers as a plain loop."""
 
     def __init__(self) -> None:
         pass
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Return a context that changes nothing: the process's generators are the stream."""
+        """Return a context that has no effect, because the process's generators are the stream."""
         yield
 
     def get_state(self) -> State:
-        """Return the state of the process's generators."""
+        """Return the state of the process's CPU generators."""
         return host_state()
 
     def go_to(self, state: State) -> None:
-        """Set the state of the process's generators.
+        """Set the state of the process's CPU generators.
 
         Args:
             state: A state that `host_state` returned.
@@ -173,10 +174,10 @@ class ProcessStream(RandomStream):
         set_host_state(state)
 
     def follow(self, draw: Draw) -> None:
-        """Continue from the state after a draw, unless the process has drawn something else since.
+        """Continue from the state after a draw, unless the process has drawn other numbers since then.
 
         Args:
-            draw: The states of a copy before and after its draw.
+            draw: The states of a copy before and after the draw.
         """
         if not are_equal(draw.before, draw.after) and are_equal(host_state(), draw.before):
             set_host_state(draw.after)
@@ -186,8 +187,8 @@ def are_equal(first: State, second: State) -> bool:
     """Return whether two states returned by `host_state` are the same.
 
     Args:
-        first: One state.
-        second: The other state.
+        first: The first state.
+        second: The second state.
     """
     name, keys, *rest = first["numpy"]
     other_name, other_keys, *other_rest = second["numpy"]
@@ -200,29 +201,30 @@ def are_equal(first: State, second: State) -> bool:
 
 
 def seed_from(state: State, purpose: int | str) -> int:
-    """Return a 63-bit number that depends on a stream's state and a purpose, without drawing from the stream.
+    """Return a 63-bit seed derived from a stream's state and a purpose, without drawing from the stream.
 
     Args:
         state: A state that `host_state` returned.
-        purpose: An epoch or a name.
+        purpose: An epoch number or a name; different purposes give different seeds.
     """
     digest = hashlib.sha256(state["torch"].numpy().tobytes() + str(purpose).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
-    """Seed the generators of Python, NumPy and torch (all devices).
+    """Seed the generators of Python, NumPy and torch, including those of all devices.
 
     Args:
-        seed: From 0 to 2**32 - 1. Default: the value of ``PL_GLOBAL_SEED``, which Lightning's users set, else 0.
-        workers: Accepted for Lightning's signature; loader workers are always seeded, sample by sample.
-        verbose: Accepted for Lightning's signature; nothing is printed.
+        seed: An integer from 0 to 2**32 - 1. Default: the value of Lightning's environment variable ``PL_GLOBAL_SEED``,
+            or 0 if it is not set.
+        workers: Accepted for compatibility with Lightning; unused, because loader workers are always seeded.
+        verbose: Accepted for compatibility with Lightning; unused, because nothing is printed.
 
     Returns:
-        The seed.
+        The seed that was set.
 
     Raises:
-        ValueError: If the seed is not an integer in that range.
+        ValueError: If the seed, or the value of ``PL_GLOBAL_SEED``, is not an integer in this range.
     """
     if seed is None:
         text = os.environ.get("PL_GLOBAL_SEED", "0")

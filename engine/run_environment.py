@@ -1,4 +1,4 @@
-"""Environment of a run: versions, hardware and git revision."""
+"""Environment of a run: command, versions, hardware and git revision."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def _find_version(package: str) -> str:
 
 @functools.cache
 def processor() -> str:
-    """Return the processor's name and the number of cores that this process may use."""
+    """Return the processor's name and the number of cores that this process may use, as text."""
     return f"{name_processor()}, {supervisor.cpus()} cores"
 
 
 @functools.cache
 def revision(folder: str) -> str:
-    """Return the git revision that is checked out in ``folder``, with a note if files were changed; "" without git.
+    """Return the git revision checked out in ``folder``, with a note if files have changed; "" without a repository.
 
     Args:
-        folder: A directory.
+        folder: A directory inside the repository.
     """
     commit = _run_git(folder, "rev-parse", "HEAD")
     if not commit:

@@ -1,4 +1,4 @@
-"""RNG state of a run, which is the same on all ranks until each rank starts to draw its own numbers."""
+"""RNG state of a run, which is the same on all ranks until the ranks draw separate numbers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .rng import (
 
 
 class RunRng:
-    """RNG state that a run begins with, the same on all ranks.
+    """RNG state with which a run begins, the same on all ranks.
 
-    With a world size of one, the order of samples is drawn from the process's own generators, as in a plain loop: a
-    dropout layer changes the order of the epochs that follow. With several processes, or with a seed for the data, the
-    order has its own stream.
+    With a world size of one, the order of samples is drawn from the process's own generators, as in a plain loop. A
+    dropout layer then changes the order of the following epochs. With several processes, or with a seed for the data,
+    the order is drawn from a separate stream.
 
     Args:
         world: All processes.
-        strategy: Determines which processes work on different data.
+        strategy: The strategy, which determines the processes that work on different data.
 
     Attributes:
-        stream: Stream that the order of samples is drawn from; None until `start`.
-        first_state: The state that the stream began with.
+        stream: The stream from which the order of samples is drawn; None until `start`.
+        first_state: The state with which the stream began.
     """
 
     def __init__(self, world: World, strategy: Strategy) -> None:
@@ -42,13 +42,13 @@ class RunRng:
         self._ranks_differ = False
 
     def start(self, data_seed: int | None = None) -> RandomStream:
-        """Begin the stream with rank zero's RNG state, which is sent to all ranks; see `Accelerator.start_order`.
+        """Start the stream from rank zero's RNG state, and set this state on all ranks; see `Accelerator.start_order`.
 
         Args:
-            data_seed: Draw the order of samples from this seed instead.
+            data_seed: Seed of the order of samples. Default: start from rank zero's current RNG state.
 
         Returns:
-            The stream.
+            The stream from which the order of samples is drawn.
         """
         with isolated_random_state():
             if data_seed is not None:
@@ -65,7 +65,7 @@ class RunRng:
         return self.stream
 
     def draw_apart(self) -> None:
-        """Give each rank its own RNG state; see `Accelerator.draw_apart`."""
+        """Give each rank a different RNG state; see `Accelerator.draw_apart`."""
         if self._ranks_differ or self.stream is None:
             return
         self._ranks_differ = True
@@ -78,7 +78,7 @@ class RunRng:
         """Return a context in which all ranks draw the same numbers; see `Accelerator.drawing_alike`.
 
         Args:
-            purpose: A name for the block; different names give different numbers.
+            purpose: A name for the block. Different names give different numbers.
         """
         if self._world.size == 1 or not self._ranks_differ:
             yield

@@ -1,7 +1,8 @@
-"""Loaders without an Accelerator that are being iterated; `treadle.compat.sharded_loaders` maintains the list.
+"""List of the unprepared loaders that are being iterated, which `treadle.compat.sharded_loaders` maintains.
 
-If a loop reads from no prepared loader, an Accelerator uses the innermost of these loaders: a group of micro-batches
-ends with the loader, and samples that the loader repeated to fill its last batch are not gathered twice.
+If a loop does not read from a prepared loader, an Accelerator uses the innermost of these loaders. A group of
+micro-batches then ends with the loader, and samples that the loader repeated to fill its last batch are not gathered
+twice.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _running_loaders: list[weakref.ref[Any]] = []  # weak references, because a loop
 
 
 def add_running_loader(loader: Any) -> None:
-    """Add ``loader`` as the innermost one.
+    """Add ``loader`` to the list as the innermost loader.
 
     Args:
         loader: An object with ``end_of_dataloader`` and ``remainder``.
@@ -22,16 +23,16 @@ def add_running_loader(loader: Any) -> None:
 
 
 def remove_running_loader(loader: Any) -> None:
-    """Remove ``loader``, which is no longer iterated.
+    """Remove ``loader`` from the list, because it is no longer iterated.
 
     Args:
-        loader: The loader.
+        loader: The loader to remove.
     """
     _running_loaders[:] = [reference for reference in _running_loaders if reference() is not loader]
 
 
 def list_running_loaders() -> list[Any]:
-    """Return the loaders that are being iterated, the innermost last."""
+    """Return the loaders that are being iterated, from the outermost to the innermost."""
     return [loader for reference in _running_loaders if (loader := reference()) is not None]
 
 

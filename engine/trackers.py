@@ -1,4 +1,4 @@
-"""Trackers, which receive the values that a user-defined loop logs."""
+"""Trackers that receive the values logged by a user-defined loop."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _PEERS = ("dvclive",)
 
 
 class GeneralTracker:
-    """Base of user-defined trackers for ``Accelerator(log_with=...)``.
+    """Base class of user-defined trackers for ``Accelerator(log_with=...)``.
 
-    A subclass sets ``name`` and ``requires_logging_directory``, has a property ``tracker`` (the object it writes with),
-    and implements `store_init_configuration` and `log`.
+    A subclass sets ``name`` and ``requires_logging_directory``, defines a property ``tracker`` that returns the object
+    it writes with, and implements `store_init_configuration` and `log`.
 
     Attributes:
-        main_process_only: Whether the tracker is called on rank zero only.
+        main_process_only: Whether the tracker is called on rank zero only. Default: True.
 
     Example:
         >>> import treadle
@@ -72,28 +72,28 @@ class GeneralTracker:
         """Store the configuration of the run.
 
         Args:
-            values: The configuration, by name.
+            values: The values of the configuration, by name.
         """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Store values of one step.
+        """Store the values of one step.
 
         Args:
-            values: Numbers by name.
-            step: The step of the values.
+            values: The values to log, by name.
+            step: The step at which the values were logged; None if unknown.
             kwargs: Further arguments, from ``log_kwargs`` of `Accelerator.log`.
         """
 
     def finish(self) -> None:
-        """Finish the tracker and write all values that are still in memory."""
+        """Write all values that are still in memory, and close the tracker."""
 
 
 class LoggerTracker(GeneralTracker):
     """Tracker that writes to a logger of `treadle.loggers`.
 
     Args:
-        logger: The logger.
-        name: The tracker's name.
+        logger: The logger to write to.
+        name: The name of the tracker.
     """
 
     requires_logging_directory = False
@@ -105,14 +105,14 @@ class LoggerTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """Object that the logger writes with, such as a ``SummaryWriter``."""
+        """The logger's ``experiment``, such as a ``SummaryWriter``."""
         return self.logger.experiment
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Log the configuration as hyperparameters; see `GeneralTracker`.
 
         Args:
-            values: The configuration, by name.
+            values: The values of the configuration, by name.
         """
         self.logger.log_hyperparams(values)
 
@@ -120,8 +120,8 @@ class LoggerTracker(GeneralTracker):
         """Log values as metrics; see `GeneralTracker`.
 
         Args:
-            values: Numbers by name.
-            step: The step of the values.
+            values: The values to log, by name.
+            step: The step at which the values were logged; None if unknown.
             kwargs: Further arguments of the logger's ``log_metrics``.
         """
         self.logger.log_metrics(values, step, **kwargs)
@@ -132,7 +132,7 @@ class LoggerTracker(GeneralTracker):
 
 
 class RunTracker(LoggerTracker):
-    """Tracker for a logger whose run stays open after `finalize`; the tracker ends the run."""
+    """Tracker for a logger whose ``finalize`` leaves its run open. The tracker ends the run."""
 
     def finish(self) -> None:
         """Finalize the logger and end its run; see `GeneralTracker`."""
@@ -144,9 +144,9 @@ class TensorBoardTracker(LoggerTracker):
     """Tracker that writes TensorBoard event files below ``logging_dir/run_name``.
 
     Args:
-        run_name: The project's name.
+        run_name: The name of the project.
         logging_dir: The directory of all projects.
-        kwargs: Arguments of `treadle.loggers.TensorBoardLogger`.
+        kwargs: Further arguments of `treadle.loggers.TensorBoardLogger`.
     """
 
     name = "tensorboard"
@@ -160,7 +160,7 @@ class TensorBoardTracker(LoggerTracker):
 
     @property
     def writer(self) -> Any:
-        """The ``SummaryWriter``."""
+        """TensorBoard's ``SummaryWriter``."""
         return self.tracker
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -168,8 +168,8 @@ class TensorBoardTracker(LoggerTracker):
 
         Args:
             values: Batches of images by name.
-            step: The step of the images.
-            kwargs: Arguments of ``add_images``.
+            step: The step at which the images were logged.
+            kwargs: Further arguments of ``add_images``.
         """
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
@@ -179,8 +179,8 @@ class WandBTracker(RunTracker):
     """Tracker for a run of Weights & Biases.
 
     Args:
-        run_name: The project's name.
-        kwargs: Arguments of `treadle.loggers.WandbLogger`.
+        run_name: The name of the project.
+        kwargs: Further arguments of `treadle.loggers.WandbLogger`.
     """
 
     name = "wandb"
@@ -192,7 +192,7 @@ class WandBTracker(RunTracker):
 
     @property
     def run(self) -> Any:
-        """The ``wandb`` run."""
+        """The run object of ``wandb``."""
         return self.tracker
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -200,8 +200,8 @@ class WandBTracker(RunTracker):
 
         Args:
             values: Lists of images by name.
-            step: The step of the images.
-            kwargs: Arguments of ``wandb.Image``.
+            step: The step at which the images were logged.
+            kwargs: Further arguments of ``wandb.Image``.
         """
         import wandb
 
@@ -217,18 +217,18 @@ class WandBTracker(RunTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Upload a table.
+        """Upload a table, given by columns and rows or by a data frame.
 
         Args:
             table_name: The name of the table.
-            columns: The names of the columns.
-            data: The rows.
-            dataframe: A pandas data frame, in place of ``columns`` and ``data``.
-            step: The step of the table.
-            kwargs: Arguments of ``wandb.log``.
+            columns: The names of the columns, required with ``data``.
+            data: The rows, each a list of values.
+            dataframe: A pandas data frame, instead of ``columns`` and ``data``.
+            step: The step at which the table was logged.
+            kwargs: Further arguments of ``wandb.log``.
 
         Raises:
-            ValueError: If neither ``columns`` and ``data`` nor ``dataframe`` are given.
+            ValueError: If neither ``columns`` and ``data`` nor ``dataframe`` are passed.
         """
         import wandb
 
@@ -241,9 +241,9 @@ class MLflowTracker(LoggerTracker):
     """Tracker for a run of MLflow.
 
     Args:
-        experiment_name: The project's name.
-        logging_dir: A local directory for the runs. Default: the tracking server stores them.
-        kwargs: Arguments of `treadle.loggers.MLFlowLogger`, such as ``run_name``, ``run_id``, ``tags``.
+        experiment_name: The name of the project.
+        logging_dir: A local directory for the runs. Default: that of `treadle.loggers.MLFlowLogger`.
+        kwargs: Further arguments of `treadle.loggers.MLFlowLogger`, such as ``run_name``, ``run_id``, ``tags``.
     """
 
     name = "mlflow"
@@ -261,9 +261,9 @@ class AimTracker(RunTracker):
     """Tracker for a run of Aim, in the repository ``logging_dir``.
 
     Args:
-        run_name: The project's name, used for the run and its experiment.
+        run_name: The name of the project, which becomes the name of the run and of its experiment.
         logging_dir: The directory of the repository.
-        kwargs: Arguments of `treadle.loggers.AimLogger`.
+        kwargs: Further arguments of `treadle.loggers.AimLogger`.
     """
 
     name = "aim"
@@ -277,18 +277,18 @@ class AimTracker(RunTracker):
 
     @property
     def writer(self) -> Any:
-        """The ``aim.Run``."""
+        """The run object, an ``aim.Run``."""
         return self.tracker
 
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Write images.
+        """Write images, optionally with captions.
 
         Args:
-            values: By name, an array, a PIL image, or a tuple of one of them and a caption.
-            step: The step of the images.
-            kwargs: ``{"aim_image": {...}, "track": {...}}``, arguments of ``aim.Image`` and ``Run.track``.
+            values: Images by name. Each is an array, a PIL image, or a tuple of either and a caption.
+            step: The step at which the images were logged.
+            kwargs: ``{"aim_image": {...}, "track": {...}}`` with further arguments of ``aim.Image`` and ``Run.track``.
         """
         import aim
 
@@ -303,8 +303,8 @@ class CometMLTracker(RunTracker):
     """Tracker for an experiment of Comet.
 
     Args:
-        run_name: The project's name.
-        kwargs: Arguments of `treadle.loggers.CometLogger`, which accepts those of ``comet_ml.start``.
+        run_name: The name of the project.
+        kwargs: Further arguments of `treadle.loggers.CometLogger`, which accepts those of ``comet_ml.start``.
     """
 
     name = "comet_ml"
@@ -316,16 +316,16 @@ class CometMLTracker(RunTracker):
 
     @property
     def writer(self) -> Any:
-        """The experiment of ``comet_ml``."""
+        """The experiment object of ``comet_ml``."""
         return self.tracker
 
 
 class ClearMLTracker(RunTracker):
-    """Tracker for a task of ClearML. A task that the script created itself is used, and stays open at the end.
+    """Tracker for a task of ClearML. A task that the script has created is used and not closed at the end.
 
     Args:
         run_name: The name of the project and the task, unless ``CLEARML_PROJECT`` and ``CLEARML_TASK`` are set.
-        kwargs: Arguments of `treadle.loggers.ClearMLLogger`, which accepts those of ``Task.init``.
+        kwargs: Further arguments of `treadle.loggers.ClearMLLogger`, which accepts those of ``Task.init``.
     """
 
     name = "clearml"
@@ -342,21 +342,21 @@ class ClearMLTracker(RunTracker):
 
     @property
     def task(self) -> Any:
-        """The ``clearml.Task``."""
+        """The task object, a ``clearml.Task``."""
         return self.tracker
 
     def start(self) -> None:
-        """Note whether the script created the task; see `GeneralTracker`."""
+        """Record whether the script has already created a task; see `GeneralTracker`."""
         clearml = sys.modules.get("clearml")
         self._is_own = clearml is None or clearml.Task.current_task() is None
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Upload images.
+        """Upload one image per name.
 
         Args:
-            values: By name, an array or a PIL image.
-            step: The step of the images.
-            kwargs: Arguments of ``Logger.report_image``.
+            values: Images by name, each an array or a PIL image.
+            step: The step at which the images were logged.
+            kwargs: Further arguments of ``Logger.report_image``.
         """
         for name, image in values.items():
             self.task.get_logger().report_image(title=name, series=name, iteration=step, image=image, **kwargs)
@@ -370,18 +370,18 @@ class ClearMLTracker(RunTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Upload a table.
+        """Upload a table, given by columns and rows or by a data frame.
 
         Args:
             table_name: The name of the table.
             columns: The names of the columns. Default: the first row of ``data``.
-            data: The rows.
-            dataframe: A pandas data frame, in place of ``columns`` and ``data``.
-            step: The step of the table.
-            kwargs: Arguments of ``Logger.report_table``.
+            data: The rows, each a list of values.
+            dataframe: A pandas data frame, instead of ``columns`` and ``data``.
+            step: The step at which the table was logged.
+            kwargs: Further arguments of ``Logger.report_table``.
 
         Raises:
-            ValueError: If neither ``data`` nor ``dataframe`` is given.
+            ValueError: If neither ``data`` nor ``dataframe`` is passed.
         """
         if dataframe is None and data is None:
             raise ValueError(f"log_table({table_name!r}) got no table. Pass data=, or dataframe=.")
@@ -390,7 +390,7 @@ class ClearMLTracker(RunTracker):
         logger.report_table(title=table_name, series=table_name, table_plot=table, iteration=step, **kwargs)
 
     def finish(self) -> None:
-        """Close the task, unless the script created it; see `GeneralTracker`."""
+        """Close the task, unless the script has created it; see `GeneralTracker`."""
         if self._is_own:
             super().finish()
 
@@ -399,8 +399,8 @@ class SwanLabTracker(RunTracker):
     """Tracker for a run of SwanLab.
 
     Args:
-        run_name: The project's name.
-        kwargs: Arguments of `treadle.loggers.SwanLabLogger`, which accepts those of ``swanlab.init``.
+        run_name: The name of the project.
+        kwargs: Further arguments of `treadle.loggers.SwanLabLogger`, which accepts those of ``swanlab.init``.
     """
 
     name = "swanlab"
@@ -412,7 +412,7 @@ class SwanLabTracker(RunTracker):
 
     @property
     def run(self) -> Any:
-        """The ``swanlab`` run."""
+        """The run object of ``swanlab``."""
         return self.tracker
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -420,8 +420,8 @@ class SwanLabTracker(RunTracker):
 
         Args:
             values: Lists of images by name.
-            step: The step of the images.
-            kwargs: Arguments of ``Run.log``.
+            step: The step at which the images were logged.
+            kwargs: Further arguments of ``Run.log``.
         """
         import swanlab
 
@@ -433,8 +433,8 @@ class TrackioTracker(RunTracker):
     """Tracker for a run of Trackio.
 
     Args:
-        run_name: The project's name.
-        kwargs: Arguments of `treadle.loggers.TrackioLogger`, which accepts those of ``trackio.init``.
+        run_name: The name of the project.
+        kwargs: Further arguments of `treadle.loggers.TrackioLogger`, which accepts those of ``trackio.init``.
     """
 
     name = "trackio"
@@ -446,7 +446,7 @@ class TrackioTracker(RunTracker):
 
     @property
     def run(self) -> Any:
-        """The ``trackio`` run."""
+        """The run object of ``trackio``."""
         return self.tracker
 
 
@@ -454,16 +454,16 @@ _registered: dict[str, type[GeneralTracker]] = {}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Register a class, so that ``Accelerator(log_with=tracker_class.name)`` creates trackers of it.
+    """Register a tracker class, which ``Accelerator(log_with=tracker_class.name)`` then instantiates.
 
-    The class is called with the project's name, then with the logging directory if ``requires_logging_directory`` is
-    set, and with its ``init_kwargs``.
+    The class is called with the name of the project, with the logging directory if ``requires_logging_directory`` is
+    True, and with its ``init_kwargs`` as keyword arguments.
 
     Args:
         tracker_class: A subclass of `GeneralTracker` with ``name`` and ``requires_logging_directory``.
 
     Raises:
-        ValueError: If it is another class, or lacks one of these attributes.
+        ValueError: If it is not a subclass of `GeneralTracker`, or lacks one of these attributes.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ValueError(
@@ -480,7 +480,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 def list_installed_trackers() -> list[str]:
-    """Return the names of the trackers whose packages are installed."""
+    """Return the names of the built-in trackers whose packages are installed."""
     return [name for name in _LOGGERS if _is_installed(name)]
 
 
@@ -488,16 +488,16 @@ Source = Callable[[str, dict[str, Any]], GeneralTracker]
 
 
 def tracker_sources(log_with: Any, project: ProjectConfiguration) -> dict[str, Source]:
-    """Return the functions that create the requested trackers, by name. Everything is validated in this call.
+    """Validate the requested trackers, and return the functions that create them, by name.
 
     Args:
-        log_with: The Accelerator's argument.
+        log_with: The argument ``log_with`` of the Accelerator.
         project: The directories of the run.
 
     Raises:
-        ValueError: If a name is unknown, or a tracker writes files and no directory is set.
+        ValueError: If a name is unknown, or if a tracker writes files and no directory is set.
         ModuleNotFoundError: If the package of a tracker is not installed.
-        TypeError: If an object is not a tracker.
+        TypeError: If an object in ``log_with`` is not a tracker.
     """
     sources: dict[str, Source] = {}
     for entry in [log_with] if isinstance(log_with, str) or not isinstance(log_with, list | tuple) else log_with:
@@ -591,14 +591,14 @@ def _resolve_registered(tracker_class: type[GeneralTracker], project: ProjectCon
 
 
 class Trackers:
-    """The trackers of an `Accelerator`. Each public method is documented at the `Accelerator`.
+    """Collection of the trackers of an `Accelerator`, whose methods contain the full documentation.
 
     Args:
         world: All processes.
         sources: The functions that create the trackers, by name; see `tracker_sources`.
 
     Attributes:
-        started: The trackers that `start` created.
+        started: The trackers that `start` has created.
     """
 
     def __init__(self, world: World, sources: dict[str, Source]) -> None:
@@ -607,12 +607,12 @@ class Trackers:
         self._world = world
 
     def start(self, project_name: str, config: Mapping[str, Any] | None, init_kwargs: Mapping[str, Any] | None) -> None:
-        """Create and start the trackers.
+        """Create the trackers, start them and store the configuration.
 
         Args:
-            project_name: The project that the run belongs to.
-            config: The configuration of the run.
-            init_kwargs: Further arguments of the loggers, by the tracker's name.
+            project_name: The name of the project that the run belongs to.
+            config: The configuration of the run, by name; None if there is none.
+            init_kwargs: Further arguments with which trackers are created, by name of the tracker.
         """
         options = dict(init_kwargs or {})
         for name in options:
@@ -639,9 +639,9 @@ class Trackers:
         """Send values of this process to the trackers.
 
         Args:
-            values: Numbers, or tensors of one element, by name.
-            step: The step of the values.
-            log_kwargs: Further arguments of each tracker's ``log``, by the tracker's name.
+            values: Numbers, tensors with one element, or other values, by name.
+            step: The step at which the values were logged; None if unknown.
+            log_kwargs: Further arguments of each tracker's ``log``, by name of the tracker.
         """
         if self.sources and not self.started and self._world.is_main:
             raise RuntimeError(
@@ -656,11 +656,11 @@ class Trackers:
             tracker.log(plain, step=step, **(log_kwargs or {}).get(str(tracker.name), {}))  # type: ignore[attr-defined]
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """Return the tracker with this name.
+        """Return a started tracker by name.
 
         Args:
-            name: The tracker's name.
-            unwrap: Return the object that the tracker writes with.
+            name: The name of the tracker.
+            unwrap: Return the object that the tracker writes with instead of the tracker.
         """
         for tracker in self.started:
             if tracker.name == name:  # type: ignore[attr-defined]
@@ -674,7 +674,7 @@ class Trackers:
         raise ValueError(f"{name!r} is not a started tracker. The started trackers are {names}.{nearest(name, names)}")
 
     def finish(self) -> None:
-        """Finish all trackers."""
+        """Finish all trackers. Must be called on all ranks."""
         with self._world.together():
             for tracker in self._on_this_rank():
                 tracker.finish()
@@ -682,7 +682,7 @@ class Trackers:
 
 
 class _Silent:
-    """Object that accepts any call and has no effect."""
+    """Object that accepts any call or attribute access without effect."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

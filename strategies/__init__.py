@@ -1,4 +1,4 @@
-"""Strategies, which lay out a model on one device or as replicas or shards on several; launchers; precision."""
+"""Strategies (a model on one device, or replicas or shards of it on several devices), launchers and precision."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .strategy import Strategy
 
 
 class DDPCommunicationHookType(StrEnum):
-    """Compression of gradients that are sent between processes.
+    """Compression method for the gradients that processes exchange.
 
     Example:
         >>> import treadle
@@ -32,19 +32,19 @@ class DDPCommunicationHookType(StrEnum):
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """Arguments of ``torch.nn.parallel.DistributedDataParallel``.
+    """Accelerate's settings for replicas, translated to `DDP`.
 
     Args:
         dim: Must be 0; torch no longer uses it.
-        broadcast_buffers: Broadcast rank zero's buffers to every process before each forward.
-        bucket_cap_mb: Size of the buffers that gradients are sent in, in MiB.
+        broadcast_buffers: Broadcast rank zero's buffers to every process before each forward pass.
+        bucket_cap_mb: Size in MiB of the buffers in which gradients are sent.
         find_unused_parameters: Permit parameters that are not used in a step.
         check_reduction: Must be False; torch no longer uses it.
-        gradient_as_bucket_view: Store gradients in the buffers that they are sent in.
+        gradient_as_bucket_view: Store gradients in the buffers in which they are sent.
         static_graph: Assume that every step computes the same graph.
-        comm_hook: Compression of gradients: ``"no"``, ``"fp16"``, ``"bf16"``, ``"power_sgd"`` or
-            ``"batched_power_sgd"``.
-        comm_wrapper: ``"fp16"`` or ``"bf16"`` around a PowerSGD hook.
+        comm_hook: Compression of gradients: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"power_sgd"``.
+            ``"batched_power_sgd"`` raises an error, because it is broken in torch.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``, to which gradients are cast before ``comm_hook`` runs.
         comm_state_option: Arguments of torch's ``PowerSGDState``.
 
     Example:
@@ -201,12 +201,12 @@ _ALTERNATIVES = {
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Accelerate's settings for sharded models, with the arguments of both versions of FSDP. FSDP2 is always used.
+    """Accelerate's settings for sharded models, with the arguments for FSDP1 and FSDP2. FSDP2 is always used.
 
     Args:
         fsdp_version: 1 or 2. It has no effect.
-        sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"`` (shards within a machine),
-            ``"NO_SHARD"`` (replicas), or torch's enum.
+        sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"`` or ``"HYBRID_SHARD_ZERO2"`` (shards
+            within a machine), ``"NO_SHARD"`` (replicas), or a value of torch's enum. Default: ``"FULL_SHARD"``.
         reshard_after_forward: Whether to free gathered weights after the forward pass, or a value of
             ``sharding_strategy``.
         backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None. It has no effect.
@@ -217,16 +217,16 @@ class FullyShardedDataParallelPlugin:
         state_dict_type: Must be None, because checkpoints can be loaded by any strategy.
         state_dict_config: Must be None.
         optim_state_dict_config: Must be None.
-        limit_all_gathers: Must be True.
-        use_orig_params: Must be True.
+        limit_all_gathers: Must be True or None.
+        use_orig_params: Must be True or None.
         param_init_fn: Must be None; build the model in `Accelerator.init_module` instead.
-        sync_module_states: Must be True.
-        forward_prefetch: Must be False.
+        sync_module_states: Must be True or None.
+        forward_prefetch: Must be False or None.
         activation_checkpointing: Recompute the activations of each wrapped module in the backward pass.
-        activation_checkpointing_offload: Must be False.
-        cpu_ram_efficient_loading: Must be False; build the model in `Accelerator.init_module` instead.
+        activation_checkpointing_offload: Must be False or None.
+        cpu_ram_efficient_loading: Must be False or None; build the model in `Accelerator.init_module` instead.
         transformer_cls_names_to_wrap: Names of the classes whose modules are each wrapped as one unit.
-        min_num_params: Minimum number of parameters of a module that is wrapped as one unit.
+        min_num_params: Minimum number of parameters for a module to be wrapped as one unit.
 
     Raises:
         ValueError: If a value is not supported. The error names the argument.

@@ -180,7 +180,7 @@ def read_earlier_config(place: str | Path) -> tuple[str, str]:
         place: The run's folder, or a checkpoint.
 
     Raises:
-        ConfigError: If there is no configuration.
+        ConfigError: If the folder or checkpoint does not contain a configuration.
     """
     from ...engine.checkpoint import find_again
 

@@ -24,7 +24,7 @@ def dump_yaml(root: Value, secrets: Mapping[str, str] | None = None, head: str =
     """Return YAML that reads back as ``root``, each value with its source in a comment.
 
     Args:
-        root: A mapping.
+        root: The value to write, which must be a mapping.
         secrets: Mapping from each secret to the reference that replaces it.
         head: Text to print as comment lines at the top.
     """

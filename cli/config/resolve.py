@@ -87,7 +87,7 @@ class Config:
         """Return the source of the value at a dotted key, or of the closest value above it.
 
         Args:
-            key: The dotted key.
+            key: The dotted key, such as ``"model.lr"``.
         """
         value = self.root
         for part in key.split("."):
@@ -243,7 +243,7 @@ def parse_path(key: str) -> Path:
     """Split a dotted key into a path. LightningCLI's form (``model.init_args.lr``) is accepted, too.
 
     Args:
-        key: The dotted key.
+        key: The dotted key, such as ``"model.lr"``.
 
     Raises:
         ConfigError: If ``key`` does not consist of words joined by dots.

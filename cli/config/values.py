@@ -63,7 +63,7 @@ def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
     """Replace each secret in a message by its reference, including secrets in their ``repr`` form.
 
     Args:
-        text: The message.
+        text: The message in which secrets are replaced.
         secrets: Mapping from each secret to the reference that replaces it.
     """
     forms = {form: name for secret, name in secrets.items() for form in (secret, repr(secret)[1:-1])}
@@ -184,7 +184,7 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
         add: Whether to append ``new`` to the list at the path. Default: False.
 
     Raises:
-        ConfigError: If the path does not match the values, or if there is no value to remove.
+        ConfigError: If the path does not match the values, or if the value to remove does not exist.
     """
 
     def place(value: Value | None, done: int) -> Value | None:

@@ -55,7 +55,7 @@ class LightningCLI:
         save_config_overwrite: The callback's argument ``overwrite``, under its name before Lightning 2.
 
     Attributes:
-        parser: The parser.
+        parser: The parser of the command line.
         config: The parsed configuration; with a subcommand, below its name.
         config_init: The same configuration, with its objects built.
         model, datamodule, trainer: The objects that were built.

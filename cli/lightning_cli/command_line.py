@@ -102,7 +102,7 @@ def choose_subcommand(parser: Parser, root: Value) -> str:
 
     Args:
         parser: The parser that has the subcommands.
-        root: The settings.
+        root: The merged settings.
 
     Raises:
         ConfigError: If no subcommand, or an unknown one, is named.

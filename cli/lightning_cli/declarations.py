@@ -88,10 +88,10 @@ class Option:
 
 @dataclass
 class ClassGroup:
-    """Arguments of one class under a dotted key; in subclass mode, of any subclass of it.
+    """Arguments of a class under a dotted key; in subclass mode, the arguments of any subclass.
 
     Attributes:
-        key: The dotted key.
+        key: The dotted key, such as ``"model.lr"``.
         bases: The class; in subclass mode, the classes of which the named class must extend at least one.
         subclass_mode: Whether the settings name the class.
         required: Whether the settings must name a class in subclass mode.

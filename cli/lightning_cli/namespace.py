@@ -60,7 +60,7 @@ class Namespace(argparse.Namespace):
         """Return the value of a dotted key, or ``default``.
 
         Args:
-            key: The dotted key.
+            key: The dotted key, such as ``"model.lr"``.
             default: The value for a missing key. Default: None.
         """
         try:
@@ -72,7 +72,7 @@ class Namespace(argparse.Namespace):
         """Remove a dotted key and return its value.
 
         Args:
-            key: The dotted key.
+            key: The dotted key, such as ``"model.lr"``.
             default: The value for a missing key. If it is not passed, a missing key raises KeyError.
 
         Raises:
@@ -139,7 +139,7 @@ class Namespace(argparse.Namespace):
         return argparse.Namespace(**dict(self.items()))
 
     def clone(self) -> Namespace:
-        """Return a copy in which nested namespaces, dicts and lists are copied as well."""
+        """Return a copy in which nested namespaces, dicts and lists are copied, too."""
         copied = Namespace()
         vars(copied).update({name: _copy(value) for name, value in vars(self).items()})
         return copied

@@ -569,7 +569,7 @@ class LightningArgumentParser:
         """Return the settings with a file's settings merged into them.
 
         Args:
-            root: The settings.
+            root: The merged settings.
             file: Path of the file.
         """
         settings = read_settings(file)
@@ -581,8 +581,8 @@ class LightningArgumentParser:
         """Return the settings with one dotted key set, extended, or merged into.
 
         Args:
-            root: The settings.
-            key: The dotted key.
+            root: The merged settings.
+            key: The dotted key, such as ``"model.lr"``.
             value: The new value.
             add: Whether to append the value to the list at the key.
             merging: Whether to merge a mapping into the mapping at the key.
@@ -621,7 +621,7 @@ class LightningArgumentParser:
         """Return the checked configuration with all defaults and links applied.
 
         Args:
-            root: The settings.
+            root: The merged settings.
             partial: Whether required values may be missing.
         """
         recipes = self._check(root, partial=partial)
@@ -718,7 +718,7 @@ class LightningArgumentParser:
         """Return a configuration as YAML or JSON. Reading the text gives the same configuration.
 
         Args:
-            cfg: The configuration.
+            cfg: The configuration to write.
             format: ``"yaml"``, ``"json"`` or ``"json_indented"``. Default: None, YAML.
             skip_none: Whether to omit null values.
             skip_default: Whether to omit values that equal their default.
@@ -760,7 +760,7 @@ class LightningArgumentParser:
         """Write a configuration to a file atomically.
 
         Args:
-            cfg: The configuration.
+            cfg: The configuration to write.
             path: Path of the file.
             format: ``"yaml"`` or ``"json"``. Default: JSON if the file's suffix is ``.json``, otherwise YAML.
             skip_none: Whether to omit null values.

@@ -223,7 +223,7 @@ def place(
     """Return the settings with a new value at ``path``.
 
     Args:
-        value: The settings.
+        value: The merged settings.
         path: The path. A name that leads into a list refers to the list's last item.
         new: The new value.
         find_default: Function that returns the default at a path, into which the new value is merged.
@@ -301,7 +301,7 @@ def find_value(value: Value | None, path: Path) -> Value | None:
     """Return the value at a path, or None.
 
     Args:
-        value: The settings.
+        value: The merged settings.
         path: The path within the settings.
     """
     for part in path:
@@ -318,7 +318,7 @@ def remove_value(value: Value | None, path: Path) -> Value | None:
     """Return the settings without the value at a path.
 
     Args:
-        value: The settings.
+        value: The merged settings.
         path: The path within the settings.
     """
     if value is None or not path or not isinstance(value.data, dict) or path[0] not in value.data:

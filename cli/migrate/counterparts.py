@@ -190,8 +190,8 @@ def walk(module: str, attributes: Sequence[str]) -> tuple[int, bool]:
         attributes: Names of the attributes, such as ``["callbacks", "ModelCheckpoint", "state_key"]``.
 
     Returns:
-        The number of attributes followed, and whether the last of them exists. Attributes after the first name that is
-        not a module are not followed.
+        The number of attributes that were followed, and whether the last one exists. Attributes after the first name
+        that is not a module are not followed.
     """
     for count, name in enumerate(attributes, 1):
         value = look_up(module, name)

@@ -128,7 +128,7 @@ def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
 
 
 def _locate_sources(notebook: Any) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield each cell's number, with how many strings (including keys) precede its source and how many it has."""
+    """Yield each cell's number, with the number of strings, including keys, before its source and in its source."""
     position = 0
     for key, value in notebook.items():
         position += 1

@@ -45,7 +45,7 @@ class Scheduler:
     """Scheduler that runs the remaining trials of a sweep.
 
     Args:
-        sweep: The sweep.
+        sweep: The sweep, as its file describes it.
         configs: Creates the trials' configurations.
         command: The command that runs a trial's ``fit``. The run folder and ``ckpt_path=auto`` are appended.
         workers: Manages the trials' processes.
@@ -132,7 +132,7 @@ class Scheduler:
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:
-        """Record the first signal, and request on a second signal that the trials are killed immediately."""
+        """Record the first signal. On a second signal, request that the trials are killed immediately."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is None:

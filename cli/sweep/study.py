@@ -53,7 +53,7 @@ class Study:
     """Study of a sweep. Only one process at a time may call methods that modify it, except to report values.
 
     Args:
-        sweep: The sweep.
+        sweep: The sweep, as its file describes it.
 
     Raises:
         ConfigError: If the storage cannot be opened, or if an option is invalid.
@@ -191,7 +191,7 @@ def open_trial(study: optuna.Study, number: int) -> Trial:
     """Return a trial that was started by another process or an earlier session.
 
     Args:
-        study: The study.
+        study: The study that contains the trial.
         number: The trial's number.
     """
     return Trial(study, _get_id(study, number))
@@ -235,7 +235,7 @@ def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
     """Return the sampler of a trial's values.
 
     Args:
-        sweep: The sweep.
+        sweep: The sweep, as its file describes it.
         number: The trial's number, on which the seed depends.
 
     Raises:
@@ -271,7 +271,7 @@ class GridSampler(BaseSampler):
     same combination.
 
     Args:
-        sweep: The sweep.
+        sweep: The sweep, as its file describes it.
     """
 
     def __init__(self, sweep: Sweep) -> None:

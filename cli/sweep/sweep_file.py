@@ -168,7 +168,7 @@ class Sweep:
 
 
 def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key whose change means that two descriptions are not of the same sweep.
+    """Return a line for each key whose values in two descriptions make them different sweeps.
 
     Args:
         before: The description of earlier sessions.

@@ -36,10 +36,10 @@ class SweepFolder:
         .sweep/       a lock for deciding what runs next, and one for each process that works on the sweep
 
     Args:
-        sweep: The sweep.
+        sweep: The sweep, as its file describes it.
 
     Attributes:
-        path: The folder.
+        path: Path of the folder.
         token: The name of this process's lock.
     """
 

@@ -21,7 +21,7 @@ class TrialConfigs:
     """Configurations of a sweep's trials.
 
     Args:
-        sweep: The sweep.
+        sweep: The sweep, as its file describes it.
         program: The command that runs a trial, for the first line of the configuration file.
         model: The task's class, unless the configuration names a subclass of it. Default: None.
         data: The data module's class, unless the configuration names a subclass of it. Default: None.

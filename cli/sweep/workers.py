@@ -45,7 +45,7 @@ class Workers:
     and exit.
 
     Args:
-        count: The maximum number of trials at a time.
+        count: The maximum number of trials that run at the same time.
         devices: Number of processes of each trial.
         gpus: GPUs of this machine, as in ``CUDA_VISIBLE_DEVICES``, which are divided among the trials. None leaves the
             GPUs unrestricted.

@@ -343,7 +343,7 @@ def attach_align_device_hook_on_blocks(
     """Add an `AlignDevicesHook` to each block that a map of devices or offloading names, or else to the whole model.
 
     Args:
-        module: The model.
+        module: The model to which hooks are added.
         execution_device: The device on which the model runs, or devices by block name.
         offload: Whether weights are offloaded except during the forward pass, for all blocks or by block name.
         weights_map: As in `attach_align_device_hook`.
@@ -452,7 +452,7 @@ def attach_layerwise_casting_hooks(
     """Add a `LayerwiseCastingHook` to each linear and convolution layer.
 
     Args:
-        module: The model.
+        module: The model to which hooks are added.
         storage_dtype: The dtype between forward passes.
         compute_dtype: The dtype during the forward pass.
         skip_modules_pattern: Regular expressions that are searched in the names of modules to skip.

@@ -35,7 +35,7 @@ def is_peft_model(model: nn.Module) -> bool:
     """Return whether a model is a peft model, even inside ``torch.compile`` or a wrapper with ``module``.
 
     Args:
-        model: The model.
+        model: The model to examine.
     """
     while (inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None)) is not None:
         if not isinstance(inner, nn.Module) or _is_peft(model):
@@ -146,7 +146,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return the names of tied parameters, as one sorted list per parameter.
 
     Args:
-        model: The model.
+        model: The model to examine.
         **kwargs: Accepted and ignored.
     """
     groups: dict[int, list[str]] = {}
@@ -159,7 +159,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
     """Tie each group of parameters again to its first parameter that is not on the meta device.
 
     Args:
-        model: The model.
+        model: The model to modify.
         tied_params: Groups of names, as `find_tied_parameters` returns them.
     """
     for names in tied_params:
@@ -174,7 +174,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     """Return whether the config of a Hugging Face model ties some of its weights.
 
     Args:
-        model: The model.
+        model: The model to examine.
     """
     if "PreTrainedModel" not in [kind.__name__ for kind in type(model).__mro__]:
         return False
@@ -260,7 +260,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     """Return the size of a model in bytes, and the size and names of its largest layers.
 
     Args:
-        model: The model.
+        model: The model to measure.
     """
     sizes = compute_module_sizes(model)
     parts: list[tuple[str, nn.Module | Tensor]] = [
@@ -417,7 +417,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's full state dict on the CPU, including offloaded weights. Warn about tensors without values.
 
     Args:
-        model: The model.
+        model: The model, parts of which may be offloaded.
     """
     state: dict[str, Tensor] = {}
     for path, module in model.named_modules():
@@ -480,7 +480,7 @@ def load_offloaded_weights(
     """Load the weights in an offload folder into a model on the CPU.
 
     Args:
-        model: The model.
+        model: The model to load the weights into.
         index: The folder's index: dtype and shape by name.
         offload_folder: A folder that `offload_state_dict` wrote.
     """

@@ -1,4 +1,4 @@
-"""Offloaded weights in Accelerate's format: a folder with a file ``NAME.dat`` of raw bytes each, and ``index.json``."""
+"""Offloaded weights in Accelerate's format: a folder with ``index.json`` and a file ``NAME.dat`` per tensor."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def offload_weight(
     """Write a tensor's bytes to ``offload_folder/weight_name.dat``.
 
     Args:
-        weight: The tensor.
+        weight: The tensor to write.
         weight_name: The tensor's name.
         offload_folder: An existing folder.
-        index: An index, to which the tensor's dtype and shape are added.
+        index: An index, to which the tensor's dtype and shape are added. Default: None.
 
     Returns:
         ``index``.
@@ -49,7 +49,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
         weight_info: The tensor's ``"dtype"`` and ``"shape"``.
 
     Raises:
-        ValueError: If the file has another size.
+        ValueError: If the file's size does not match the dtype and shape.
     """
     dtype, shape = getattr(torch, weight_info["dtype"]), torch.Size(weight_info["shape"])
     size, needed = os.path.getsize(weight_file), shape.numel() * dtype.itemsize
@@ -69,7 +69,7 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
 
     Args:
         index: The entries by name.
-        offload_folder: The folder.
+        offload_folder: The folder that contains the index.
     """
     if not index:
         return
@@ -82,7 +82,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
     """Write all tensors of a state dict and their index to a folder, which is created if it is missing.
 
     Args:
-        save_dir: The folder.
+        save_dir: The folder to write to.
         state_dict: The tensors by name.
     """
     os.makedirs(save_dir, exist_ok=True)
@@ -98,7 +98,7 @@ def extract_submodules_state_dict(
     """Return the entries of a state dict that belong to the named modules or tensors.
 
     Args:
-        state_dict: The state dict.
+        state_dict: The state dict to select from.
         submodule_names: Names of modules or tensors.
     """
     return {
@@ -113,7 +113,7 @@ class PrefixedDataset(Mapping[str, Any]):
     """View of a mapping in which ``key`` is looked up as ``prefix + key``.
 
     Args:
-        dataset: The mapping.
+        dataset: The underlying mapping.
         prefix: The prefix of each key.
     """
 
@@ -134,17 +134,17 @@ class PrefixedDataset(Mapping[str, Any]):
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Weights by name, from memory or read from disk at each access.
+    """Mapping of weights by name, which are in memory or are read from disk at each access.
 
     Args:
         state_dict: Tensors in memory, which take precedence over those on disk.
         save_folder: A folder that `offload_state_dict` wrote.
-        index: Tensors on disk: dtype and shape by name, or ``"safetensors_file"`` and ``"weight_name"``. Default: the
-            folder's index.
+        index: Tensors on disk by name: dtype and shape of each, or ``"safetensors_file"`` and ``"weight_name"``.
+            Default: the folder's index.
         device: The device for tensors from safetensors files. Default: the CPU.
 
     Raises:
-        ValueError: If none of the three is passed.
+        ValueError: If none of ``state_dict``, ``save_folder`` and ``index`` is passed.
     """
 
     def __init__(

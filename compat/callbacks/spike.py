@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TrainingSpikeException(RuntimeError):
-    """Error raised on every rank when the loss spiked on one of them.
+    """Error raised on every rank when the loss spikes on any of them.
 
     Args:
         batch_idx: The index of the batch.
@@ -33,20 +33,21 @@ class TrainingSpikeException(RuntimeError):
 class SpikeDetection(Callback):
     """Callback that ends training with a `TrainingSpikeException` when a batch's loss spikes on any rank.
 
-    The batch and the one before it, which may have damaged the weights, are appended to a JSON file. The callback reads
-    the loss from the device in every batch; `SpikeWatch` detects spikes without that.
+    The index of that batch, and of the previous batch, which may have damaged the weights, are added to ``bad_batches``
+    and written to a JSON file. The callback waits for the device to read the loss of every batch. `SpikeWatch` detects
+    spikes without waiting.
 
     Args:
         mode: ``"min"`` if a lower loss is better, ``"max"`` if a higher one is.
-        window: Number of batches in the running mean that a loss is compared with.
+        window: Number of batches in the running mean with which a loss is compared.
         warmup: Number of batches at the start of an epoch that never count as spikes.
-        atol: The minimum difference from the mean for a spike. Default: None, any.
+        atol: The minimum difference from the mean for a spike. Default: None, which accepts any difference.
         rtol: The minimum difference from the mean for a spike, as a multiple of the mean.
-        exclude_batches_path: The file, or its folder. Default: the Trainer's ``default_root_dir``.
-        finite_only: Whether a loss that is not finite is a spike.
+        exclude_batches_path: Path of the JSON file, or of its folder. Default: the Trainer's ``default_root_dir``.
+        finite_only: Whether a loss that is not finite counts as a spike.
 
     Attributes:
-        bad_batches: The batches in the file.
+        bad_batches: Indices of the batches in the file.
 
     Raises:
         ValueError: If ``mode`` is unknown, or ``window`` is below 1.
@@ -77,7 +78,7 @@ class SpikeDetection(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Compare the batch's loss with those before it.
+        """Compare the batch's loss with the losses of earlier batches.
 
         Raises:
             TrainingSpikeException: If the loss spiked on any rank.

@@ -1,4 +1,4 @@
-"""Hyperparameters in YAML and CSV files."""
+"""Functions that save and load hyperparameters in YAML and CSV files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def update_hparams(hparams: MutableMapping[str, Any], updates: Mapping[str, Any]
     """Update hyperparameters in place, nested dicts item by item.
 
     Args:
-        hparams: The hyperparameters.
+        hparams: The hyperparameters to update.
         updates: The new values.
     """
     for name, value in updates.items():
@@ -44,10 +44,10 @@ def update_hparams(hparams: MutableMapping[str, Any], updates: Mapping[str, Any]
 
 
 def convert(val: str) -> Any:
-    """Return the Python literal in a text (a number, True, a list), or the text itself.
+    """Return the value of a Python literal (a number, True, a list), or the text itself if it is not a literal.
 
     Args:
-        val: The text.
+        val: The text to convert.
     """
     try:
         return ast.literal_eval(val)
@@ -56,10 +56,10 @@ def convert(val: str) -> Any:
 
 
 def load_hparams_from_tags_csv(tags_csv: _File) -> dict[str, Any]:
-    """Return the hyperparameters that `save_hparams_to_tags_csv` wrote; without a file, warn and return none.
+    """Return the hyperparameters that `save_hparams_to_tags_csv` wrote. If the file is missing, warn and return {}.
 
     Args:
-        tags_csv: The file.
+        tags_csv: Path of the CSV file.
     """
     if not os.path.isfile(tags_csv):
         warn(f"the file {os.fspath(tags_csv)!r} does not exist, so there are no hyperparameters to load.")
@@ -72,7 +72,7 @@ def save_hparams_to_tags_csv(tags_csv: _File, hparams: Mapping[str, Any] | Names
     """Write hyperparameters to a CSV file with the columns ``key`` and ``value``.
 
     Args:
-        tags_csv: The file.
+        tags_csv: Path of the CSV file.
         hparams: The values by name.
 
     Raises:
@@ -84,11 +84,11 @@ def save_hparams_to_tags_csv(tags_csv: _File, hparams: Mapping[str, Any] | Names
 
 
 def load_hparams_from_yaml(config_yaml: _File, use_omegaconf: bool = True) -> Any:
-    """Return the hyperparameters in a YAML file; an empty dict, with a warning, without a file.
+    """Return the hyperparameters in a YAML file. If the file is missing, warn and return an empty dict.
 
     Args:
-        config_yaml: The file. It holds plain data; no tag in it runs code.
-        use_omegaconf: Whether to return a ``DictConfig`` if it can hold all values, otherwise a dict.
+        config_yaml: Path of the YAML file, which must contain plain data. Tags in it never run code.
+        use_omegaconf: Whether to return a ``DictConfig`` if it supports all values. Otherwise, a dict is returned.
     """
     if not os.path.isfile(config_yaml):
         warn(f"the file {os.fspath(config_yaml)!r} does not exist, so there are no hyperparameters to load.")
@@ -103,13 +103,13 @@ def save_hparams_to_yaml(
     """Write hyperparameters to a YAML file as plain data.
 
     Args:
-        config_yaml: The file.
-        hparams: The values. A value that is not data is written as its text.
-        use_omegaconf: Accepted and ignored: the references (``${...}``) of a ``DictConfig`` are always resolved.
+        config_yaml: Path of the YAML file.
+        hparams: The values by name. A value that is not plain data is written as text.
+        use_omegaconf: Accepted and ignored. The references (``${...}``) of a ``DictConfig`` are always resolved.
 
     Raises:
         RuntimeError: If the folder does not exist.
-        TypeError: If the hyperparameters have no names.
+        TypeError: If ``hparams`` is neither a mapping nor a ``Namespace``.
     """
     _check_folder(config_yaml)
     text = yaml.safe_dump(plain(_as_mapping(hparams)), sort_keys=False, allow_unicode=True)

@@ -1,4 +1,4 @@
-"""Small tasks, datasets and data modules for tests and debugging, equal to Lightning's."""
+"""Small tasks, datasets and data modules for tests and debugging, equivalent to Lightning's."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class RandomDataset(Dataset[Tensor]):
 
 
 class RandomDictDataset(RandomDataset):
-    """`RandomDataset` whose samples are dicts of ``a`` and ``b = a + 2``."""
+    """`RandomDataset` whose samples are dicts with the entries ``a`` and ``b = a + 2``."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:  # type: ignore[override]
         return {"a": self.data[index], "b": self.data[index] + 2}
 
 
 class RandomIterableDataset(IterableDataset[Tensor]):
-    """Stream of ``count`` samples of ``size`` normally distributed numbers, drawn as they are read."""
+    """Iterable dataset of ``count`` samples of ``size`` normally distributed numbers, drawn when they are read."""
 
     def __init__(self, size: int, count: int) -> None:
         self.size = size
@@ -67,7 +67,7 @@ class RandomIterableDatasetWithLen(RandomIterableDataset):
 
 
 class BoringModel(TaskModule):
-    """Task with one linear layer from 32 numbers to 2, trained to return ones, and with its own dataloaders."""
+    """Task with dataloaders and one linear layer from 32 to 2 features, which is trained to return ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,13 +147,13 @@ class ManualOptimBoringModel(BoringModel):
 
 
 class _BoringData(DataModule):
-    """Data module with a dataloader, or a list of them, for each stage, of the datasets that `datasets` returns."""
+    """Data module with a dataloader for each dataset that `datasets` returns for a stage."""
 
     KINDS = ("train", "val", "test", "predict")
     ATTRIBUTE = "random_{}"
 
     def datasets(self, kind: str) -> Any:
-        """Return a dataset or a list of datasets."""
+        """Return the dataset of a stage, or a list of datasets."""
         raise NotImplementedError
 
     def setup(self, stage: str) -> None:
@@ -190,34 +190,34 @@ class BoringDataModule(_BoringData):
         self.random_full = RandomDataset(32, 64 * len(self.KINDS))
 
     def datasets(self, kind: str) -> Any:
-        """Return the stage's quarter of the samples."""
+        """Return the quarter of the samples that belongs to the stage."""
         start = 64 * self.KINDS.index(kind)
         return Subset(self.random_full, range(start, start + 64))
 
 
 class BoringDataModuleNoLen(_BoringData):
-    """Data module with a stream without length for each stage."""
+    """Data module with an iterable dataset without a length for each stage."""
 
     COUNTS = {"train": 512, "val": 128, "test": 256, "predict": 64}
 
     def datasets(self, kind: str) -> Any:
-        """Return a stream of samples of 32 numbers."""
+        """Return an iterable dataset of samples of 32 numbers."""
         return RandomIterableDataset(32, self.COUNTS[kind])
 
 
 class IterableBoringDataModule(_BoringData):
-    """Data module with two dataloaders for each stage, one of a dataset and one of a stream."""
+    """Data module with two dataloaders for each stage, one of a map-style dataset and one of an iterable dataset."""
 
     ATTRIBUTE = "{}_datasets"
     COUNTS = {"train": 16, "val": 32, "test": 64, "predict": 128}
 
     def datasets(self, kind: str) -> Any:
-        """Return a dataset and a stream of samples of 4 numbers."""
+        """Return a map-style dataset and an iterable dataset, both with samples of 4 numbers."""
         return [RandomDataset(4, self.COUNTS[kind]), RandomIterableDataset(4, self.COUNTS[kind])]
 
 
 class DemoModel(TaskModule):
-    """Task with one linear layer from 32 numbers to ``out_dim`` classes, trained with Adam."""
+    """Task with one linear layer from 32 features to ``out_dim`` classes, trained with Adam."""
 
     def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small recurrent language model on WikiText-2, equal to Lightning's demo."""
+"""Small recurrent language model on WikiText-2, equivalent to Lightning's demo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Hidden = tuple[Tensor, Tensor]
 
 
 class SimpleLSTM(nn.Module):
-    """Language model of an embedding, an LSTM and a linear layer."""
+    """Language model that consists of an embedding, an LSTM and a linear layer."""
 
     def __init__(
         self, vocab_size: int = 33278, ninp: int = 512, nhid: int = 512, nlayers: int = 4, dropout: float = 0.2
@@ -42,15 +42,15 @@ class SimpleLSTM(nn.Module):
         """Return log-probabilities, shape ``(batch * length, vocab_size)``, and the next hidden state.
 
         Args:
-            input: Word numbers, shape ``(batch, length)``.
-            hidden: The hidden state of the batch before.
+            input: Word indices, shape ``(batch, length)``.
+            hidden: The hidden state after the previous batch.
         """
         output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
         scores = self.decoder(self.drop(output)).view(-1, self.vocab_size)
         return nn.functional.log_softmax(scores, dim=1), hidden
 
     def init_hidden(self, batch_size: int) -> Hidden:
-        """Return the hidden state at the start of a text: zeros.
+        """Return the hidden state at the start of a text, which is zero.
 
         Args:
             batch_size: Texts per batch.
@@ -89,7 +89,7 @@ class LightningLSTM(TaskModule):
         self.hidden = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss of the next words."""
+        """Return the loss of the predicted next words."""
         inputs, target = batch
         if self.hidden is None:
             self.hidden = self.model.init_hidden(inputs.size(0))
@@ -104,7 +104,7 @@ class LightningLSTM(TaskModule):
         WikiText2(download=True)
 
     def train_dataloader(self) -> Any:
-        """Return a dataloader of the text in order, with batches of 20."""
+        """Return a dataloader of the text in order, with a batch size of 20."""
         dataset = WikiText2()
         return DataLoader(dataset, batch_sampler=SequenceSampler(dataset, batch_size=20))
 

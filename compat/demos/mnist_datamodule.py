@@ -1,4 +1,4 @@
-"""MNIST as a data module, equal to Lightning's demo. torchvision reads the files."""
+"""MNIST as a data module, equivalent to Lightning's demo. torchvision reads the files."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def MNIST(*args: Any, **kwargs: Any) -> Dataset[Any]:
 
 
 class MNISTDataModule(DataModule):
-    """Data module with MNIST's training images, a part of them for validation, and the test images.
+    """Data module with MNIST's training images, some of which are used for validation, and its test images.
 
     Args:
         data_dir: Folder of the files, which are downloaded if they are missing.
         val_split: Number of training images used for validation.
         num_workers: Number of dataloader workers.
         normalize: Whether to scale pixels to the range from -1 to 1 instead of 0 to 1.
-        seed: Stored only: the split is the same for every seed, as in Lightning.
+        seed: Stored but not used. The split is the same for every seed, as in Lightning.
         batch_size: Images per batch.
     """
 
@@ -63,7 +63,7 @@ class MNISTDataModule(DataModule):
             MNIST(self.data_dir, train=train, download=True)
 
     def setup(self, stage: str) -> None:
-        """Split the training images."""
+        """Split the training images into a training set and a validation set."""
         images: Any = MNIST(self.data_dir, train=True, download=False, transform=self.default_transforms)
         lengths = [len(images) - self.val_split, self.val_split]
         self.dataset_train, self.dataset_val = random_split(images, lengths, torch.Generator().manual_seed(42))
@@ -93,7 +93,7 @@ class MNISTDataModule(DataModule):
 
     @property
     def default_transforms(self) -> Callable[[Any], Any]:
-        """Transform of an image to a tensor."""
+        """Transform that converts an image to a tensor."""
         from torchvision import transforms
 
         parts = [transforms.ToTensor()] + [transforms.Normalize((0.5,), (0.5,))] * self.normalize

@@ -1,4 +1,4 @@
-"""Small transformer language model on WikiText-2, equal to Lightning's demo."""
+"""Small transformer language model on WikiText-2, equivalent to Lightning's demo."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Transformer(nn.Module):
         """Return log-probabilities, shape ``(batch * length, vocab_size)``.
 
         Args:
-            inputs: Word numbers, shape ``(batch, length)``.
-            target: Word numbers of the targets, of the same shape.
-            mask: The mask of later words. Default: None, all of them are hidden.
+            inputs: Word indices, shape ``(batch, length)``.
+            target: Word indices of the targets, of the same shape.
+            mask: The mask of later words. Default: None, which hides all of them.
         """
         if mask is None:
             mask = self.generate_square_subsequent_mask(inputs.shape[1]).to(inputs.device)
@@ -100,17 +100,17 @@ class PositionalEncoding(nn.Module):
 
 
 class Dictionary:
-    """Mapping between words and their numbers."""
+    """Mapping between words and their indices."""
 
     def __init__(self) -> None:
         self.word2idx: dict[str, int] = {}
         self.idx2word: list[str] = []
 
     def add_word(self, word: str) -> int:
-        """Return the word's number, and assign one to a new word.
+        """Return the index of a word. A new word is added to the dictionary.
 
         Args:
-            word: The word.
+            word: The word to look up.
         """
         if word not in self.word2idx:
             self.word2idx[word] = len(self.idx2word)
@@ -122,10 +122,10 @@ class Dictionary:
 
 
 def tokenize(path: Path) -> tuple[Tensor, Dictionary]:
-    """Return a text file's words as numbers, with ``<eos>`` after each line, and their dictionary.
+    """Return the word indices of a text file, with ``<eos>`` after each line, and their dictionary.
 
     Args:
-        path: The file.
+        path: Path of the text file.
     """
     dictionary = Dictionary()
     with open(path, encoding="utf8") as file:
@@ -134,7 +134,7 @@ def tokenize(path: Path) -> tuple[Tensor, Dictionary]:
 
 
 class WikiText2(Dataset[tuple[Tensor, Tensor]]):
-    """Dataset of blocks of WikiText-2's training text, each with the same block shifted by one word.
+    """Dataset of pairs: a block of WikiText-2's training text, and the same block shifted by one word.
 
     Args:
         data_dir: Folder of the file ``wikitext-2.txt``.
@@ -152,7 +152,7 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def vocab_size(self) -> int:
-        """Number of different words."""
+        """Number of distinct words."""
         return len(self.dictionary)
 
     def __len__(self) -> int:
@@ -192,7 +192,7 @@ class LightningTransformer(TaskModule):
         return output
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss of the next words."""
+        """Return the loss of the predicted next words."""
         inputs, target = batch
         return nn.functional.nll_loss(self(inputs, target), target.view(-1))
 
@@ -205,5 +205,5 @@ class LightningTransformer(TaskModule):
         WikiText2(download=True)
 
     def train_dataloader(self) -> Any:
-        """Return a dataloader of one block at a time."""
+        """Return a dataloader with a batch size of one block."""
         return DataLoader(WikiText2())

@@ -37,10 +37,10 @@ class Fabric:
     """Devices, precision, processes and checkpoints for a custom training loop, under Lightning's names.
 
     Gradients, losses and the order of data equal Lightning Fabric's. A loss is not weighted by the size of its batch.
-    On several processes torch's ``DistributedSampler`` distributes the samples and repeats some if they cannot be
-    divided evenly. A `treadle.Accelerator` does both exactly.
+    With several processes, torch's ``DistributedSampler`` distributes the samples, and repeats some of them if they
+    cannot be divided evenly. A `treadle.Accelerator` weights losses and distributes samples exactly.
 
-    A script with ``devices=2`` is run again by each process as soon as a Fabric is created. Without a script, as in a
+    With ``devices=2``, creating a Fabric starts two processes, each of which runs the script. Without a script, as in a
     notebook, `launch` forks the processes.
 
     Args:
@@ -50,9 +50,9 @@ class Fabric:
         devices: Processes on this machine: a number, -1, a list of device indices, or ``"auto"``.
         num_nodes: Number of machines.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``.
-        plugins: A precision, instead of ``precision``.
-        callbacks: One or several objects whose methods `call` calls.
-        loggers: One or several loggers.
+        plugins: A precision plugin, as an alternative to ``precision``.
+        callbacks: An object, or a list of objects, whose methods `call` invokes.
+        loggers: A logger, or a list of loggers.
 
     Raises:
         ValueError: If a value is not supported.
@@ -137,7 +137,7 @@ class Fabric:
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
+        """World size, the number of processes in the run."""
         return self._accelerator.num_processes
 
     @property
@@ -157,7 +157,7 @@ class Fabric:
             The function's return value on this process; if this call started the processes, the value on rank zero.
 
         Raises:
-            TypeError: If the argument is not a function that accepts a Fabric, or it is missing and this call has to
+            TypeError: If ``function`` is not a function that accepts a Fabric, or if it is missing but this call has to
                 start processes.
         """
         if function is None:
@@ -194,7 +194,7 @@ class Fabric:
             print(*args, **kwargs)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank has called this.
+        """Wait until every rank has called this method.
 
         Args:
             name: Accepted and ignored.
@@ -205,13 +205,13 @@ class Fabric:
         """Return the object of rank ``src`` on every rank.
 
         Args:
-            obj: The object, which can be pickled.
+            obj: The object, which must be picklable.
             src: The rank to send from.
         """
         return self._accelerator.world.broadcast(obj, src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack every rank's tensors along a new first dimension. On one process the tensors are returned unchanged.
+        """Stack all ranks' tensors along a new first dimension. With one process, the tensors are returned unchanged.
 
         Args:
             data: A tensor or number, or a nested structure of them; shapes must be the same on all ranks.
@@ -224,7 +224,7 @@ class Fabric:
         return collectives.all_gather(self._to_tensors(data), self._get_world(group), sync_grads)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce tensors over the ranks. On several processes the input tensors are changed, too.
+        """Reduce tensors over the ranks. With several processes, the input tensors are modified, too.
 
         Args:
             data: A tensor or number, or a nested structure of them; shapes must be the same on all ranks.
@@ -262,10 +262,10 @@ class Fabric:
         """Run a ``with`` block on rank zero before the other ranks.
 
         Args:
-            local: Whether to run it on the local rank zero of each machine first.
+            local: Whether the block runs on local rank zero of each machine first.
 
         Returns:
-            The context.
+            The context manager.
         """
         accelerator = self._accelerator
         return accelerator.local_main_process_first() if local else accelerator.main_process_first()
@@ -283,8 +283,8 @@ class Fabric:
         """Prepare a model and its optimizers.
 
         Args:
-            module: The model.
-            *optimizers: Its optimizers.
+            module: The model to prepare.
+            *optimizers: The model's optimizers.
             scheduler: A scheduler, which is returned unchanged after the optimizers.
             move_to_device: Whether to move the model to the device.
             _reapply_compile: Accepted and ignored.
@@ -302,7 +302,7 @@ class Fabric:
         """Prepare a model. Create its optimizers afterwards, for `setup_optimizers`.
 
         Args:
-            module: The model.
+            module: The model to prepare.
             move_to_device: Whether to move the model to the device.
             _reapply_compile: Accepted and ignored.
 
@@ -374,9 +374,9 @@ class Fabric:
         """Run the backward pass of a loss.
 
         Args:
-            tensor: The loss.
+            tensor: The loss to differentiate.
             *args: Arguments of ``Tensor.backward``.
-            model: Accepted and ignored: the loss determines its model.
+            model: Accepted and ignored, because the loss determines the model.
             **kwargs: Keyword arguments of ``Tensor.backward``.
         """
         run = Tensor.backward if args else None
@@ -396,8 +396,8 @@ class Fabric:
         """Clip the gradients of an optimizer's parameters by value or by norm.
 
         Args:
-            module: The model.
-            optimizer: The optimizer.
+            module: Accepted and ignored.
+            optimizer: The optimizer whose parameters' gradients are clipped.
             clip_val: The maximum absolute value of each element.
             max_norm: The maximum norm of all gradients.
             norm_type: The order of the norm.
@@ -408,7 +408,7 @@ class Fabric:
 
         Raises:
             ValueError: If both limits are set, or neither is.
-            RuntimeError: If the norm is not finite.
+            RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is True.
         """
         if (clip_val is None) == (max_norm is None):
             raise ValueError(
@@ -458,7 +458,7 @@ class Fabric:
     # -- building models -----------------------------------------------------------------------------------------
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context that creates a model on the device and in the dtype of its training.
+        """Return a context in which a model is created on the device and in the dtype of its training.
 
         Args:
             empty_init: Whether to leave parameters uninitialized, because a checkpoint is loaded later.
@@ -478,7 +478,7 @@ class Fabric:
             torch.set_default_dtype(before)
 
     def sharded_model(self) -> AbstractContextManager[Any]:
-        """Return the context of `init_module` if the strategy shards, otherwise an empty one. Deprecated."""
+        """Return the context of `init_module` if the strategy shards models, otherwise an empty context. Deprecated."""
         warn("Fabric.sharded_model() is deprecated. Use Fabric.init_module() instead.")
         return self.init_module() if self.strategy.sharded else nullcontext()
 
@@ -493,7 +493,7 @@ class Fabric:
         """Save models, optimizers and data to one file for ``torch.load``. Must be called on all ranks.
 
         Args:
-            path: The file. Its folder is created.
+            path: Path of the file, whose folder is created if it is missing.
             state: The objects by name. For an object with a ``state_dict``, its state is saved.
             filter: Functions ``function(key, value)`` by name, which return whether an entry of the state is saved.
 
@@ -535,17 +535,17 @@ class Fabric:
         """Load a file that `save` wrote. Must be called on all ranks.
 
         Args:
-            path: The file.
+            path: Path of the file.
             state: Objects by name to restore in place with ``load_state_dict``; other values are replaced in this dict.
-                Default: None, nothing is restored.
+                Default: None, which restores nothing.
             strict: Whether all names, and all keys of models, must be present.
-            weights_only: Accepted; False issues a warning, because a file never runs code.
+            weights_only: Accepted and ignored. False issues a warning, because code in a file is never run.
 
         Returns:
             The values that were not restored, by name.
 
         Raises:
-            KeyError: If a name is not in the file.
+            KeyError: If a name is not in the file and ``strict`` is True.
         """
         saved = self._read(path, weights_only)
         missing = sorted((state or {}).keys() - saved.keys())
@@ -575,7 +575,7 @@ class Fabric:
         """Load the state of one model or optimizer from a file that contains nothing else.
 
         Args:
-            path: The file.
+            path: Path of the file.
             obj: The model or optimizer.
             strict: Whether all keys of a model must be present.
             weights_only: See `load`.
@@ -607,7 +607,7 @@ class Fabric:
         Args:
             hook_name: The method's name.
             *args: Arguments of the method.
-            **kwargs: Keyword arguments. Each callback gets those that its method accepts.
+            **kwargs: Keyword arguments. Each callback receives those that its method accepts.
         """
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
@@ -645,7 +645,7 @@ class Fabric:
         Args:
             name: The name of the value.
             value: A number, or a one-element tensor.
-            step: The step of the value. Default: None, loggers count automatically.
+            step: The step of the value. Default: None, which lets each logger count the steps.
         """
         self.log_dict({name: value}, step)
 
@@ -654,7 +654,7 @@ class Fabric:
 
         Args:
             metrics: Numbers or one-element tensors by name.
-            step: The step of the values.
+            step: The step of the values. Default: None.
         """
         numbers = apply_to_collection(dict(metrics), Tensor, lambda tensor: tensor.item())
         for logger in self._loggers:
@@ -665,9 +665,9 @@ class Fabric:
         """Seed the generators of Python, NumPy and torch, and return the seed; see `treadle.seed_everything`.
 
         Args:
-            seed: The seed. Default: None, the usual one.
-            workers: Whether to seed the dataloader workers.
-            verbose: Whether to announce the seed.
+            seed: The seed. Default: the value of the environment variable ``PL_GLOBAL_SEED``, otherwise 0.
+            workers: Accepted and ignored, because dataloader workers are always seeded.
+            verbose: Accepted and ignored.
         """
         return seed_everything(seed, bool(workers), verbose)
 

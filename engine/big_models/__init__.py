@@ -1,4 +1,4 @@
-"""Inference with models larger than one device's memory: built empty, planned, loaded in place, offloaded."""
+"""Inference with models larger than one device's memory: empty creation, device maps, loading and offloading."""
 
 from __future__ import annotations
 

@@ -28,24 +28,25 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> DeviceMap:
-    """Plan a device map that fills the devices one after the other with modules, in the model's order.
+    """Return a device map that fills one device after the other with modules, in the model's order.
 
-    Modules that share a tensor go to the same device as the first of them. If modules are left for the CPU or the disk,
-    memory is reserved on the device that runs them: for the largest such module, and for their buffers if the buffers
-    stay on it.
+    Modules that share a tensor go to the same device. If modules are offloaded to the CPU or the disk, memory is
+    reserved on the device that runs them, for the largest offloaded module, and for all their buffers if buffers are
+    not offloaded.
 
     Args:
         model: The model; it may be on device ``meta``.
-        max_memory: See `get_max_memory`. The disk receives the rest, without a limit unless a size is given.
+        max_memory: See `get_max_memory`. The disk receives the remaining modules, without a limit unless ``max_memory``
+            sets one.
         no_split_module_classes: Classes whose modules must not be split, such as those with a residual connection.
             torch's attention and encoder layers are never split.
         dtype: The dtype in which floating point weights will be loaded. Default: their own.
         special_dtypes: Dtypes of single tensors by name.
         verbose: Print the plan.
-        clean_result: List a module in place of all its parts, if these are on one device.
+        clean_result: Replace the entries of a module's parts with one entry for the module, if all are on one device.
         offload_buffers: Offload buffers of offloaded modules too.
-        fallback_allocation: If the next module does not fit on a device that is still empty, use the largest later one
-            that does, out of order.
+        fallback_allocation: If the next module does not fit on a device that is still empty, place the largest later
+            module that fits, out of order.
 
     Returns:
         The device of each module or tensor, by name. Together, the names cover all tensors.
@@ -99,7 +100,7 @@ def _list_direct_tensors(module: nn.Module) -> list[tuple[str, object]]:
 def _fill(
     parts: list[Part], room: Mapping[Device, int | None], main: Device | None, offload_buffers: bool, fallback: bool
 ) -> DeviceMap:
-    """Fill the devices greedily; reserve memory on ``main``, if given, to run the modules that are offloaded."""
+    """Fill the devices greedily; reserve memory on ``main``, if set, to run the modules that are offloaded."""
     reserves = [0]  # memory to reserve for what comes after each part
     largest = buffers = 0
     for part in reversed(parts[1:]):
@@ -134,11 +135,11 @@ def _fill(
 
 
 def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") -> DeviceMap:
-    """Merge entries of a map whose modules are on one device.
+    """Return a map in which a module whose parts are all on one device has a single entry.
 
     Args:
-        device_map: The map.
-        module_name: Merge only inside this module. Default: the whole model.
+        device_map: Devices by the names of modules or tensors.
+        module_name: Return only the entries of this module. Default: the whole model.
     """
     inside = [name for name in device_map if not module_name or f"{name}.".startswith(f"{module_name}.")]
     if len({device_map[name] for name in inside}) == 1:
@@ -156,10 +157,10 @@ def get_balanced_memory(
     special_dtypes: Dtypes | None = None,
     low_zero: bool = False,
 ) -> dict[Device, int]:
-    """Return limits with which `infer_auto_device_map` spreads the model evenly over the accelerators.
+    """Return memory limits with which `infer_auto_device_map` spreads the model evenly over the accelerators.
 
-    Different limits are tried, to find the lowest one with which the model still fits. The last accelerator keeps all
-    of its memory.
+    The function searches for the lowest limit with which the model still fits. The last accelerator keeps all of its
+    memory.
 
     Args:
         model: The model.
@@ -167,7 +168,7 @@ def get_balanced_memory(
         no_split_module_classes: See `infer_auto_device_map`.
         dtype: See `infer_auto_device_map`.
         special_dtypes: See `infer_auto_device_map`.
-        low_zero: Leave the first accelerator as free as the others permit.
+        low_zero: Put on the first accelerator only the modules that the other accelerators cannot hold.
 
     Returns:
         The limits; ``max_memory`` itself if there are fewer than two accelerators, or if the model is larger than all
@@ -212,8 +213,8 @@ def look_up_device(device_map: Mapping[str, Device], name: str) -> Device | None
     """Return the device of a module or tensor: that of its nearest parent in the map, or None.
 
     Args:
-        device_map: The map.
-        name: The name.
+        device_map: Devices by the names of modules or tensors.
+        name: The name of the module or tensor.
     """
     while name not in device_map:
         if not name:
@@ -227,7 +228,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
 
     Args:
         model: The model.
-        device_map: The map.
+        device_map: Devices by the names of modules or tensors.
 
     Raises:
         ValueError: If the map names something that is not in the model, or a device that this machine does not have; if

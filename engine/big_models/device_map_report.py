@@ -22,8 +22,8 @@ def device_map_plan(
 ) -> str:
     """Return the map as text: a row for each entry, the total of each device, and the tied tensors.
 
-    Neighbors on one device whose names are numbers, such as the layers of a stack, share a row. A tied tensor counts
-    under its first name.
+    Consecutive modules with numbers as names, such as the layers of a stack, share a row if they are on one device. A
+    tied tensor counts under its first name.
 
     Args:
         model: The model; it may be on device ``meta``.

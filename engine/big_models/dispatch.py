@@ -56,15 +56,15 @@ def dispatch_model(
         device_map: Devices by the names of modules or tensors; the nearest parent in the map applies.
         main_device: The device that runs offloaded modules. Default: the first accelerator of the map, else the CPU.
         state_dict: Values for tensors of the model that are offloaded to the CPU. Default: the model's own.
-        offload_dir: For weights on disk: the folder to write them into, or, for a model on device ``meta``, the
-            checkpoint that has them. Weights that Accelerate's functions have offloaded there (``index.json``) replace
-            the model's own, as in Accelerate.
-        offload_index: Locations of offloaded weights, in place of the folder's ``index.json``: by name, the dtype and
+        offload_dir: Folder to write the weights on disk into; for a model on device ``meta``, the checkpoint that
+            contains them. Weights that Accelerate's functions have offloaded there (``index.json``) replace the model's
+            own, as in Accelerate.
+        offload_index: Locations of offloaded weights, instead of the folder's ``index.json``: by name, the dtype and
             shape of a ``NAME.dat`` in ``offload_dir``, or a ``safetensors_file`` and the ``weight_name`` in it.
         offload_buffers: Offload buffers of offloaded modules too.
         skip_keys: Names of arguments, and of entries of the output, that are not moved.
-        preload_module_classes: Classes whose modules get all weights inside them when they are called, because they
-            read the weights without calling the modules that hold them.
+        preload_module_classes: Classes whose modules, when called, load the weights of all their submodules, because
+            they read these weights without calling the submodules.
         force_hooks: Add the hooks even if everything is on one device.
 
     Returns:
@@ -99,7 +99,7 @@ def cpu_offload(
 
     Args:
         model: The model.
-        execution_device: The device that runs it. Default: that of its first parameter.
+        execution_device: The device that runs the model. Default: that of its first parameter.
         offload_buffers: Offload buffers too.
         state_dict: Values for the weights. Default: the model's own.
         preload_module_classes: See `dispatch_model`.
@@ -131,9 +131,9 @@ def disk_offload(
 
     Args:
         model: The model.
-        offload_dir: The folder to write them into; for a model on device ``meta``, the checkpoint that has them.
-            Weights that Accelerate's functions have offloaded there replace the model's own.
-        execution_device: The device that runs it. Default: that of its first parameter, or the CPU.
+        offload_dir: The folder to write the weights into; for a model on device ``meta``, the checkpoint that contains
+            them. Weights that Accelerate's functions have offloaded there replace the model's own.
+        execution_device: The device that runs the model. Default: that of its first parameter, or the CPU.
         offload_buffers: Offload buffers too.
         preload_module_classes: See `dispatch_model`.
 
@@ -154,13 +154,14 @@ def disk_offload(
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model in main memory until it is called, and on the device from then until ``hook.offload()``.
+    """Keep a whole model in main memory until it is called, then on the device until ``hook.offload()`` is called.
 
-    For models that run in turn: each call first moves the model of ``prev_module_hook`` off the device.
+    Intended for models that run one after the other: each call first moves the model of ``prev_module_hook`` off the
+    device.
 
     Args:
         model: The model.
-        execution_device: The device that runs it. Default: the accelerator, else the CPU.
+        execution_device: The device that runs the model. Default: the accelerator, else the CPU.
         prev_module_hook: The hook of the model that runs before this one.
 
     Returns:
@@ -194,7 +195,7 @@ def is_dispatched(model: nn.Module) -> bool:
 
 
 def remove_hook_from_submodules(model: nn.Module) -> nn.Module:
-    """Undo a dispatch: offloaded weights return to main memory, the others stay where they are.
+    """Undo a dispatch. Offloaded weights return to main memory, and other weights are not moved.
 
     Every `ModelHook` of the model and of the modules inside it is removed too.
 
@@ -230,8 +231,8 @@ def resolve_main_device(device_map: Mapping[str, Device], main_device: Device | 
     """Return the device that runs offloaded modules: by default the first accelerator of the map, else the CPU.
 
     Args:
-        device_map: The map.
-        main_device: The user's choice.
+        device_map: Devices by the names of modules or tensors.
+        main_device: The device that the user chose, or None.
     """
     if main_device is None:
         main_device = next((device for device in device_map.values() if is_accelerator(device)), "cpu")
@@ -249,7 +250,7 @@ def dispatch(
     force_hooks: bool = False,
     all_away: bool = False,
 ) -> nn.Module:
-    """Dispatch a model after the map is checked and the weights on disk are opened; see `dispatch_model`.
+    """Dispatch a model with a checked map and opened weights; see `dispatch_model`.
 
     Args:
         model: The model.
@@ -258,7 +259,7 @@ def dispatch(
         weights: Values of offloaded tensors.
         offload_buffers: Offload buffers too.
         skip_keys: Names of arguments and outputs that are not moved.
-        preload_module_classes: Classes whose modules get all weights inside them.
+        preload_module_classes: Classes whose modules load the weights of all their submodules when they are called.
         force_hooks: Add the hooks even if everything is on one device.
         all_away: Offload weights that the map places on the CPU even if their modules run there.
 
@@ -291,7 +292,7 @@ def dispatch(
 
 
 def refuse_twice(model: nn.Module) -> None:
-    """Check that a model has no hooks yet, because they would load weights that are no longer its own.
+    """Check that a model has no hooks yet. Existing hooks would load weights that are no longer the model's.
 
     Args:
         model: The model.
@@ -304,7 +305,7 @@ def refuse_twice(model: nn.Module) -> None:
 
 
 def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> None:
-    """Check that every tensor has values somewhere; a tied one under any of its names."""
+    """Check that every tensor has values in the model or in ``weights``; a tied tensor under any of its names."""
     check_shapes(tensors, weights)
     empty = [
         names[0]
@@ -318,7 +319,7 @@ def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -
 def _locate_values(
     tensors: Mapping[str, Tensor], away: Iterable[str], weights: Mapping[str, Piece]
 ) -> dict[str, Piece]:
-    """Return the location of the values of each offloaded tensor; the same for all names of a tied one."""
+    """Return the location of each offloaded tensor's values; all names of a tied tensor have the same location."""
     away_names, lent = set(away), dict[str, Piece]()
     for names in group_tied_names(tensors):
         if names[0] in away_names:
@@ -330,7 +331,7 @@ def _locate_values(
 def _disk_weights(
     tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
 ) -> Weights:
-    """Return the weights on disk: those already offloaded, those in a checkpoint, and the model's own once written."""
+    """Return the weights on disk: those already offloaded, those in a checkpoint, and those written from the model."""
     offloaded = open_offloaded(folder, index)
     covered = {name for names in group_tied_names(tensors) if any(n in offloaded for n in names) for name in names}
     if replaced := [name for name in tensors if name in covered and not tensors[name].is_meta]:

@@ -1,4 +1,4 @@
-"""Creation of a model without memory for its weights."""
+"""Creation of a model without allocating memory for its weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Any:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Put parameters of new modules on ``device`` inside the context.
+    """Return a context in which parameters of new modules are on ``device``.
 
     Args:
         device: The device.
@@ -95,7 +95,7 @@ def _redirect_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
 
 
 class _Hooks:
-    """torch's registration hooks, present as long as any thread is inside a context.
+    """Registration hooks of torch, which are installed while any thread is inside a context.
 
     torch applies them to the whole process. One pair serves all threads, because torch iterates over the hooks while it
     registers a parameter: a thread that entered or left in the meantime would break this iteration in others.

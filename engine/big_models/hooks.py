@@ -1,6 +1,6 @@
-"""Hooks of dispatched modules: weights are loaded for each forward, and inputs are moved.
+"""Hooks of dispatched modules, which load weights and move inputs for each forward pass.
 
-These are torch's own forward hooks; no forward is replaced.
+These are torch's own forward hooks; no ``forward`` method is replaced.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class StandIn(Tensor):
 
 
 class Loan:
-    """One offloaded tensor of one module, which has a stand-in while the values are not loaded.
+    """Offloaded tensor of a module, replaced by a stand-in while its values are not loaded.
 
     Args:
         module: The module that has the tensor.
         name: The tensor's name in the module.
         piece: The location of the tensor's values.
         shape: A description of the tensor: its class, dtype and shape, on device ``meta``.
-        stand_in: The stand-in in the module while it is not running; the same one for all tied tensors.
+        stand_in: The stand-in that the module holds while it is not running; tied tensors share one stand-in.
     """
 
     def __init__(self, module: nn.Module, name: str, piece: Piece, shape: Tensor, stand_in: Tensor) -> None:
@@ -66,7 +66,7 @@ class Loan:
         """Return the values on a device, in the model's dtype.
 
         Args:
-            device: The device.
+            device: The device to load the values to.
         """
         dtype = self.shape.dtype
         # Converting or moving the tensor makes an aligned copy in any case.
@@ -74,10 +74,10 @@ class Loan:
         return self.piece.get(exact).to(device=device, dtype=dtype)
 
     def lend(self, values: Tensor, grad: bool) -> None:
-        """Put the values into the module. If gradients are computed, a gradient of these values raises an error.
+        """Put the values into the module. If ``grad`` is True, computing a gradient of these values raises an error.
 
         Args:
-            values: The values.
+            values: The loaded values.
             grad: Whether gradients are computed.
         """
         self._mark = (id(values), values._version)
@@ -87,7 +87,7 @@ class Loan:
         set_tensor(self.module, self.name, new)
 
     def take_back(self) -> None:
-        """Release the values. A buffer that the forward changed, such as a cache or running statistics, is kept."""
+        """Release the values. A buffer that the forward pass changed, such as running statistics, is kept."""
         buffer = self.module._buffers.get(self.name) if is_buffer(self.shape) else None
         if buffer is not None and buffer is not self.stand_in and self._is_changed(buffer):
             self.piece = MemoryPiece(buffer.detach().clone().to("cpu"))
@@ -139,7 +139,7 @@ class Station:
         """Add the hooks to a module.
 
         Args:
-            module: The module.
+            module: The module that is called.
         """
         self._handles = [module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)]
         if self.loans:
@@ -151,12 +151,12 @@ class Station:
             handle.remove()
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Load the tensors and move the inputs before the forward.
+        """Load the tensors and move the inputs before the forward pass.
 
         Args:
-            module: The module.
-            args: The arguments.
-            kwargs: The keyword arguments.
+            module: The module that is called.
+            args: The positional arguments of the call.
+            kwargs: The keyword arguments of the call.
 
         Returns:
             The moved arguments, or None if they are not moved.
@@ -172,7 +172,7 @@ class Station:
 
     @contextmanager
     def lending(self, device: torch.device | None = None) -> Iterator[None]:
-        """Give the module its offloaded tensors inside the context, as during its forward.
+        """Return a context in which the module holds its offloaded tensors, as during its forward pass.
 
         Args:
             device: The device of the tensors. Default: the one that runs the module.
@@ -187,12 +187,12 @@ class Station:
             self._leave()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Release the tensors after the forward, including one that raised an error.
+        """Release the tensors after the forward pass, even if it raised an error.
 
         Args:
-            module: The module.
-            args: The arguments.
-            output: The output.
+            module: The module that is called.
+            args: The positional arguments of the call.
+            output: The return value of the forward pass.
         """
         self._leave()
 
@@ -208,7 +208,7 @@ class Station:
         """Load the module's offloaded tensors. A tensor with several names is loaded once.
 
         Args:
-            device: The device. Default: the one that runs the module.
+            device: The device to load them to. Default: the one that runs the module.
         """
         grad = torch.is_grad_enabled()
         # A tensor created in inference mode would remain an inference tensor on any device.
@@ -258,12 +258,12 @@ class Home:
             handle.remove()
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Move the inputs before the forward.
+        """Move the inputs to the model's first device before the forward pass.
 
         Args:
             module: The model.
-            args: The arguments.
-            kwargs: The keyword arguments.
+            args: The positional arguments of the call.
+            kwargs: The keyword arguments of the call.
 
         Returns:
             The moved arguments.
@@ -273,12 +273,12 @@ class Home:
         return move(args, self.device, ()), move(kwargs, self.device, self.skip)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Move the output after the forward, including one that raised an error.
+        """Move the output to the device of the inputs after the forward pass, even if it raised an error.
 
         Args:
             module: The model.
-            args: The arguments.
-            output: The output.
+            args: The positional arguments of the call.
+            output: The return value of the forward pass.
 
         Returns:
             The moved output, or None if it is not moved.
@@ -306,7 +306,7 @@ def move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
 
     Args:
         data: A tensor or a nested structure (dict, list, tuple) of tensors.
-        device: The device.
+        device: The target device.
         skip: Names of entries.
     """
     if isinstance(data, Tensor):

@@ -1,4 +1,4 @@
-"""Loading of a checkpoint into a model tensor by tensor, without a second copy of the weights in memory."""
+"""Loading of a checkpoint into a model, tensor by tensor, without a second copy of the weights in memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def load_checkpoint_and_dispatch(
         checkpoint: A safetensors file, an index or folder of several, a Treadle checkpoint, or a ``torch.save`` file.
         device_map: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators, ``"balanced_low_0"``
             leaves the first as free as possible, ``"sequential"`` fills one after the other; the rest goes to the CPU,
-            then the disk, and the plan is printed. Or a map of names to devices. Default: only load the model.
+            then the disk, and the plan is printed. A dict maps names of modules or tensors to devices. Default: only
+            load the model.
         max_memory: See `get_max_memory`.
         no_split_module_classes: See `infer_auto_device_map`.
         offload_folder: Accepted but not needed, because no weights are copied to disk.
@@ -72,7 +73,7 @@ def load_checkpoint_and_dispatch(
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
         strict: Raise an error if the names of tensors differ. Default: warn, unless a tensor would have no values.
-        full_state_dict: Only True is supported: each process reads a whole checkpoint separately.
+        full_state_dict: Only True is supported, because each process reads the whole checkpoint.
         broadcast_from_rank0: Only False is supported.
         quantization: ``"int8"`` or ``"int4"`` (or a `WeightQuantizer`): round each linear layer's weight as it is read.
 
@@ -128,7 +129,7 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into a model, without hooks to run it.
+    """Load a checkpoint into a model without adding hooks.
 
     Weights that the map places on disk are left on device ``meta``: pass the checkpoint as ``offload_dir`` to
     `dispatch_model`.
@@ -166,11 +167,11 @@ def load_weights(
     in_fp32: set[str] = frozenset(),  # type: ignore[assignment]
     quantizer: WeightQuantizer | None = None,
 ) -> None:
-    """Load an opened checkpoint into a model. The model is changed only after the whole checkpoint is checked.
+    """Load an open checkpoint into a model. The model is changed only after the whole checkpoint is checked.
 
     Args:
         model: The model.
-        weights: The opened checkpoint.
+        weights: The open checkpoint.
         device_map: Devices by the names of modules or tensors.
         dtype: The dtype of floating point weights after the load.
         offload_buffers: Leave buffers on disk too, if the map places them there.

@@ -23,13 +23,13 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(size: int | str) -> int:
-    """Return a size in bytes, given as a number or text such as ``"1GB"`` (10**9) or ``"1.5GiB"`` (2**30 each).
+    """Parse a size such as ``"1GB"`` (10**9 bytes) or ``"1.5GiB"`` (1.5 * 2**30 bytes), and return it in bytes.
 
     Args:
-        size: The size.
+        size: A number of bytes, or text with a unit.
 
     Raises:
-        ValueError: If it is negative or not a size.
+        ValueError: If the size is negative or cannot be parsed.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
@@ -44,10 +44,10 @@ def parse_bytes(size: int | str) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """Format a number of bytes.
+    """Return a number of bytes as text, such as ``"1.50 GB"``.
 
     Args:
-        size: The number.
+        size: The number of bytes.
     """
     for unit, power in (("TB", 12), ("GB", 9), ("MB", 6), ("kB", 3)):
         if size >= 10**power:
@@ -63,10 +63,10 @@ def accelerators() -> tuple[str, int]:
 
 
 def resolve(device: Device) -> torch.device:
-    """Return the torch device for a value of a map, except ``"disk"``.
+    """Return the torch device for a value of a device map, except ``"disk"``.
 
     Args:
-        device: The value.
+        device: The value, such as ``0``, ``"cuda:1"`` or ``"cpu"``.
 
     Raises:
         ValueError: If this machine has no such device.
@@ -98,10 +98,10 @@ def resolve(device: Device) -> torch.device:
 
 
 def is_accelerator(device: Device) -> bool:
-    """Return whether a value of a map is neither ``"cpu"`` nor ``"disk"``.
+    """Return whether a value of a device map is neither ``"cpu"`` nor ``"disk"``.
 
     Args:
-        device: The value.
+        device: The value, such as ``0``, ``"cuda:1"`` or ``"cpu"``.
     """
     return str(device).partition(":")[0] not in ("cpu", "disk")
 
@@ -136,7 +136,7 @@ def _read_free_bytes(kind: str, number: int) -> int:
 
 
 def available_memory() -> int:
-    """Return the main memory that this process can still use, in bytes, within a container's limit."""
+    """Return the main memory in bytes that this process can still use within its container's limit."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))

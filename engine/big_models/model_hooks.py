@@ -71,10 +71,10 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one, run in the order given.
+    """Hook that runs several hooks one after the other.
 
     Args:
-        hooks: The hooks.
+        hooks: The hooks, in the order in which they run.
     """
 
     def __init__(self, *hooks: ModelHook) -> None:
@@ -125,12 +125,12 @@ class SequentialHook(ModelHook):
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Run a hook around every forward of a module, until `remove_hook_from_module`.
+    """Run a hook before and after every forward pass of a module, until `remove_hook_from_module` is called.
 
     Args:
         module: The module; it is changed in place.
         hook: The hook.
-        append: Run it after the hook that the module has. Default: replace that one, without detaching it.
+        append: Run it after the module's existing hook. Default: replace the existing hook without detaching it.
 
     Returns:
         The module.
@@ -195,7 +195,7 @@ def _get_forward_owner(module: nn.Module) -> Any:
 
 
 class CpuOffload(ModelHook):
-    """Hook that keeps one whole model on the CPU until its forward; see `cpu_offload_with_hook`.
+    """Hook that keeps a whole model on the CPU until its forward pass; see `cpu_offload_with_hook`.
 
     Args:
         execution_device: The device that runs the model. Default: the first accelerator, else the CPU.
@@ -248,5 +248,5 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Remove the hook: the model stays where it is."""
+        """Remove the hook without moving the model."""
         remove_hook_from_module(self.model)

@@ -38,7 +38,7 @@ def compute_module_sizes(
         model: The model; it may be on device ``meta``.
         dtype: The dtype in which floating point tensors will be loaded. Default: their own.
         special_dtypes: Dtypes of single tensors by name, which override ``dtype``.
-        buffers_only: Count no parameters.
+        buffers_only: Count only buffers.
     """
     tensors = named_tensors(model)
     bytes_of = measure_tensors(model, dtype, special_dtypes)
@@ -61,7 +61,7 @@ def compute_module_sizes(
 def measure_tensors(
     model: nn.Module, dtype: torch.dtype | str | None = None, special_dtypes: Dtypes | None = None
 ) -> dict[Any, int]:
-    """Return the size in bytes of each distinct tensor, by `make_view_key`.
+    """Return the size in bytes of each distinct tensor, keyed by `make_view_key`.
 
     Args:
         model: The model; it may be on device ``meta``.

@@ -16,7 +16,7 @@ READ_FROM_OUTSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter and buffer under each of its names, module by module as the model lists them.
+    """Return every parameter and buffer under each of its names, in the order of the model's modules.
 
     Args:
         model: The model.
@@ -41,7 +41,7 @@ def iter_direct_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_buffer(tensor: Tensor) -> bool:
-    """Return whether a model's tensor is a buffer, which a forward may change, and not a parameter.
+    """Return whether a model's tensor is a buffer, which a forward pass may change, and not a parameter.
 
     Args:
         tensor: The tensor.
@@ -95,7 +95,7 @@ def copy_attributes(old: Tensor, data: Tensor, plain: bool = False) -> Tensor:
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace the tensor with this name in a module.
+    """Replace the tensor called ``name`` in a module.
 
     Args:
         module: The module.
@@ -123,7 +123,7 @@ def set_tensor_by_names(model: nn.Module, names: list[str], tensor: Tensor) -> N
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype that is passed as a dtype or as a name, such as ``"bfloat16"`` or ``"torch.bfloat16"``.
+    """Return the dtype for a dtype or its name, such as ``"bfloat16"`` or ``"torch.bfloat16"``.
 
     Args:
         dtype: The dtype or its name; None is returned unchanged.

@@ -45,8 +45,8 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
 
     Args:
         folder: The folder with the ``.dat`` files.
-        index: Dtype and shape by name, or ``"safetensors_file"`` and ``"weight_name"``. Default: the folder's own; a
-            folder without one contains no offloaded weights.
+        index: Dtype and shape by name, or ``"safetensors_file"`` and ``"weight_name"``. Default: the folder's
+            ``index.json``; a folder without this file contains no offloaded weights.
 
     Raises:
         ValueError: If an entry has neither form, or if its file is missing or has another size.
@@ -107,7 +107,7 @@ def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
         tensors: Tensors by name.
 
     Returns:
-        The tensors in the file, unread.
+        References to the tensors in the file, which are read when they are used.
     """
     path = Path(folder).absolute() / "offload.safetensors"
     filesystem.make_directory(path.parent)

@@ -1,4 +1,4 @@
-"""A run on disk: saved, committed, verified, opened and restored."""
+"""Checkpoints of a run: saving, committing, verifying, opening and restoring."""
 
 from __future__ import annotations
 

@@ -53,11 +53,12 @@ class HostCopies:
             files: The files to write.
             later: The files whose tensors only a step of ``optimizers`` changes. They are copied during the forward and
                 backward passes: by a thread if they are in host memory, by a separate stream if they are on a GPU. A
-                step that comes too early waits for the copy, on the device that computes it.
+                step that starts before the copy is complete waits for it, on the device that computes the step.
             optimizers: All optimizers in use.
 
         Returns:
-            The files with the copies in place of the tensors, and the copies to finish before they are read.
+            The files with copies instead of the tensors, and the pending copies, which must finish before the files are
+            read.
         """
         before, self._buffers = self._buffers, {}
         copied: Files = {}
@@ -135,7 +136,7 @@ def _align(size: int) -> int:
 
 
 class Copying:
-    """Copies that are in progress or still to be made.
+    """Copies that are scheduled or in progress.
 
     Args:
         owner: The owner of the memory, which is pinned as long as the owner lives.
@@ -155,14 +156,14 @@ class Copying:
 
         Args:
             place: The name of the tensor, for errors.
-            buffer: The target.
-            tensor: The source.
+            buffer: The tensor in host memory to copy to.
+            tensor: The tensor to copy.
         """
         self.note(tensor)
         (self._beside if tensor.is_cuda else self._pairs).append((place, buffer, tensor, tensor._version))
 
     def note(self, tensor: Tensor) -> None:
-        """Note the device of a tensor that is being copied.
+        """Record the device of a tensor that is being copied.
 
         Args:
             tensor: The tensor.
@@ -185,7 +186,7 @@ class Copying:
         self._on_device.record(stream)
 
     def hold_back_step(self) -> None:
-        """Make the computation that follows, an optimizer's step, wait for the copies."""
+        """Make the optimizer step that follows wait for the copies."""
         self.make()
         if self._on_device is not None:
             torch.cuda.current_stream(self._device).wait_event(self._on_device)
@@ -195,7 +196,7 @@ class Copying:
         self._beside = []
 
     def make(self) -> None:
-        """Make the scheduled copies in host memory, unless they are already made; a second caller waits for them."""
+        """Perform the scheduled copies of tensors in host memory, once; a second caller waits for the first."""
         with self._lock:
             for place, buffer, tensor, version in self._pairs:
                 if tensor.is_contiguous():  # not with torch's threads, which the training needs
@@ -242,7 +243,7 @@ _get_stream = cache(torch.cuda.Stream)  # one stream per device
 
 
 class Job:
-    """Work in a thread alongside the training.
+    """Work that runs in a thread alongside training.
 
     The interpreter does not exit before the work has ended, and does not exit with status 0 if the work failed and its
     error was never raised.

@@ -5,8 +5,9 @@ replaces; and ``.last.gone``, a version that is being deleted.
 
 A checkpoint's own files are those that its manifest lists. Everything else in its directory, such as a tokenizer or
 another checkpoint, is foreign: it moves into the next version, and a checkpoint that contains foreign files is not
-deleted. During the deletion of a checkpoint its manifest is named ``unfinished.json``, so that it no longer counts,
-while its own files are still known. A file of this name also marks a ``.part`` into which hooks write.
+deleted. While a checkpoint is being deleted, its manifest is named ``unfinished.json``. The directory then no longer
+counts as a checkpoint, but its own files are still known. A file of this name also marks a ``.part`` into which hooks
+write.
 """
 
 import itertools
@@ -98,7 +99,7 @@ def swap_in(staging: Path, target: Path) -> None:
 
 
 def finish(target: Path) -> str:
-    """Complete an interrupted replacement whose ``.old`` has a manifest.
+    """Complete or roll back an interrupted replacement whose ``.old`` has a manifest.
 
     Args:
         target: The checkpoint.
@@ -146,7 +147,7 @@ def recover(target: Path) -> list[str]:
 
 
 def take_away(path: Path) -> None:
-    """Delete a checkpoint completely: a failure halfway leaves nothing that counts as a checkpoint.
+    """Delete a checkpoint so that a failure halfway leaves nothing that counts as a checkpoint.
 
     Args:
         path: The checkpoint.
@@ -237,7 +238,7 @@ def is_staged(path: Path) -> bool:
 
 
 def _is_left(path: Path) -> bool:
-    """Return whether the path is what remains of a checkpoint, or an empty directory."""
+    """Return whether the path is a checkpoint, possibly partly deleted, or an empty directory."""
     if not os.path.lexists(path):  # the usual case, and faster to check than its content
         return False
     return is_empty(path) or any(os.path.isfile(path / name) for name in (MANIFEST, UNFINISHED))

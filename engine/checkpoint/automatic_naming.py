@@ -53,9 +53,9 @@ def choose_next_target(project: ProjectConfiguration) -> AnyPath:
 def find_newest(
     world: World, project: ProjectConfiguration, resumable: bool = True
 ) -> tuple[OpenCheckpoint, list[str]]:
-    """Return the intact checkpoint with the highest number, and a sentence for each one that was skipped.
+    """Return the intact checkpoint with the highest number, and a message for each one that was skipped.
 
-    No file is deleted, since another process may be saving to the folder. Must be called on all ranks.
+    No file is deleted, because another process may be saving to the folder. Call this function on all ranks.
 
     Args:
         world: The processes.
@@ -76,7 +76,7 @@ def find_newest(
 
 
 def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: list[str]) -> Iterator[OpenCheckpoint]:
-    """Yield the checkpoints that can be opened, from the highest number; add the reasons for others to ``skipped``."""
+    """Yield the checkpoints that can be opened, highest number first; add messages about others to ``skipped``."""
     folder = _require_folder(project, "load_state")
     for number in sorted({*_list_numbers(folder), *_list_numbers(folder, _REPLACED)}, reverse=True):
         path = folder / f"checkpoint_{number}"

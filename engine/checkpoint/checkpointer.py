@@ -207,7 +207,7 @@ class Checkpointer:
         self.saving = Job(work)
 
     def poll_saving(self) -> bool:
-        """Return whether no asynchronous save is in progress."""
+        """Return True if no asynchronous save is in progress."""
         if self.saving is not None and self.saving.done:
             self.finish_saving()
         return self.saving is None

@@ -1,4 +1,4 @@
-"""File operations of checkpoints: a few durable writes, and reads that are checked.
+"""File operations of checkpoints: durable writes and checked reads.
 
 Every change that a checkpoint makes on disk goes through eight small functions: `mkdir`, `write_bytes`,
 `write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called through this module, so that a test
@@ -59,7 +59,7 @@ FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|safetensors)")
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a path, as `list_leaves` returns it, stays in its directory on every system.
+    """Return whether a path from `list_leaves` stays in its directory on every operating system.
 
     Args:
         name: The path.
@@ -95,7 +95,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
 
     Args:
         path: The file.
-        tensors: By name, tensors of plain types, or objects that read a tensor when they are indexed.
+        tensors: Tensors of plain types by name, or objects that read a tensor when they are indexed.
         notes: The text for the file's header.
 
     Raises:
@@ -207,7 +207,7 @@ def fsync(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a directory or a file to a free name.
+    """Rename a directory or a file to an unused name.
 
     Args:
         source: The old path.
@@ -458,7 +458,7 @@ def probe(directory: Path, nbytes: int = 0) -> None:
         nbytes: The size of one checkpoint in bytes.
 
     Raises:
-        OSError: If it cannot be created or written to, or has less than ``nbytes`` free. The text gives the reason.
+        OSError: If it cannot be created or written to, or has less than ``nbytes`` free. The message gives the reason.
     """
     directory = Path(os.path.abspath(directory))
     file = directory / f".probe-{os.getpid()}-{os.urandom(4).hex()}"

@@ -6,7 +6,7 @@ dict with such a key, or with keys that are not text, is stored as pairs, ``{"$d
 are never confused.
 
 Decoding looks tags up in one fixed table of data types. No tag creates an object of a class that the document names, so
-no document can make this module import or call anything. That is also why enums, dataclasses and named tuples are
+no document can make this module import or call anything. For the same reason, enums, dataclasses and named tuples are
 refused when encoding. To store one, use a `Record`, and decide when decoding which class it may become.
 """
 
@@ -94,13 +94,14 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
     Args:
         document: The parsed JSON document, from a trusted or an untrusted file.
-        tensors: The tensors by name. They are put into the state uncopied; numpy arrays share their memory.
+        tensors: The tensors by name. They become part of the state without being copied; numpy arrays share their
+            memory.
 
     Returns:
         The state.
 
     Raises:
-        ValueError: If `encode` does not write such a document, or if it names a missing tensor. The text names the
+        ValueError: If the document is not one that `encode` writes, or if it names a missing tensor. The text names the
             place.
     """
     return _Decoder(tensors).decode_value(document, ())
@@ -177,8 +178,8 @@ _LEAVES: dict[type, Callable[[Any], Any]] = {
 def _copy_plain_ints(value: list[Any] | tuple[Any, ...]) -> list[Any] | None:
     """Return the items as a list if all are integers that JSON represents directly, else None.
 
-    The state of Python's generator consists of 625 integers, and each checkpoint contains it twice: encoding them item
-    by item took a third of the CPU time of a small checkpoint.
+    The state of Python's generator consists of 625 integers, and each checkpoint contains it twice. Encoding it item by
+    item took a third of the CPU time of a small checkpoint.
     """
     if set(map(type, value)) != {int} or max(value).bit_length() > _PLAIN_INT_BITS:
         return None

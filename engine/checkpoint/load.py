@@ -56,11 +56,11 @@ def load(
     schedule: str | None = None,
     finish_epoch: bool = True,
 ) -> dict[str, Any]:
-    """Restore a checkpoint, or a part of it, and return its info. Accumulated gradients are discarded.
+    """Restore a checkpoint or a part of it, discard accumulated gradients, and return the checkpoint's info.
 
     Args:
         accelerator: The Accelerator.
-        opened: The checkpoint. It is verified first, unless it already is; see `OpenCheckpoint.verify`.
+        opened: The checkpoint. It is verified first, unless it was already verified; see `OpenCheckpoint.verify`.
         models: Restore the models.
         state: Restore everything else.
         strict: Raise an error if something does not fit. Default: the models' ``strict_loading``, else True.
@@ -68,10 +68,10 @@ def load(
         finish_epoch: Start the next epoch if the state was saved with the last batch of one.
 
     Raises:
-        ValueError: If it is damaged, belongs to another model or configuration, or was replaced during the read. In
-            that case, no object is changed on any process. An error in the ``load_state_dict`` of a scheduler, loader
-            or registered object is raised later, when models and optimizers are already loaded.
-        RuntimeError: On the processes without an error of their own, unless all detect that the checkpoint is damaged.
+        ValueError: If it is damaged, belongs to another model or configuration, or was replaced while it was read. In
+            these cases, no object is changed on any process. An error in the ``load_state_dict`` of a scheduler, loader
+            or registered object is raised later, after models and optimizers are loaded.
+        RuntimeError: On a process that detects no error, if another process raises one.
     """
     world, manifest = accelerator.world, opened.manifest
     shared: TrainState | None = None
@@ -153,9 +153,9 @@ def _load_training(
 
 @contextmanager
 def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
-    """Run a block that reads a checkpoint on all processes; all fail if one fails or the checkpoint is replaced.
+    """Return a context for reading a checkpoint; all processes fail if one fails or the checkpoint is replaced.
 
-    Another job may save to the same path, in which case parts of two states would be mixed.
+    If another job saves to the same path during the read, the states of two saves would otherwise be mixed.
     """
     with world.together():
         error: ValueError | None = None
@@ -180,7 +180,7 @@ def _is_identical_save(first: Manifest, second: Manifest) -> bool:
 
 
 def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool, asked: bool) -> TrainState:
-    """Return the state that all ranks share, with its tensors unread."""
+    """Return the state that all ranks share, without reading its tensors."""
     shared = open_train_state(opened)
     # Checkpoints from before this was saved: each optimizer step advanced a schedule by one.
     if not isinstance(shared.setdefault("scheduler_advances", [1] * len(shared["schedulers"])), list):
@@ -195,7 +195,7 @@ def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict
 
 
 def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
-    """Check that the models, if they were loaded from this path, were loaded from this save."""
+    """Check that models loaded from this path were loaded from the same save."""
     path, manifest = str(absolute(opened.path)), opened.manifest
     for model in accelerator.models:
         place, of_models, steps = accelerator.checkpointer.loaded_from.get(model, (None, manifest, None))
@@ -207,7 +207,7 @@ def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> Non
 
 
 def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
-    """Return the models that remain to be loaded after the hooks."""
+    """Return the models to load, after load hooks may have removed some."""
     chosen = list(accelerator.models)
     with accelerator.world.together():
         for hook in accelerator.checkpointer.load_hooks.values():
@@ -255,12 +255,12 @@ def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) ->
 
 
 def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
-    """Return a state with its tensors read.
+    """Return a state with its tensors loaded into memory.
 
     Args:
         saved: The state.
         like: Another state; if it has a sharded tensor at the same place, only this process's shard is read.
-        once: The tensors that were already read, so that tied tensors are one object again.
+        once: Cache of the tensors that were already read, so that tied tensors are one object again.
     """
     if isinstance(saved, Stored):
         alike = is_sharded(like) and like.shape == saved.shape
@@ -332,7 +332,7 @@ def _select_fitting_weights(
 def _check_frozen(
     accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
 ) -> None:
-    """Check that each model has the frozen weights that the checkpoint omits. Must be called on all ranks.
+    """Check that each model has the frozen weights that the checkpoint omits. Call it on all ranks.
 
     Raises:
         ValueError: On all processes, if a model has other frozen weights.
@@ -370,7 +370,7 @@ def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint,
 
 
 def _merge_optimizer_state(opened: OpenCheckpoint, number: int) -> OptimizerState:
-    """Return the state of one optimizer, merged from the parts of ranks that each keep a share of it."""
+    """Return the state of one optimizer, merged from the shards that ranks saved."""
     first = optimizer_part(number)
     of_ranks = re.compile(rf"({first}-rank-\d{{5,}})\.json")
     names = [first, *(match[1] for match in map(of_ranks.fullmatch, sorted(opened.manifest.files)) if match)]
@@ -408,9 +408,10 @@ def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> di
 def _check_counts(
     accelerator: Accelerator, state: TrainState, opened: OpenCheckpoint, strict: bool, asked: bool
 ) -> None:
-    """Check that the prepared objects match the saved ones in number. Evaluation loaders may differ.
+    """Check that as many objects are prepared as were saved. The number of evaluation loaders may differ.
 
-    State of objects whose number differs is removed from ``state`` unless everything has to fit.
+    If a different number is permitted for a kind of object, this function warns and removes the saved state of that
+    kind from ``state``.
     """
     path = opened.path
     optimizers = sum(opened.has(optimizer_part(n)) for n in range(len(accelerator.optimizers) + 1))

@@ -1,4 +1,4 @@
-"""Manifest of a committed checkpoint, and the check that its files are still those that were committed."""
+"""Manifest of a committed checkpoint, and the check that its files have the committed content."""
 
 import json
 import re
@@ -34,13 +34,13 @@ class Manifest:
         epoch: Number of finished epochs.
         samples: Number of samples seen over all processes.
         world_size: Number of processes that wrote it.
-        files: ``{"bytes": ..., "xxh3_128": ...}`` by file name.
+        files: Size and digest by file name, each as ``{"bytes": ..., "xxh3_128": ...}``.
         info: Everything that the caller of `commit` passed, including the counts.
         format: Version of the layout.
         sequence: Number that grows with every commit to a directory, and orders checkpoints of the same step.
         others: Entries of files that hooks wrote, by path, such as ``unet/config.json``. The content of a link is its
             target.
-        folder: The folder in the checkpoint with all these files; empty if there is none, as on a disk.
+        folder: The folder in the checkpoint that contains all these files; empty for a checkpoint on disk.
         source: The content of the file that the manifest was read from; empty if it was not read from a file.
     """
 
@@ -78,7 +78,7 @@ class Manifest:
         others: dict[str, dict[str, Any]] | None = None,
         folder: str = "",
     ) -> "Manifest":
-        """Return the manifest for the arguments of `commit`. A count that is not in ``info`` is 0, ``world_size`` is 1.
+        """Return the manifest for the arguments of `commit`. Counts default to 0, and ``world_size`` to 1.
 
         Args:
             files: Entries by file name.
@@ -137,7 +137,7 @@ def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
 
 
 def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
-    """Read a checkpoint's manifest without parsing it: its content changes with every save.
+    """Return the unparsed content of a checkpoint's manifest, which changes with every save.
 
     Args:
         path: The checkpoint.

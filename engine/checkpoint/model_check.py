@@ -25,7 +25,7 @@ _SHOWN = 10
 
 
 def _list_part_kinds(model: nn.Module) -> dict[str, str]:
-    """Return the class of each submodule by name, without the model itself, whose class scripts may rename."""
+    """Return the class of each submodule by name. The model's class is omitted, because scripts may rename it."""
     # Of a compiled part, the class inside is used, which comes second.
     names = ((strip_compile_prefix(f"{name}.").removesuffix("."), part) for name, part in model.named_modules())
     return {name: get_original_class(part).__qualname__ for name, part in names if name}
@@ -52,7 +52,7 @@ class FrozenWeights:
         self._trained: set[str] = set()
 
     def update(self, model: nn.Module, world: World) -> dict[str, str]:
-        """Return the digest of each frozen parameter by its name. Must be called on all ranks.
+        """Return the digest of each frozen parameter by its name. Call it on all ranks.
 
         A digest is computed once, and again if the sum of the parameter's bits has changed. ``_version`` does not show
         this, because fused optimizers do not increment it.
@@ -75,7 +75,7 @@ class FrozenWeights:
 
 
 def compute_digests(model: nn.Module, names: Collection[str], world: World) -> dict[str, str]:
-    """Return the digests of parameters by name, the same on all processes. All must pass the same names.
+    """Return the digests of parameters by name, the same on all processes. Every process must pass the same names.
 
     Args:
         model: The user's module.
@@ -133,7 +133,7 @@ def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_frozen_note(noted: Mapping[str, str], path: AnyPath | str) -> dict[str, str]:
-    """Return the digests of the weights that a checkpoint omits, by name; empty for a complete one.
+    """Return the digests of the weights that a checkpoint omits, by name; empty for a complete checkpoint.
 
     Args:
         noted: The notes of the checkpoint.
@@ -158,7 +158,7 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
         current: The digests of the model's frozen weights, and of those that the checkpoint omits.
         saved: The result of `read_frozen_note`.
         path: The checkpoint.
-        strict: False only warns.
+        strict: If False, warn instead of raising an error.
 
     Raises:
         ValueError: If some weights have other values. The error lists them.
@@ -263,8 +263,7 @@ def list_differences(
     Args:
         model: The model.
         weights: Objects with a ``shape``, by name.
-        complete: Whether the model is completely built; until it is, a name that only one of the two has is not
-            reported.
+        complete: Whether the model is completely built. If not, names that are missing on one side are not reported.
         left_out: Names that may be missing.
     """
     state = {strip_compile_prefix(name): value for name, value in model.state_dict().items() if not is_lazy(value)}
@@ -308,7 +307,7 @@ def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
 
 
 def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPath) -> None:
-    """Warn if weights were saved in other dtypes than the model has, so that the run does not resume exactly.
+    """Warn if weights were saved in dtypes that differ from the model's, so that the run does not resume exactly.
 
     Args:
         model: The model that loads them.
@@ -327,7 +326,7 @@ def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPat
 
 
 def find_not_finite(model: nn.Module) -> list[str]:
-    """Return the names of tensors in this process's shard of a model that must not be saved; empty for a sound model.
+    """Return the names of tensors with invalid values in this process's shard of a model, which must not be saved.
 
     A trained parameter must be finite. Elsewhere only NaN is refused: masks and ranges contain infinities. The check
     takes one pass over the memory, and one read of the device.
@@ -343,7 +342,7 @@ def find_not_finite(model: nn.Module) -> list[str]:
 
 
 def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[str]:
-    """Return the names of tensors in this process's optimizer state that must not be saved.
+    """Return the names of tensors with invalid values in this process's optimizer state, which must not be saved.
 
     State with its parameter's shape must be finite: with an infinite second moment, the parameter would never change
     again. Elsewhere only NaN is refused.

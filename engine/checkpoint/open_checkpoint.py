@@ -1,4 +1,4 @@
-"""Checkpoint that is being loaded: opened once, verified once, and shared by all readers."""
+"""Checkpoint to load, which is opened once, verified once, and shared by all readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class OpenCheckpoint:
     """Committed checkpoint whose manifest is parsed, and whose files are verified and opened at most once.
 
-    No file stays open: tensors are read on demand. After `verify`, a file that has changed since is an error.
+    No file stays open: tensors are read on demand. After `verify`, access to a file that has changed raises an error.
 
     Args:
         path: The checkpoint's directory or URL.
@@ -54,7 +54,7 @@ class OpenCheckpoint:
 
     @property
     def folder(self) -> Path:
-        """Folder with its files; for a URL, the folder that they are downloaded to."""
+        """Folder that contains the files; for a URL, the folder that they are downloaded to."""
         if isinstance(self.path, Path):
             return self.path / self.manifest.folder
         if self._download is None:
@@ -78,15 +78,15 @@ class OpenCheckpoint:
                 self._marks.setdefault(name, filesystem.mark(folder / name))
 
     def has(self, name: str) -> bool:
-        """Return whether the checkpoint has a part of this name.
+        """Return whether the checkpoint has a part called ``name``.
 
         Args:
-            name: The name.
+            name: The name of the part.
         """
         return has_part(self.manifest.files, name)
 
     def open_part(self, name: str) -> Any:
-        """Return a part's state, with its tensors unread (`Stored`); see `parts.encode_part` for the names.
+        """Return a part's state with `Stored` tensors, which are read on demand; see `parts.encode_part` for the names.
 
         Args:
             name: The name of the part.
@@ -134,7 +134,7 @@ class OpenCheckpoint:
             raise ValueError(f"{self.path} was replaced while it was read. Nothing was loaded from it. Load it again.")
 
     def verify(self, world: World | None = None) -> None:
-        """Check that every file has the committed content; each byte is read once. A second call does nothing.
+        """Check that every file has the committed content; each byte is read once. A second call has no effect.
 
         Args:
             world: The processes that load the checkpoint. The method must be called on all of them. Processes with the
@@ -161,7 +161,7 @@ class OpenCheckpoint:
         self.verified = True
 
     def _check_and_mark(self) -> tuple[Any, ...]:
-        """Check names and sizes and note each file's mark; return an identifier of this process's file system."""
+        """Check names and sizes, record each file's mark, and return an identifier of this process's file system."""
         self._compare(read_source(self.path))  # a path that is wrong only on this process is an error of its own
         if isinstance(self.path, RemotePath):
             remote.check_files(self.path, self.manifest)
@@ -202,7 +202,7 @@ def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenC
     """Open the checkpoint at a path on all processes. Rank zero parses the manifest; nothing is verified yet.
 
     Args:
-        world: The processes. Must be called on all ranks.
+        world: The processes, all of which must call this function.
         path: The path of the checkpoint on this process.
 
     Raises:
@@ -221,9 +221,9 @@ def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skippe
     """Verify candidates until one is intact, and return it on every process; None if there is none.
 
     Args:
-        world: The processes. Must be called on all ranks.
+        world: The processes, all of which must call this function.
         candidates: The candidates in order of preference; only rank zero's are used.
-        skipped: Receives one sentence for each damaged candidate.
+        skipped: List to which a message about each damaged candidate is added.
     """
     while True:
         candidate: OpenCheckpoint | None = None

@@ -1,8 +1,8 @@
 """Parts of a checkpoint: the files of a state, how they are written, and how they are read.
 
-A part named ``state`` is ``state.json`` and, if it has tensors, ``state.safetensors``. A model is a flat dict of
-tensors and needs no JSON: ``model.safetensors`` is a file that any tool can load. If tensors are sharded, each process
-writes its shards, ``model-shard-00001.safetensors``; tensors that are not sharded are in rank zero's file.
+A part named ``state`` consists of ``state.json`` and, if it has tensors, ``state.safetensors``. A model is a flat dict
+of tensors and needs no JSON: ``model.safetensors`` is a file that any tool can load. If tensors are sharded, each
+process writes its shards, ``model-shard-00001.safetensors``; tensors that are not sharded are in rank zero's file.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
     """Return the content of the files that this process writes for a state; tensors are not copied.
 
     Args:
-        name: ``"model"`` (or ``"model-1"``, ...) for a flat dict of tensors, any other for what `json_codec.encode`
-            accepts.
+        name: ``"model"`` (or ``"model-1"``, ...) for a flat dict of tensors; any other name for a state that
+            `json_codec.encode` accepts.
         state: The state to store, the same on all processes, except for their shards of tensors. Tied tensors are
             stored once.
         rank: The rank of this process. Rank zero writes everything that is not sharded.
@@ -115,7 +115,7 @@ def estimate_size(content: bytes | TensorFile) -> int:
 def write_files(folder: Path, files: Files) -> dict[str, filesystem.Entry]:
     """Write files into a directory, which is created if necessary; return their entries once all are fsynced.
 
-    All are written before the first is fsynced, so that the disk works on the others while this process waits.
+    All files are written before the first is fsynced, so that the disk writes the other files while this process waits.
 
     Args:
         folder: The directory.
@@ -198,7 +198,7 @@ class Part:
     owner: object = None
 
     def unread(self) -> Any:
-        """Return the state, its tensors as `Stored`, whose values are read on demand.
+        """Return the state with `Stored` tensors, whose values are read on demand.
 
         Raises:
             ValueError: If its content is damaged.
@@ -206,7 +206,7 @@ class Part:
         return self._decode(self.tensors)
 
     def read(self) -> Any:
-        """Return the state with its tensors in memory; tied ones are one object again.
+        """Return the state with its tensors in memory; tied tensors are one object again.
 
         Raises:
             ValueError: If its content is damaged.
@@ -266,7 +266,7 @@ def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
         name: The name passed to `encode_part`.
 
     Returns:
-        The state, with its tensors unread, and the notes in the header of its file.
+        The state with `Stored` tensors, which are read on demand, and the notes in the header of its file.
 
     Raises:
         ValueError: If the checkpoint has no such part, or its content is damaged; run `verify` first to detect damage.
@@ -276,7 +276,7 @@ def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
 
 
 def read_part(path: Path | str, name: str) -> Any:
-    """Return one part of a committed checkpoint with its tensors in memory; tied ones are one object again.
+    """Return one part of a committed checkpoint with its tensors in memory; tied tensors are one object again.
 
     Args:
         path: The checkpoint's directory.
@@ -294,7 +294,7 @@ def _open_alone(path: Path, name: str) -> Part:
 
 
 def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a model's tensors, each tied one only once, and the other names of tied tensors."""
+    """Return a model's tensors, each tied tensor only once, and the other names of tied tensors."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"{part} is {name_type(state)}, but must be a flat dict of tensors, such as model.state_dict()."

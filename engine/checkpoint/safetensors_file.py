@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: they are read on demand, and no file stays open."""
+"""Tensors in safetensors files, which are read on demand without keeping a file open."""
 
 from __future__ import annotations
 
@@ -61,22 +61,22 @@ class MemoryPiece:
         """Copy the tensor into ``out``.
 
         Args:
-            out: The target.
+            out: The tensor to copy to, on any device.
         """
         out.copy_(self.tensor)
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """Tensor in a safetensors file, which is opened for each read: nothing stays in memory or open.
+    """Tensor in a safetensors file that is opened for each read and closed afterwards.
 
     Attributes:
         path: The file.
-        mark: Its size, time and inode number; a file that has changed since is an error.
+        mark: The file's size, modification time and inode number. Reading a file that has changed raises an error.
         dtype: The tensor's dtype.
         shape: The tensor's shape.
-        start: Its first byte in the file.
-        nbytes: Its length in bytes.
+        start: Offset of the tensor's first byte in the file.
+        nbytes: Length of the tensor in bytes.
     """
 
     path: Path
@@ -90,9 +90,9 @@ class FilePiece:
         """Return the tensor, mapped onto the file if that is equivalent to a copy.
 
         Args:
-            exact: The tensor will be used in computations on the CPU. If memory is not aligned as torch aligns it,
-                kernels sum in another order, so the last bits would depend on the place in the file. In that case, a
-                copy is made.
+            exact: Whether the tensor will be used in computations on the CPU. On memory that is not aligned like
+                torch's, kernels sum in another order, so the last bits would depend on the offset in the file. In that
+                case, the tensor is copied into aligned memory.
 
         Raises:
             ValueError: If the file is missing or has changed.
@@ -112,10 +112,10 @@ class FilePiece:
         return torch.frombuffer(view, dtype=torch.uint8, offset=skip).view(self.dtype).view(self.shape)
 
     def fill(self, out: Tensor) -> None:
-        """Read the tensor into ``out``, directly if that is plain CPU memory, without a second copy.
+        """Read the tensor into ``out``, without an intermediate copy if ``out`` is in plain CPU memory.
 
         Args:
-            out: The target.
+            out: The tensor to copy to, on any device.
 
         Raises:
             ValueError: If the file is missing, has changed or is too short.
@@ -168,7 +168,7 @@ class Piece(Protocol):
         """Copy the tensor into ``out``.
 
         Args:
-            out: The target.
+            out: The tensor to copy to, on any device.
         """
 
 
@@ -176,7 +176,7 @@ Weights = dict[str, Piece]
 
 
 def read_tensor(piece: Piece) -> Tensor:
-    """Return a piece's tensor to copy from: mapped onto its file if it is long, else read.
+    """Return a piece's tensor as the source of a copy, mapped onto its file if it is large.
 
     Args:
         piece: The piece.
@@ -190,7 +190,7 @@ def read_tensor(piece: Piece) -> Tensor:
 
 
 def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
-    """Return the tensors of one safetensors file, unread, and the notes in its header.
+    """Return references to the tensors of one safetensors file, and the notes in its header.
 
     Args:
         path: The file.
@@ -243,7 +243,7 @@ def read_whole_model(path: Path) -> Weights:
 
 
 def add_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[str, Any]:
-    """Return tensors with the additional names of tied ones from the notes of their file.
+    """Return the tensors, also under the additional names of tied tensors that the file's notes list.
 
     Args:
         tensors: The tensors by name.
@@ -256,7 +256,7 @@ def add_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[st
 
 
 def read_mark(descriptor: int) -> tuple[int, ...]:
-    """Return size, time and inode number of an open file, to detect a change.
+    """Return size, modification time and inode number of an open file, to detect a change.
 
     Args:
         descriptor: The file descriptor.
@@ -296,7 +296,7 @@ class Stored:
         self._pieces: list[tuple[FilePiece, Box]] = []
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Return the values, in memory that may be mapped onto the file: copy values that you keep."""
+        """Return the values, in memory that may be mapped onto the file; copy values that you keep."""
         cuts = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
         slices = [slice(*cut.indices(size)) for cut, size in zip(cuts, self.shape, strict=False)]
         slices += [slice(0, size) for size in self.shape[len(slices) :]]
@@ -323,7 +323,7 @@ class Stored:
         """Copy the full tensor into ``out``.
 
         Args:
-            out: The target.
+            out: The tensor to copy to, on any device.
         """
         if len(self._pieces) == 1:
             self._pieces[0][0].fill(out)

@@ -62,7 +62,7 @@ class Counts:
         self._world = world
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all processes. Must be called on all ranks."""
+        """Return the state of all processes. Call it on all ranks."""
         return metric_state.collect_states(self._objects, set(), self._world)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -75,10 +75,10 @@ class Counts:
 
 
 def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[str, Any], world: World) -> None:
-    """Add objects to those that are saved, by name or by order.
+    """Register objects to save in every checkpoint, by name or by order.
 
     Args:
-        registered: The objects so far, by name; it is changed.
+        registered: The registered objects by name; it is changed in place.
         objects: Objects whose saved states are matched by class name and position.
         named: Objects whose saved states are matched by these names.
         world: The processes.
@@ -108,11 +108,11 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
 
 
 def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any], weights_only: bool) -> None:
-    """Check before a save that it can be written.
+    """Check that a checkpoint can be saved.
 
     Args:
         accelerator: The Accelerator.
-        targets: The checkpoints.
+        targets: The paths of the checkpoints.
         parts: Further states, by name.
         weights_only: Whether only weights are saved.
 
@@ -168,7 +168,7 @@ def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[No
 
 
 class Attempts:
-    """Blocks of work, ``with attempts: ...``, that all run even if one fails, because other processes may wait."""
+    """Context manager for several blocks that all run even if one fails, because other processes may wait."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
@@ -204,7 +204,7 @@ def collect(
         frozen: For each model, the weights to omit; see `Checkpointer.find_frozen`.
 
     Raises:
-        ValueError: Inside a group of micro-batches.
+        ValueError: If it is called inside a group of micro-batches.
         TypeError: If a state is not data.
     """
     if accelerator.inside_group and not weights_only:
@@ -344,10 +344,10 @@ def _collect_buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
 
 
 def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], others: bool = False) -> None:
-    """Write the files of `collect`, wait for all processes, and put the checkpoint in place in one rename.
+    """Write the files of `collect`, wait for all processes, and put the checkpoint in place by one rename.
 
     Args:
-        world: The processes. Must be called on all ranks.
+        world: The processes, all of which must call this function.
         target: The checkpoint.
         files: This process's files.
         info: The metadata for the manifest.
@@ -382,7 +382,7 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
 
 
 def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception:
-    """Return the error; for a full disk, one with the free and the needed bytes."""
+    """Return the error; for a full disk, an error that states the free and the needed bytes."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     needed = f"It needs {sum(estimate_size(content) for content in files.values()):,} bytes"

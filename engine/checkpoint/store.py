@@ -1,20 +1,21 @@
-"""Checkpoint store: the files on disk, and when they count as complete. It does not depend on the state or on ranks.
+"""Checkpoint store: writes, commits and finds checkpoint files. It does not depend on the state or on ranks.
 
 A checkpoint is a directory of parts (see `parts`) and a ``manifest.json``: ``model``, ``optimizer``, ``state``, and
-``rank-00000`` for each process. Tensors are safetensors, the rest is JSON, nothing is pickled. Every process writes its
-own files, the caller waits for all of them, and one process calls `commit`. The state of the disk at each stage of a
-save to ``last``:
+``rank-00000`` for each process. Tensors are stored as safetensors and everything else as JSON; nothing is pickled.
+Every process writes its own files, the caller waits for all of them, and one process calls `commit`. The state of the
+disk at each stage of a save to ``last``:
 
 1. Parts are written to ``.last.part``, each fsynced; then the manifest, fsynced; then that directory is fsynced. A
-   failure up to here leaves only ``.last.part``, which never counts.
-2. If ``last`` exists it is renamed to ``.last.old``. A failure here leaves two complete checkpoints under other names:
-   `find` lists the old one, `recover` puts the new one in place, or the old one if the new one fails its digests.
+   failure up to this point leaves only ``.last.part``, which never counts as a checkpoint.
+2. If ``last`` exists, it is renamed to ``.last.old``. A failure here leaves two complete checkpoints under other names:
+   `find` lists the old one, and `recover` puts the new one in place, or the old one if the digests of the new one do
+   not match.
 3. ``.last.part`` is renamed to ``last`` and the parent directory is fsynced. This is the commit.
 4. Files in ``.last.old`` that are not in its manifest move into ``last``.
-5. ``.last.old`` is deleted. A failure here leaves leftovers that do not count.
+5. ``.last.old`` is deleted. A failure here leaves files that do not count as a checkpoint.
 
-The deletion of a checkpoint starts with one rename too, to ``.last.gone``. `recover` removes all these directories. See
-`atomic_swap`.
+The deletion of a checkpoint also starts with one rename, to ``.last.gone``. `recover` removes all these directories.
+See `atomic_swap`.
 """
 
 import os
@@ -63,7 +64,7 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesyste
     Args:
         target: The path at which the checkpoint will be committed.
         name: See `parts.encode_part`.
-        state: The state to store. Tensors may be on any device; tied ones are stored once.
+        state: The state to store. Tensors may be on any device; tied tensors are stored once.
 
     Returns:
         Size and digest by file name, for `commit`.
@@ -106,7 +107,7 @@ def beside(target: AnyPath | str) -> Path:
 def commit(
     target: Path | str, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool = False
 ) -> Path:
-    """Make the written parts a checkpoint, by one rename. One process calls it after all have written their parts.
+    """Commit the written parts as a checkpoint by one rename. One process calls it after all have written their parts.
 
     An existing checkpoint at the target is replaced; at every moment one of the two can be loaded.
 
@@ -114,16 +115,16 @@ def commit(
         target: The path of the checkpoint. An existing directory that is neither empty nor a checkpoint is refused.
         files: The entries of every `write_part`, of all processes, in one dict.
         info: Metadata for the manifest: the counts ``step`` (optimizer steps, default 0), ``epoch`` (0), ``samples``
-            (samples seen over all processes, 0) and ``world_size`` (1), and any other values but tensors, such as a
+            (samples seen over all processes, 0) and ``world_size`` (1), and any other values except tensors, such as a
             metric.
-        others: Include in the checkpoint other files that were put `beside` it since `begin`.
+        others: Also include the other files that were put `beside` the target since `begin`.
 
     Returns:
         The target, as an absolute path.
 
     Raises:
-        ValueError: If a listed file is missing or has another size (do all processes write to one file system?), a
-            count is negative, or the target is a foreign directory.
+        ValueError: If a listed file is missing or has another size (for example, because processes write to different
+            file systems), if a count is negative, or if the target is a foreign directory.
         TypeError: If ``info`` contains a tensor or something that is not data.
         OSError: If a disk operation fails. An earlier checkpoint at the target remains, and the parts are deleted.
     """
@@ -177,7 +178,7 @@ def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
 
 
 def begin(target: AnyPath | str) -> Path:
-    """Create an empty directory `beside` a target, for files of hooks before `write_part`, and return it.
+    """Create an empty directory `beside` a target, for files that hooks write before `write_part`, and return it.
 
     Args:
         target: The checkpoint.
@@ -238,7 +239,7 @@ def find_again(path: AnyPath | str) -> None:
 
 
 def remove(path: AnyPath | str) -> None:
-    """Delete a committed checkpoint completely: a failure halfway leaves nothing that counts as a checkpoint.
+    """Delete a committed checkpoint so that a failure halfway leaves nothing that counts as a checkpoint.
 
     Args:
         path: The checkpoint.
@@ -258,7 +259,7 @@ def remove(path: AnyPath | str) -> None:
 
 
 class DiskSave:
-    """One save to a directory. Every process writes its own files; one of them commits. See also `remote.Upload`.
+    """Save to a directory. Every process writes its own files, and one process commits them. See also `remote.Upload`.
 
     Args:
         target: The checkpoint.
@@ -320,14 +321,14 @@ class CheckpointStore:
         self.directory = absolute(directory)
 
     def find(self) -> list[AnyPath]:
-        """Return the committed checkpoints, the latest last: by step, then by order of commit, never by clock.
+        """Return the committed checkpoints, sorted by step and then by order of commit, with the latest last.
 
         A checkpoint whose replacement was interrupted is listed under its ``.name.old`` until `recover` is called.
         """
         return [path for _, path in self.scan()[0]]
 
     def scan(self) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
-        """Return the checkpoints of `find` with their manifests, and a sentence for each unreadable manifest."""
+        """Return the checkpoints of `find` with their manifests, and a message for each unreadable manifest."""
         directory = self.directory
         if isinstance(directory, RemotePath):
             checkpoints, problems = remote.find_checkpoints(directory)
@@ -341,7 +342,7 @@ class CheckpointStore:
             verify: Compare digests, not only names and sizes.
 
         Returns:
-            Its path, or ``None``; and one sentence for each checkpoint that was skipped, with the reason.
+            The path, or ``None`` if no checkpoint is intact, and a message for each checkpoint that was skipped.
         """
         checkpoints, skipped = self.scan()
         for manifest, path in reversed(checkpoints):
@@ -388,7 +389,7 @@ class CheckpointStore:
 
 
 def _scan(directory: Path) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
-    """Return the readable manifests, the latest last, and the problems of unreadable ones."""
+    """Return the readable manifests, the latest last, and a message for each unreadable one."""
     checkpoints: list[tuple[Manifest, AnyPath]] = []
     problems = []
     for path in _iterate_checkpoints(directory):
@@ -437,7 +438,7 @@ def _find_next_sequence(directory: Path) -> int:
 # throughout a long run.
 @lru_cache(maxsize=8)
 def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return the manifest version and the sequence of each checkpoint read in a directory so far."""
+    """Return the manifest version and the sequence of each checkpoint that was read in a directory."""
     return {}
 
 

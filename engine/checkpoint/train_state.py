@@ -63,7 +63,7 @@ def optimizer_part(number: int, rank: int = 0) -> str:
 
     Args:
         number: The index of the prepared optimizer.
-        rank: The rank that keeps a share of its state alone; 0 for the shared part.
+        rank: The rank that alone holds a shard of the state; 0 for the shared part.
     """
     name = "optimizer" if number == 0 else f"optimizer-{number}"
     return f"{name}-rank-{rank:05d}" if rank else name
@@ -144,11 +144,11 @@ Form = TypeVar("Form", TrainState, RankState, OptimizerState, CallbackStates)
 
 
 def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
-    """Return ``value`` if it is a dict with a form's keys and types: an intact file may have other content.
+    """Check that ``value`` is a dict with a form's keys and types, and return it; an intact file may differ.
 
     Args:
-        form: The form.
-        value: The value.
+        form: The dict class that defines the keys and types.
+        value: The decoded content of the part.
         path: The checkpoint, for the error.
         part: The name of the part, for the error.
 
@@ -177,7 +177,7 @@ def _collect_required_kinds(form: type[Any]) -> dict[str, type]:
 
 
 def open_train_state(opened: OpenCheckpoint) -> TrainState:
-    """Return the state that all ranks share, with its tensors unread.
+    """Return the state that all ranks share, without reading its tensors.
 
     Args:
         opened: The checkpoint.
@@ -193,7 +193,7 @@ def open_train_state(opened: OpenCheckpoint) -> TrainState:
 
 
 def open_registered(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return the states of registered objects, with their tensors unread; empty for a checkpoint of weights only.
+    """Return the states of registered objects without reading tensors; empty for a checkpoint of weights only.
 
     Args:
         opened: The checkpoint.
@@ -205,7 +205,7 @@ def open_registered(opened: OpenCheckpoint) -> dict[str, Any]:
 
 
 def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
-    """Return the callbacks' states and the additions of hooks, with tensors unread; both are empty if there are none.
+    """Return the callbacks' states and the additions of hooks without reading tensors; empty dicts if there are none.
 
     Args:
         opened: The checkpoint.

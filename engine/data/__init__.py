@@ -1,4 +1,4 @@
-"""Data loading: which samples, in which order, in which micro-batches, on which rank."""
+"""Data loading: the order of samples, their distribution over ranks, and their division into micro-batches."""
 
 from __future__ import annotations
 

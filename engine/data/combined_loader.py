@@ -1,4 +1,4 @@
-"""Several loaders read as one: the class that users create, and its modes."""
+"""Combination of several loaders into one: the class that users create, and its modes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ENDED = object()
 
 
 class CombinedLoader:
-    """Several loaders read as one; each batch has the structure of ``iterables``, with one batch per loader.
+    """Combination of several loaders; each batch has the structure of ``iterables``, with one batch per loader.
 
     Pass it to ``fit`` or to `Accelerator.prepare`. In ``fit``, a plain dict, list or tuple of loaders is combined in
-    mode ``"max_size_cycle"``. Iterated on its own, it yields ``(batch, batch_idx, dataloader_idx)``.
+    mode ``"max_size_cycle"``. If it is iterated directly, it yields ``(batch, batch_idx, dataloader_idx)``.
 
     A micro-batch is weighted by the total number of samples in its parts. With several processes, or in a short last
     group of micro-batches, a loss that is the mean over all of these samples is therefore exact.
@@ -77,7 +77,7 @@ class CombinedLoader:
 
     @property
     def limits(self) -> list[int | float] | None:
-        """Maximum number of batches per pass of each iterable. It may be set to one number for all."""
+        """Maximum number of batches per pass of each iterable. It may be set to one number for all iterables."""
         return self._limits
 
     @limits.setter
@@ -220,12 +220,12 @@ def compute_joint_length(mode: str, lengths: list[int | None]) -> int | None:
 def read_rows(
     mode: str, start: Callable[[int, bool], Iterator[Any]], passes: list[int]
 ) -> Iterator[tuple[list[Any], list[int]]]:
-    """Read several iterables in one of the modes.
+    """Yield batches of several iterables in one of the modes.
 
     Args:
         mode: The mode.
-        start: Starts or resumes a pass of the iterable with this index; the second argument states whether all start
-            together.
+        start: Function that starts or resumes a pass of the iterable with this index; the second argument states
+            whether all start together.
         passes: The number of passes that each iterable has completed in this epoch; updated in place.
 
     Yields:

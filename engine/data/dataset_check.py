@@ -1,6 +1,6 @@
 """Check that the ranks' datasets hold the same samples, without reading samples that are not in memory.
 
-Samples are never read for this check: a dataset that opens a file in this process would pass it on to its workers.
+Samples are never read for this check, because a dataset that opens a file here would pass it on to its workers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fingerprint(dataset: Any) -> str:
 
 
 def share_data(dataset: Any, world: World) -> bool:
-    """Return whether all ranks hold the same dataset, so that it is sharded. Call it on all ranks.
+    """Return whether all ranks hold the same dataset, which is then sharded. Call it on all ranks.
 
     Args:
         dataset: The dataset of this rank.
@@ -149,7 +149,7 @@ def _list_inner_datasets(dataset: Any) -> Iterable[Any]:
 
 
 def _take_excerpt(column: Any) -> list[Any]:
-    """Return some items of a column, fast at any length; for an array of rows, the start of the first and last row."""
+    """Return a few items of a column of any length; for an array of rows, the start of the first and the last row."""
     if not len(column):
         return []
     if isinstance(column, Tensor | np.ndarray) and column.ndim > 1:

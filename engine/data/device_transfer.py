@@ -53,7 +53,7 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
 
 
 class _HostCopier:
-    """Copier of a batch's tensors from the host to a GPU while both continue to work.
+    """Asynchronous copier of a batch's tensors from the host to a GPU.
 
     Host memory is pinned, so that the copy is asynchronous. A large tensor is copied on a separate stream, while the
     device still computes the previous step. The host is at most two such batches ahead of the device, because each of
@@ -71,7 +71,7 @@ class _HostCopier:
         self._is_first = True
 
     def begin_batch(self) -> _HostCopier:
-        """Start a new batch: tensors that are copied from now on belong to it."""
+        """Start a new batch, which contains the tensors that are copied from this call on."""
         self._is_first = True
         return self
 
@@ -151,7 +151,7 @@ def choose_mover(device: torch.device, precision: Precision) -> Callable[[Any], 
 
     Args:
         device: The device of the model.
-        precision: Its storage dtype is applied to floating-point tensors.
+        precision: The precision whose storage dtype is applied to floating-point tensors.
     """
     if device.type == "cpu":
         return None if precision.storage is None else precision.cast

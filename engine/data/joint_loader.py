@@ -1,4 +1,4 @@
-"""Several loaders prepared as one: sharded, grouped into optimizer steps, and resumed, each at its own position."""
+"""Prepared `CombinedLoader`, whose loaders are sharded, read together, and resumed, each at its own position."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class JointBatches:
         return sum(loader.left_out for loader in self.loaders)
 
     def batches(self, left: int | None) -> Iterator[Any]:
-        """Yield micro-batches, at most ``left``; their metadata is in ``micros``.
+        """Yield at most ``left`` micro-batches, and add their metadata to ``micros``.
 
         A group is read before its first batch is yielded, because its weights depend on the whole group.
 
@@ -88,7 +88,7 @@ class JointBatches:
             left = None if left is None else left - len(group)
 
     def _read(self) -> Iterator[tuple[Any, tuple[int, int]]]:
-        """Yield batches, each with the numbers of samples of this process and of all."""
+        """Yield batches, each with its numbers of samples on this process and on all processes."""
         alone = self.planner.size == 1
 
         def start(number: int, together: bool) -> Iterator[Any]:
@@ -106,8 +106,8 @@ class JointLoader(Loader):
     """`CombinedLoader` prepared for this process: every loader in it is sharded, seeded and resumed separately.
 
     Each loader restarts at the beginning of an epoch and counts its passes. Loaders with torch's own samplers, or
-    without a sampler, draw from one stream, as in a loop over ``zip``. A loader that draws during the epoch has a
-    separate stream.
+    without a sampler, draw from one random stream, as in a loop over ``zip``. A loader that draws random numbers during
+    the epoch has a separate stream.
 
     Attributes:
         loaders: The prepared loaders.
@@ -187,10 +187,10 @@ class JointLoader(Loader):
         super().end_epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, which is the number of the next pass for the combined loaders.
+        """Set the number of the next epoch, which is also the number of the combined loaders' next pass.
 
         Args:
-            epoch: The number.
+            epoch: The number of the epoch, from 0.
         """
         super().set_epoch(epoch)
         for loader in self.loaders:

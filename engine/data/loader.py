@@ -1,4 +1,4 @@
-"""The user's loader, sharded exactly, grouped into optimizer steps, and resumable at any position."""
+"""Prepared loader, which shards the user's loader exactly, forms optimizer steps, and can resume at any position."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Loader:
         world: The processes that share the data.
         cursor: Updated with each micro-batch that is yielded.
         stream: The stream that samplers draw from.
-        accumulate: Returns the number of micro-batches per optimizer step.
+        accumulate: Function that returns the number of micro-batches per optimizer step.
         shard: If False, each process gets all batches of its own loader.
         evaluation: Form no accumulation groups, and distribute the last samples so that every process takes part in
             every batch.
         move: Function applied to each batch (device transfer), or None.
-        split: Whether ``batch_size`` is that of the global batch.
-        on_begin: Called before the first batch of each epoch.
+        split: If True, ``batch_size`` is the global batch size.
+        on_begin: Function that is called before the first batch of each epoch.
 
     Attributes:
         epoch: Number of completed epochs. A checkpoint restores it.
@@ -297,7 +297,7 @@ class Loader:
         """Start the next iteration at ``batch`` of the current epoch, not at the position that a resume restored.
 
         Args:
-            batch: The index of the batch, of this process, from 0.
+            batch: The index of the batch among those of this process, from 0.
 
         Returns:
             False if `finish_epoch` has ended the epoch and ``batch`` lies past its end, so that there is nothing to
@@ -334,7 +334,7 @@ class Loader:
             self._plan.order = self._micro = None
 
     def finish_epoch(self) -> bool:
-        """Start the next epoch if a resume has restored the position after the last batch of one.
+        """Start the next epoch if a resume has restored the position after the last batch of an epoch.
 
         Returns:
             Whether it started the next epoch. Always False for a stream of unknown length.
@@ -426,10 +426,10 @@ class Loader:
         return self._micro is micro
 
     def draw_from(self, stream: RandomStream) -> None:
-        """Draw the order from another stream. Call it before anything is drawn.
+        """Draw the order from another random stream. Call it before the first draw.
 
         Args:
-            stream: The stream.
+            stream: The stream to draw from.
         """
         self._stream = self._plan.draws.stream = stream
 
@@ -439,7 +439,7 @@ class Loader:
         The epoch in which a run is resumed continues in its own order.
 
         Args:
-            epoch: The number.
+            epoch: The number of the epoch, from 0.
         """
         if self._resuming and epoch != self.epoch and self.length is not None and self.batches >= self.length:
             self.end_epoch()  # it was saved with its last batch
@@ -466,7 +466,7 @@ class Loader:
             world: The ranks.
 
         Raises:
-            ValueError: On every rank, if neither is the case.
+            ValueError: On every rank, if neither holds.
         """
         if world.size > 1:
             self._plan.agree(world)
@@ -475,7 +475,7 @@ class Loader:
         """Return the epoch, the number of samples yielded in it (over all processes), and the RNG state of its order.
 
         Raises:
-            ValueError: Inside a group of micro-batches, whose gradients are not saved.
+            ValueError: If it is called inside a group of micro-batches, whose gradients are not saved.
         """
         self._refuse_inside_group()
         plan = self._plan

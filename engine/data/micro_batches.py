@@ -20,7 +20,7 @@ class Cursor:
         read: Number of batches that this process has read.
         number: The value of ``read`` at the current batch, which distinguishes it from others with the same metadata.
         around: Function that returns the context in which a batch is processed; its argument states whether the batch
-            is a short last one. Or None.
+            is a short last one. None if no context is needed.
         outlook: The upcoming group that the votes of the current group describe; or None.
     """
 
@@ -44,7 +44,8 @@ class Micro:
     Attributes:
         samples: Samples that belong to this process; 0 for a stand-in that only keeps the processes in step.
         scale: Factor of its mean loss, so that the gradient of the step is the mean over the whole group.
-        last: Whether it is the last of its group, so that gradients are reduced and the optimizer steps.
+        last: Whether it is the last of its group. If so, its backward pass reduces gradients, and the optimizer then
+            steps.
         group_samples: Samples of its whole group, over all processes.
         everyone: Samples of the micro-batch, over all processes.
         number: Its index in its group, from 0.
@@ -61,7 +62,7 @@ class Micro:
 
 
 def share(count: int, rank: int, size: int) -> slice:
-    """Return the share of ``count`` samples of process ``rank``.
+    """Return the slice of ``count`` samples that belongs to process ``rank``.
 
     Shares are contiguous, their sizes differ by at most one, and no share is larger than rank zero's.
 
@@ -102,7 +103,7 @@ class GroupPlanner:
     Args:
         rank: The rank of this process.
         size: The world size.
-        accumulate: Returns the number of micro-batches per group; called for each group.
+        accumulate: Function that returns the number of micro-batches per group; called for each group.
         presharded: Each rank reads its own data, so that nothing is sharded.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Samples over all ranks, if each rank reads its own data."""
+"""Numbers of samples over all ranks, if each rank reads its own data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Share:
 
 
 class RankShares:
-    """Samples of each micro-batch over all ranks, if every rank reads its own data.
+    """Number of samples of each micro-batch over all ranks, if every rank reads its own data.
 
     All ranks stay in step until the last one has read its data: a rank without a batch takes part with weight zero. No
     rank therefore waits for another that has left, and no sample is dropped.
@@ -66,7 +66,7 @@ class RankShares:
             source: The name of the loader, for errors.
 
         Raises:
-            ValueError: On every rank, if some rank has no data and others have.
+            ValueError: On every rank, if some ranks have no data and others do.
         """
         shares = world.gather_objects(share)
         self._world = world
@@ -95,17 +95,18 @@ class RankShares:
     def totals(
         self, first: int, local_samples: list[int], width: int, source: str, outlook: Outlook | None = None
     ) -> list[int]:
-        """Return the samples of the next micro-batches, over all ranks; empty once all ranks have read their data.
+        """Return the sample counts of the next micro-batches over all ranks; empty once all ranks have read their data.
 
         Args:
-            first: Micro-batches of the epoch so far.
-            local_samples: Samples of this rank's next micro-batches; fewer than ``width`` at the end of its data.
+            first: Number of micro-batches of the epoch that precede these.
+            local_samples: Number of samples of each of this rank's next micro-batches; fewer than ``width`` entries at
+                the end of its data.
             width: Micro-batches in a full group.
             source: The name of the loader, for errors.
             outlook: The votes of the ranks on these micro-batches; None if there were none.
 
         Raises:
-            ValueError: On every rank, if some rank has no data and others have.
+            ValueError: On every rank, if some ranks have no data and others do.
         """
         if self._world is None:  # no rank was asked
             return [self.size * samples for samples in local_samples]
@@ -130,7 +131,7 @@ class RankShares:
 
     @staticmethod
     def _exchange(local_samples: list[int], width: int, world: World) -> tuple[list[int], int]:
-        """Return the samples of ``width`` micro-batches over all ranks, and the number of ranks that have some."""
+        """Return the sample counts of ``width`` micro-batches over all ranks, and the number of ranks with samples."""
         packed = torch.tensor([*local_samples, *[0] * (width - len(local_samples)), bool(local_samples)], device="cpu")
         *sums, active = world.all_reduce(packed).tolist()
         return sums, active

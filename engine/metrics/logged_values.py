@@ -159,7 +159,7 @@ class Metrics:
                 entry.fold()
 
     def _detach(self, value: Tensor) -> Tensor:
-        """Detach a tensor on an accelerator from its graph, and copy it if its memory could be overwritten later."""
+        """Return a tensor on an accelerator without its graph, copied if its memory could be overwritten later."""
         # A parameter, or a tensor that the user counts in, changes later; the result of an operation does not. A view
         # would keep its whole base alive, such as the logits of a batch. The next replay of a CUDA graph overwrites its
         # results.

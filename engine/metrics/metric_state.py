@@ -208,7 +208,7 @@ def _move_value(value: Any, device: Any) -> Any:
 
 
 def _share_counts(metric: Any, place: str, every: list[Any], world: World) -> Any:
-    """Return this process's share of states from another world size, so that `compute` gives the same result."""
+    """Return this process's share of states saved with another world size; `compute` then gives the same result."""
     if not _has_states(metric):
         if len(every) == 1:
             return every[0] if world.is_main else None

@@ -225,7 +225,8 @@ class Accumulation:
         Args:
             loss: The mean loss of the micro-batch, as a 0-d tensor.
             args: Positional arguments of ``Tensor.backward``.
-            weight: The number of items over which the loss is a mean. Default: the number of samples.
+            weight: The number of items over which the loss is a mean, such as tokens; None if these items are the
+                samples.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward``.
 

@@ -86,7 +86,7 @@ def choose_fused(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert an option to plain data: a tensor with one element becomes a number, a tuple becomes a list.
+    """Return an option as plain data: a tensor with one element becomes a number, and a tuple becomes a list.
 
     Args:
         value: The value of the option.

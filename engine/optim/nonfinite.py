@@ -83,7 +83,7 @@ def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings
 
 
 def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
-    """Describe the non-finite gradient closest to the origin, and its position among all gradients that are not finite.
+    """Return descriptions of the non-finite gradient closest to the origin, and of its position among such gradients.
 
     Args:
         evidence: The evidence by rank.

@@ -68,7 +68,7 @@ def name_class(optimizer: Optimizer) -> str:
 
 
 def encode_by_name(state: State, optimizer: Optimizer, names: list[str]) -> OptimizerState:
-    """Convert the result of ``optimizer.state_dict()`` to a state keyed by parameter name.
+    """Return the result of ``optimizer.state_dict()``, keyed by parameter name.
 
     Args:
         state: The result of ``state_dict``. Its tensors may be this process's shards.
@@ -132,7 +132,7 @@ def _find_counterpart(group: State, saved: list[State]) -> State:
 
 
 def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> State:
-    """Convert a state returned by `encode_by_name` to this process's argument of ``optimizer.load_state_dict``.
+    """Return a state from `encode_by_name` in the form of ``optimizer.load_state_dict``, with this process's shards.
 
     Implementation options, such as fused kernels, come from the script. If the state and the optimizer differ, the
     result contains the slots of parameters with the same name and shape; all other slots start empty. The options of a
@@ -182,7 +182,7 @@ def keep_formats(optimizer: Optimizer, state: State) -> None:
 
 
 def _read_tensors(value: Any, parameter: Tensor | None, saved_dtype: torch.dtype | None = None) -> Any:
-    """Read the tensors of a nested state into memory; those with the parameter's shape get its sharding.
+    """Return a nested state with tensors read into memory; those with the parameter's shape get its sharding.
 
     Slots whose dtype was that of the saved parameter, ``saved_dtype``, are cast to the parameter's current dtype.
     Scalar counts and products keep their dtype.

@@ -32,7 +32,7 @@ def advise(plan: Plan, again: Again) -> list[str]:
 
 
 def _advise_fit(plan: Plan, again: Again) -> str:
-    """Describe the first change, or combination of changes, with which the run fits into memory."""
+    """Return a text with the first change, or combination of changes, with which the run fits into memory."""
     changes: dict[str, Any] = {}
     words: list[str] = []
     candidate = plan

@@ -144,7 +144,7 @@ class Preemption:
 
     @contextmanager
     def catching_interrupts(self) -> Iterator[None]:
-        """Delay KeyboardInterrupt for Ctrl-C until the end of the block, unless the run has left before."""
+        """Return a context in which Ctrl-C acts like the other signals, and raises KeyboardInterrupt at the end."""
         self.interrupts = True
         try:
             yield

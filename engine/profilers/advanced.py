@@ -1,4 +1,4 @@
-"""Profile of the functions within each action, by Python's own profiler."""
+"""Profiler of the functions that each action calls, based on Python's ``cProfile``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from .profiler import Profiler
 
 
 class AdvancedProfiler(Profiler):
-    """Profiler that records, for each action, every function called in it, with Python's ``cProfile``.
+    """Profiler that records every function that an action calls, with Python's ``cProfile``.
 
-    Functions that are called in an action within another one count for the inner action only. The profiler makes Python
-    code several times slower; use `SimpleProfiler` first to find where to look.
+    Functions called in a nested action count only for the inner action. The profiler makes Python code several times
+    slower, so use `SimpleProfiler` first to find the slow actions.
 
     Args:
         dirpath: See `Profiler`.
         filename: See `Profiler`.
-        line_count_restriction: Number of functions to show for each action, or a share up to 1.0.
+        line_count_restriction: Number of functions to show for each action (an int), or share of them, up to 1.0 (a
+            float). Default: 1.0.
         dump_stats: Write each action's statistics to a file, for ``python -m pstats`` and viewers such as snakeviz.
 
     Raises:
         TypeError: If ``line_count_restriction`` is not a number.
-        ValueError: If it is negative, or a share above 1.0.
+        ValueError: If ``line_count_restriction`` is negative, or a share above 1.0.
 
     Example:
         >>> from treadle.profilers import AdvancedProfiler
@@ -60,16 +61,16 @@ class AdvancedProfiler(Profiler):
 
     @property
     def needs_directory(self) -> bool:
-        """True if it writes files; see `Profiler.needs_directory`."""
+        """True if the profiler writes files; see `Profiler.needs_directory`."""
         return self.dump_stats or self.filename is not None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Start a stage, which is measured separately; see `Profiler.setup`.
+        """Start a stage, and discard the measurements of the previous one; see `Profiler.setup`.
 
         Args:
-            stage: The stage.
-            local_rank: This process's rank.
-            log_dir: The default directory.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            local_rank: This process's global rank; None with a world size of one.
+            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
         """
         super().setup(stage, local_rank, log_dir)
         self.profiled_actions.clear()
@@ -79,7 +80,7 @@ class AdvancedProfiler(Profiler):
         """Start an action; see `Profiler.start`.
 
         Args:
-            action_name: Its name.
+            action_name: The name of the action.
         """
         if self._running:
             self.profiled_actions[self._running[-1]].disable()
@@ -90,7 +91,7 @@ class AdvancedProfiler(Profiler):
         """End an action; see `Profiler.stop`.
 
         Args:
-            action_name: Its name.
+            action_name: The name of the action.
 
         Raises:
             ValueError: If the action is not running.
@@ -106,7 +107,7 @@ class AdvancedProfiler(Profiler):
             self.profiled_actions[self._running[-1]].enable()
 
     def summary(self) -> str:
-        """Return the report, and write the statistics if ``dump_stats`` is set; see `Profiler.summary`."""
+        """Return the report as text, and write the statistics if ``dump_stats`` is True; see `Profiler.summary`."""
         parts = []
         for name, profile in self.profiled_actions.items():
             profile.create_stats()

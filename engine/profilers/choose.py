@@ -1,4 +1,4 @@
-"""Choice of a profiler by name."""
+"""Selection of a profiler by name."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .profiler import PassThroughProfiler, Profiler
 
 
 def choose_profiler(profiler: Any) -> Profiler:
-    """Return the profiler for ``Trainer(profiler=profiler)``.
+    """Return the profiler that the argument of ``Trainer(profiler=...)`` selects.
 
     Args:
         profiler: None, ``"simple"``, ``"advanced"``, ``"pytorch"``, or a `Profiler`.
 
     Raises:
         ValueError: If the name is unknown. The error names the closest one.
-        TypeError: If ``profiler`` is any other object.
+        TypeError: If ``profiler`` is not a name, a `Profiler` or None.
     """
     if profiler is None:
         return PassThroughProfiler()

@@ -1,4 +1,4 @@
-"""Device time of actions: the real duration of a computation that the process only launches."""
+"""Measurement of the time that a device takes for actions, which the process only launches."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _PENDING = 4096  # marks waiting to be read; far more than a device can lag behi
 
 
 class Span:
-    """Interval between two marks in the device's queue.
+    """Interval between two marks in the queue of a device.
 
     Args:
-        name: The action.
-        start: The first mark.
+        name: The name of the measured action.
+        start: The mark at its beginning.
         outer: The enclosing span, or None.
 
     Attributes:
-        inner: Milliseconds of the known spans within it.
-        repeats: Whether it lies within another span of the same name.
+        inner: Total milliseconds of the inner spans that were read.
+        repeats: Whether the span lies within another span of the same name.
     """
 
     __slots__ = ("inner", "name", "outer", "repeats", "start", "stop")
@@ -38,16 +38,17 @@ class Span:
 
 
 class DeviceClock:
-    """Clock that marks the device's queue where actions begin and end, and reads the marks later, without waiting.
+    """Clock that marks the beginning and end of actions in the device's queue, and reads the marks later.
 
-    A mark is reached when all work before it is done. The time between two marks is therefore the additional time that
-    the device was busy with the work launched in between, or idle because nothing was launched.
+    The device reaches a mark when all work before it is complete. The time between two marks is therefore the time that
+    the device needed for the work launched in between, or was idle because no work was launched.
 
     Args:
-        new_mark: Creates a mark with ``record()``, ``query()``, ``synchronize()`` and ``elapsed_time(other)`` in
-            milliseconds, such as ``torch.cuda.Event(enable_timing=True)``.
-        take: Called in the order in which spans ended, with a span's name, its seconds (0 within another span of the
-            same name, which includes them), and the seconds that no inner span covers.
+        new_mark: Function that creates a mark, such as ``torch.cuda.Event(enable_timing=True)``, with ``record()``,
+            ``query()``, ``synchronize()`` and ``elapsed_time(other)`` in milliseconds.
+        take: Function that is called for each span, in the order in which spans end. Its arguments are the name, the
+            duration in seconds (0 within another span of the same name, which includes it), and the seconds that no
+            inner span covers.
     """
 
     def __init__(self, new_mark: Callable[[], Any], take: Callable[[str, float, float], None]) -> None:
@@ -60,11 +61,11 @@ class DeviceClock:
         """Mark the beginning of an action.
 
         Args:
-            name: The action.
+            name: The name of the action.
             outer: The enclosing span, or None.
 
         Returns:
-            Its span.
+            The span of the action, to pass to `stop`.
         """
         return Span(name, self._mark(), outer)
 
@@ -72,7 +73,7 @@ class DeviceClock:
         """Mark the end of an action.
 
         Args:
-            span: Its span.
+            span: The span that `start` returned.
         """
         span.stop = self._mark()
         self._pending.append(span)
@@ -80,10 +81,10 @@ class DeviceClock:
             self.read(wait=False)
 
     def read(self, wait: bool) -> None:
-        """Read the marks that the device has reached.
+        """Read the marks that the device has reached, and report their spans.
 
         Args:
-            wait: Wait until it has reached all of them.
+            wait: Wait until the device has reached all marks.
         """
         pending = self._pending
         if wait and pending:
@@ -104,10 +105,10 @@ class DeviceClock:
 
 
 def device_clock(device: torch.device | None, take: Callable[[str, float, float], None]) -> DeviceClock | None:
-    """Return the clock of a device; None if the device has no clock that can be read.
+    """Return a clock for a device; None if it is not a CUDA device.
 
     Args:
-        device: The device.
+        device: The device to measure; may be None.
         take: See `DeviceClock`.
     """
     if device is None or device.type != "cuda":

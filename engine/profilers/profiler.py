@@ -1,4 +1,4 @@
-"""Base of all profilers, and the one that measures nothing."""
+"""Base class of all profilers, and a profiler that measures nothing."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from ...common.validation import check_path
 
 
 class Profiler:
-    """Base of profilers, which measure named actions. Subclass it and implement `start` and `stop`.
+    """Base class of profilers, which measure named actions. Subclasses implement `start` and `stop`.
 
     The Trainer measures the actions of its loop: ``"data"``, ``"transfer"``, ``"forward"``, ``"backward"``,
     ``"optimizer"``, ``"validation"``, ``"checkpoint"``, each hook (``"hook EMA.on_train_batch_end"``), and more; see
-    docs/profiling.md. Actions may be nested. In a step, ``with self.trainer.profiler.profile("attention"):`` adds one.
+    docs/profiling.md. Actions may be nested. In a step, ``with self.trainer.profiler.profile("attention"):`` adds an
+    action.
 
     Args:
         dirpath: Directory of the profiler's files. Default: the run's log directory.
-        filename: Write the report to a file with this name, one for each process, in place of showing it.
+        filename: Write the report of each process to a file with this name instead of showing it.
 
     Attributes:
-        device: Device of the run; None without a Trainer.
-        model: Task of the run; None without a Trainer.
-        advice: Suggestions to make actions faster, by the action's name.
+        device: The device of the run; None without a Trainer.
+        model: The task of the run; None without a Trainer.
+        advice: Suggestions on how to make actions faster, by name of the action.
 
     Example:
         >>> import time
@@ -64,18 +65,18 @@ class Profiler:
         """Start an action.
 
         Args:
-            action_name: Its name.
+            action_name: The name of the action.
         """
 
     def stop(self, action_name: str) -> None:
         """End an action.
 
         Args:
-            action_name: Its name.
+            action_name: The name of the action.
         """
 
     def step(self) -> None:
-        """Mark the end of an optimizer step and of its additional work; in an evaluation, the end of a batch."""
+        """Mark the end of an optimizer step, with its callbacks and logging, or of a batch of an evaluation."""
 
     def summary(self) -> str:
         """Return the report as text."""
@@ -84,10 +85,10 @@ class Profiler:
     # -- methods to call -----------------------------------------------------------------------------------------
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
-        """Return a context that measures a block: ``with profiler.profile("augment"): ...``.
+        """Return a context that measures an action: ``with profiler.profile("augment"): ...``.
 
         Args:
-            action_name: The name of the block.
+            action_name: The name of the action.
         """
         return self._profile(action_name)
 
@@ -100,10 +101,10 @@ class Profiler:
             self.stop(action_name)
 
     def profile_iterable(self, iterable: Any, action_name: str) -> Iterator[Any]:
-        """Measure the time spent waiting for each item of an iterable.
+        """Yield the items of an iterable, and measure the time spent waiting for each of them.
 
         Args:
-            iterable: The iterable.
+            iterable: The iterable to measure.
             action_name: The name of the action.
 
         Yields:
@@ -136,26 +137,26 @@ class Profiler:
 
     @property
     def needs_directory(self) -> bool:
-        """True if the profiler writes files, so that `setup` has to name a directory."""
+        """True if the profiler writes files, so that `setup` must receive a directory."""
         return True
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Start a stage.
+        """Start a stage and set the directory for files.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            local_rank: This process's rank, which becomes part of file names. The Trainer passes the global rank, so
-                that no two processes write to the same file; None with a world size of one.
-            log_dir: The directory if no ``dirpath`` was given.
+            local_rank: The rank of this process, which becomes part of file names. The Trainer passes the global rank,
+                so that no two processes write to the same file; None with a world size of one.
+            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
         """
         self._stage, self._rank = stage, local_rank
         self.dirpath = self.dirpath or log_dir
 
     def teardown(self, stage: str | None) -> None:
-        """End a stage, after the report.
+        """End a stage after its report.
 
         Args:
-            stage: The stage.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         """
 
     @property
@@ -164,13 +165,13 @@ class Profiler:
         return self._rank or 0
 
     def path_for(self, ending: str, part: str = "") -> Path:
-        """Return the file for this stage and process, ``dirpath/fit-name-0-part.txt``, and create the directory.
+        """Return a path for this stage and process, ``dirpath/fit-name-0-part.txt``, and create its directory.
 
-        With a world size of one the rank is omitted.
+        With a world size of one, the rank is omitted.
 
         Args:
-            ending: The suffix of the name, with its dot.
-            part: The content of the file, if a process writes several files.
+            ending: The suffix of the file name, with its dot.
+            part: A word for the content of the file, if a process writes several files.
         """
         words = [self._stage, self.filename, None if self._rank is None else str(self._rank), part]
         name = re.sub(r"[^\w.+-]+", "_", "-".join(str(word) for word in words if word)) or "profile"
@@ -180,7 +181,7 @@ class Profiler:
 
 
 class PassThroughProfiler(Profiler):
-    """Profiler that measures nothing: ``trainer.profiler`` if no profiler was requested.
+    """Profiler that measures nothing. It is the ``trainer.profiler`` if no profiler is requested.
 
     Example:
         >>> from treadle.profilers import PassThroughProfiler
@@ -193,20 +194,20 @@ class PassThroughProfiler(Profiler):
         """Return a context that measures nothing; see `Profiler.profile`.
 
         Args:
-            action_name: The name of the block.
+            action_name: The name of the action.
         """
         return nullcontext(action_name)
 
     def profile_iterable(self, iterable: Any, action_name: str) -> Iterator[Any]:
-        """Return the iterator of an iterable, unmeasured; see `Profiler.profile_iterable`.
+        """Return an iterator over an iterable without measuring it; see `Profiler.profile_iterable`.
 
         Args:
-            iterable: The iterable.
+            iterable: The iterable to iterate over.
             action_name: The name of the action.
         """
         return iter(iterable)
 
     @property
     def needs_directory(self) -> bool:
-        """Always False, because it writes no files."""
+        """Always False, because this profiler does not write files."""
         return False

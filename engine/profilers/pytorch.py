@@ -1,4 +1,4 @@
-"""Profile of operations on the CPU and the device, by torch's profiler."""
+"""Profiler of operations on the CPU and the device, based on ``torch.profiler``."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from .profiler import Profiler
 
 
 class PyTorchProfiler(Profiler):
-    """Profiler that records the operations of some steps with ``torch.profiler``, and writes a trace of each process.
+    """Profiler that records the operations of selected steps with ``torch.profiler``, and writes a trace per process.
 
-    A trace, ``fit-0.pt.trace.json``, opens in https://ui.perfetto.dev and in TensorBoard; every action of the Trainer
-    is a range in it.
+    Open a trace, such as ``fit-0.pt.trace.json``, in https://ui.perfetto.dev or in TensorBoard. It contains a range for
+    every action of the Trainer.
 
     Args:
         dirpath: See `Profiler`; traces are written to the same directory.
         filename: See `Profiler`.
-        group_by_input_shapes: Show a row of the table for each shape of an operation's inputs. Records the shapes.
-        emit_nvtx: Create ranges for Nsight Systems in place of a recording: ``nsys profile python train.py``.
-        export_to_chrome: Write traces.
-        row_limit: Rows of the table; -1 for all.
+        group_by_input_shapes: Show a separate row of the table for each combination of an operation's input shapes.
+            This implies ``record_shapes=True``.
+        emit_nvtx: Emit ranges for Nsight Systems (``nsys profile python train.py``) instead of recording operations.
+        export_to_chrome: Write traces in Chrome's format. Default: True.
+        row_limit: Maximum number of rows in the table; -1 for all. Default: 20.
         sort_by_key: Order of the table, one of `AVAILABLE_SORT_KEYS`. Default: the time on the device, or on the CPU if
             no device was recorded.
-        record_module_names: Create a range for each call of a submodule (not within compiled code).
+        record_module_names: Create a range for each call of a submodule, except within compiled code. Default: True.
         table_kwargs: Further arguments of torch's ``EventList.table``.
-        profiler_kwargs: Arguments of ``torch.profiler.profile``: ``schedule`` (by default steps 3 to 5 are recorded;
-            None for all steps, in memory), ``activities``, ``on_trace_ready`` (in place of writing traces),
+        profiler_kwargs: Arguments of ``torch.profiler.profile``: ``schedule`` (default: record steps 3 to 5; None
+            records all steps, in memory), ``activities``, ``on_trace_ready`` (called instead of writing traces),
             ``record_shapes``, ``profile_memory``, ``with_stack``, ``with_flops``, ``with_modules``.
 
     Raises:
-        ValueError: If a key or an argument does not exist. The error names the closest one.
-        TypeError: If ``schedule`` is not a schedule.
+        ValueError: If a sort key or an argument is unknown. The error names the closest match.
+        TypeError: If ``schedule`` is neither a result of ``torch.profiler.schedule`` nor None.
 
     Example:
         >>> import treadle
@@ -102,7 +103,7 @@ class PyTorchProfiler(Profiler):
 
     @property
     def needs_directory(self) -> bool:
-        """True if it writes traces or a report; see `Profiler.needs_directory`."""
+        """True if the profiler writes traces or a report; see `Profiler.needs_directory`."""
         traces = self.export_to_chrome and not self.emit_nvtx and self.on_trace_ready is None
         return traces or self.filename is not None
 
@@ -110,9 +111,9 @@ class PyTorchProfiler(Profiler):
         """Start a stage and the recording; see `Profiler.setup`.
 
         Args:
-            stage: The stage.
-            local_rank: This process's rank.
-            log_dir: The default directory.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            local_rank: This process's global rank; None with a world size of one.
+            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
 
         Raises:
             ValueError: If ``emit_nvtx`` is set without a CUDA device.
@@ -137,7 +138,7 @@ class PyTorchProfiler(Profiler):
         """Start an action; see `Profiler.start`.
 
         Args:
-            action_name: Its name.
+            action_name: The name of the action.
         """
         record = record_function(f"[treadle]{action_name}")
         record.__enter__()
@@ -147,7 +148,7 @@ class PyTorchProfiler(Profiler):
         """End an action; see `Profiler.stop`.
 
         Args:
-            action_name: Its name.
+            action_name: The name of the action.
 
         Raises:
             ValueError: If the action is not running.
@@ -170,7 +171,7 @@ class PyTorchProfiler(Profiler):
         super().describe()
 
     def summary(self) -> str:
-        """End the recording and return a table of the last recorded operations; see `Profiler.summary`."""
+        """End the recording and return a table of the operations recorded last; see `Profiler.summary`."""
         self._end()
         return self._table
 
@@ -178,7 +179,7 @@ class PyTorchProfiler(Profiler):
         """End the recording; see `Profiler.teardown`.
 
         Args:
-            stage: The stage.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         """
         self._end()
 
@@ -199,7 +200,7 @@ class PyTorchProfiler(Profiler):
             )
 
     def _export_cycle(self, profiler: Any) -> None:
-        """Store the table, and write the trace, of a recorded cycle of the schedule."""
+        """Store the table of a recorded cycle of the schedule, and write or pass on its trace."""
         rows = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
         on_device = any(activity.name != "CPU" for activity in profiler.activities)
         key = self.sort_by_key or ("device_time_total" if on_device else "cpu_time_total")
@@ -215,12 +216,12 @@ class PyTorchProfiler(Profiler):
 
 
 class ModuleNames:
-    """Hooks that create a named range for each call of a submodule, until `remove`.
+    """Set of hooks that create a named range for each call of a submodule, until `remove` is called.
 
-    Compiled submodules and the modules inside them are excluded, because a range would break their graph.
+    Compiled submodules and the modules inside them are excluded, because a range would break their graphs.
 
     Args:
-        model: The model.
+        model: The model whose submodules get hooks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -257,5 +258,5 @@ def _check_names(owner: str, options: dict[str, Any], function: Any, reserved: t
 
 
 def _select_nvtx_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that ``emit_nvtx`` also accepts."""
+    """Return the arguments of ``torch.profiler.profile`` that ``emit_nvtx`` also accepts."""
     return {name: value for name, value in options.items() if name == "record_shapes"}

@@ -1,4 +1,4 @@
-"""Duration of each action, and what the run waits for."""
+"""Profiler that measures the duration of each action, and reports the bottleneck of the run."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .verdict import Action, verdict
 
 
 class SimpleProfiler(Profiler):
-    """Profiler that measures how often each action runs and how long it takes, and reports what the run waits for.
+    """Profiler that measures the number and duration of each action's calls, and reports the bottleneck of the run.
 
-    An action's share counts its own time only, without the actions within it, so the shares add up to the total. On
-    CUDA devices, where a process runs ahead of the work it launches, the device's own clock is read too (from marks in
-    its queue, without waiting), and the shares are of device time. On other accelerators, the shares are of the
+    An action's share of the time excludes nested actions, so the shares add up to the total. On CUDA devices, a process
+    runs ahead of the work that it launches. The profiler therefore also records marks in the device's queue, reads them
+    without waiting, and computes the shares from device time. On other accelerators, the shares are computed from the
     process's time.
 
     Args:
         dirpath: See `Profiler`.
         filename: See `Profiler`.
-        extended: Show the number of calls, the longest one and the share as well.
+        extended: Also show the number of calls, the longest call and the share of the time. Default: True.
 
     Attributes:
-        actions: The measurements, by action.
+        actions: The measurements, by name of the action.
 
     Example:
         >>> import time
@@ -51,16 +51,16 @@ class SimpleProfiler(Profiler):
 
     @property
     def needs_directory(self) -> bool:
-        """True if it writes a report to a file; see `Profiler.needs_directory`."""
+        """True if the profiler writes its report to a file; see `Profiler.needs_directory`."""
         return self.filename is not None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Start a stage, which is measured separately; see `Profiler.setup`.
+        """Start a stage, and discard the measurements of the previous one; see `Profiler.setup`.
 
         Args:
-            stage: The stage.
-            local_rank: This process's rank.
-            log_dir: The default directory.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            local_rank: This process's global rank; None with a world size of one.
+            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
         """
         super().setup(stage, local_rank, log_dir)
         self._forget()
@@ -69,7 +69,7 @@ class SimpleProfiler(Profiler):
         """Start an action; see `Profiler.start`.
 
         Args:
-            action_name: Its name.
+            action_name: The name of the action.
         """
         span = None
         if self._clock is not None:
@@ -81,7 +81,7 @@ class SimpleProfiler(Profiler):
         """End an action; see `Profiler.stop`.
 
         Args:
-            action_name: Its name.
+            action_name: The name of the action.
 
         Raises:
             ValueError: If the action is not running.
@@ -140,13 +140,13 @@ class SimpleProfiler(Profiler):
 
 
 def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_device: bool) -> list[str]:
-    """Return the lines of a table, the largest share first; the last line is the time outside of all actions.
+    """Return the lines of a table, largest share first. The last line is the time outside of all actions.
 
     Args:
-        actions: The measurements, by action.
-        elapsed: Seconds in total.
+        actions: The measurements, by name of the action.
+        elapsed: Total time in seconds.
         extended: Show all columns.
-        on_device: Compute shares of device time.
+        on_device: Compute the shares from device time.
     """
     exclusive = {name: a.device_exclusive if on_device else a.exclusive for name, a in actions.items()}
     rest = max(0.0, elapsed - sum(exclusive.values()))
@@ -170,7 +170,7 @@ def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_devi
 
 
 def _format_seconds(value: float) -> str:
-    """Format a duration in a suitable unit."""
+    """Format a duration in seconds, milliseconds or microseconds."""
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"

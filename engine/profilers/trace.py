@@ -1,4 +1,4 @@
-"""Profile of a block of code by torch's profiler, with a trace of each process."""
+"""Profiling of a block of code with ``torch.profiler``, with a trace of each process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from ..configuration import ProfileKwargs
 
 @contextmanager
 def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
-    """Profile a block with torch's profiler, and write each process's trace if the handler has a directory.
+    """Return a context that profiles a block with ``torch.profiler``, and writes traces if a directory is set.
 
     Args:
-        handler: Settings of the profiler.
-        world: All processes; if traces are written, each process waits for the others at the end.
+        handler: Settings of the profiler. If ``output_trace_dir`` is set, each process writes its trace to this
+            directory.
+        world: All processes. If traces are written, each process waits for the other ones at the end.
 
     Yields:
-        The profiler.
+        The running ``torch.profiler.profile``.
     """
     profiler = _build_profiler(handler, world.rank)
     with profiler:

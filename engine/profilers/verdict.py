@@ -1,4 +1,4 @@
-"""Verdict on a run in one sentence: what the run waits for, from the durations of its actions."""
+"""Verdict on the bottleneck of a run in one sentence, from the durations of its actions."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _KINDS = {
 
 
 class Action:
-    """Measurements of one action.
+    """Measurements of all calls of one action.
 
     Attributes:
-        calls: Number of runs.
-        total: Seconds spent in it; in a recursion, only the outermost run counts.
-        exclusive: Seconds spent in it outside of nested actions.
-        longest: Seconds of its longest run.
-        first: ``exclusive`` of its first run, which takes longer than others: it starts workers, compiles, allocates
+        calls: Number of calls.
+        total: Seconds spent in the action; in a recursion, only the outermost call counts.
+        exclusive: Seconds spent in the action outside of nested actions.
+        longest: Duration of the longest call in seconds.
+        first: ``exclusive`` of the first call, which may take longer because it starts workers, compiles or allocates
             memory.
-        device_total, device_exclusive, device_first: The same on the device's clock.
+        device_total, device_exclusive, device_first: The same values in device time.
     """
 
     __slots__ = ("calls", "device_exclusive", "device_first", "device_total", "exclusive", "first", "longest", "total")
@@ -40,11 +40,11 @@ class Action:
 
 
 def kind_of(name: str, alone: bool = False) -> str:
-    """Return the kind of an action: computing, one of the usual kinds, or the action itself.
+    """Return the kind of an action: ``"computing"``, a kind such as ``"data"``, or the name of the action.
 
     Args:
-        name: The action.
-        alone: Whether nothing is trained, so that a validation counts as computing.
+        name: The name of the action.
+        alone: Whether the run does not train, so that validation steps count as computing.
     """
     if name in COMPUTING or (alone and name == "validation_step"):
         return "computing"
@@ -54,18 +54,18 @@ def kind_of(name: str, alone: bool = False) -> str:
 
 
 def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device: bool) -> str:
-    """Describe what takes most of the time besides the computation, and what would help.
+    """Describe which work other than computation takes the most time, and give advice.
 
-    The first run of every action is excluded if there are others, because it takes longer. Time before and after the
-    loop is excluded too.
+    The first call of an action is excluded if there are further calls, because it takes longer. Time before and after
+    the loop is excluded too.
 
     Args:
-        actions: The measurements, by action.
-        advice: Advice that replaces the usual advice, by action.
-        on_device: Whether to use the times of the device's clock.
+        actions: The measurements, by name of the action.
+        advice: Advice that replaces the default advice, by kind of action.
+        on_device: Whether to use device time.
 
     Returns:
-        A sentence; empty if no loop was measured.
+        A sentence; "" if no loop was measured.
     """
     spent: dict[str, float] = {}
     alone = "forward" not in actions

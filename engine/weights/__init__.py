@@ -1,8 +1,8 @@
-"""Weights in files that other programs wrote or read. Loading never runs code in a file.
+"""Import and export of weights in the file formats of other programs. Loading never runs code in a file.
 
-`sources` recognizes a source by its content. `torch_files` reads files of ``torch.save`` through `pickle_reader`, which
-treats a pickle as a list of instructions, and `pickle_types`, which defines the types that some names stand for.
-`download` fetches URLs. `load` loads weights into a model, `save` writes them.
+`sources` recognizes a source by its content. `torch_files` reads files of ``torch.save`` with `pickle_reader`, which
+parses a pickle without executing it, and `pickle_types`, which converts the result to data. `download` fetches URLs.
+`load` loads weights into a model, and `save` writes them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights behind a URL: a file on the web, whose digest is compared first, or files in an object store."""
+"""Download of weights from a URL: a file on the web, whose digest is verified, or files in an object store."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _WEB = ("http", "https", "file")
 
 
 def is_url(source: object) -> bool:
-    """Return whether a source of weights is a URL, not a path.
+    """Return whether a source of weights is a URL rather than a path.
 
     Args:
-        source: The source.
+        source: The source of weights.
     """
     return isinstance(source, str) and _SCHEME.match(source) is not None
 
 
 def find_in_store(source: object) -> RemotePath | None:
-    """Return the location in an object store; None if the source is a path, or on the web.
+    """Return the location of a source in an object store; None if it is a path or a URL on the web.
 
-    The store controls who can write to it, so no digest is needed, as for a path.
+    No digest is needed, as for a path, because the object store controls who can write to it.
 
     Args:
-        source: The source.
+        source: The source of weights.
     """
     if not is_url(source) or str(source).partition("://")[0].lower() in _WEB:
         return None
@@ -42,18 +42,18 @@ def find_in_store(source: object) -> RemotePath | None:
 
 
 def fetch_from_store(source: RemotePath, folder: Path) -> Path:
-    """Download an object, or the objects of a folder without its subfolders.
+    """Download an object, or the objects directly in a folder, from an object store.
 
     Args:
-        source: The URL.
-        folder: The local folder.
+        source: The URL of the object or folder.
+        folder: The local folder to download to.
 
     Returns:
-        The local file or folder.
+        The path of the local file or folder.
 
     Raises:
-        ValueError: If it does not exist or is empty.
-        OSError: If the store failed.
+        ValueError: If the source does not exist or is empty.
+        OSError: If the object store reported an error.
     """
     if source.is_file():
         source.download(folder / source.name)
@@ -67,14 +67,14 @@ def fetch_from_store(source: RemotePath, folder: Path) -> Path:
 
 
 def check_digest(path: Path, sha256: str) -> None:
-    """Compare the sha256 of a file.
+    """Raise an error if the SHA-256 digest of a file differs from the expected digest.
 
     Args:
-        path: The file.
-        sha256: The expected digest.
+        path: The path of the file.
+        sha256: The expected digest, as 64 hexadecimal digits.
 
     Raises:
-        ValueError: If the digest differs, or if ``sha256`` is not a digest.
+        ValueError: If the digest differs, or if ``sha256`` is not a valid digest.
     """
     expected = _parse_digest(sha256)
     with path.open("rb") as file:
@@ -82,19 +82,20 @@ def check_digest(path: Path, sha256: str) -> None:
 
 
 def fetch(url: str, sha256: str | None, folder: Path) -> Path:
-    """Download the file at a URL.
+    """Download a file from the web and verify its digest.
 
     Args:
-        url: ``https://``, ``http://`` or ``file://``.
-        sha256: The expected digest.
-        folder: The local folder; a local file is not copied.
+        url: A URL that begins with ``https://``, ``http://`` or ``file://``.
+        sha256: The expected digest, as 64 hexadecimal digits. Required.
+        folder: The local folder to download to. A ``file://`` URL is not copied.
 
     Returns:
-        The local file.
+        The path of the local file.
 
     Raises:
-        ValueError: If the digest is missing or differs, the file is too large, or the URL has another scheme.
-        OSError: If the server or the connection failed.
+        ValueError: If the digest is missing or differs, if the file is too large, or if a ``file://`` URL does not name
+            a local file.
+        OSError: If the download failed, or if the scheme of the URL is not supported.
     """
     scheme = _SCHEME.match(url)[1].lower()  # type: ignore[index]
     if sha256 is None:

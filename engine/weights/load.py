@@ -1,4 +1,4 @@
-"""Loading of other programs' weights into a model. Nothing in a file can make this module run code."""
+"""Loading of weights that other programs wrote into a model, without running code in a file."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # FSDP1 puts
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """Weight that the source omits, because it was not trained."""
+    """Weight that a Treadle checkpoint omits, because it was not trained."""
 
     digest: str
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of `load_weights`, by the model's names.
+    """Result of `load_weights`: the names of loaded and differing weights, as in the model.
 
     Attributes:
-        names: Weights that were loaded.
-        missing: Weights that only the model has.
-        unexpected: Weights that only the source has.
-        reshaped: Weights that have another shape in the source.
+        names: Names of weights that were loaded.
+        missing: Names of weights that only the model has.
+        unexpected: Names of weights that only the source has.
+        reshaped: Names of weights that have a different shape in the source.
     """
 
     names: tuple[str, ...]
@@ -56,30 +56,32 @@ def load_weights(
     rename: Rename | None = None,
     sha256: str | None = None,
 ) -> Loaded:
-    """Load weights that any program wrote into a model, by name. No code in the file is run, regardless of its content.
+    """Load weights of any supported format into a model, by name. Code in the file is never run.
 
     Args:
-        model: The model, prepared or not: under any strategy each process loads its shards.
-        source: A checkpoint of Treadle; a folder in Hugging Face's format, with ``model.safetensors`` or
-            ``pytorch_model.bin``, in one file or several with an index; a safetensors file; a file of ``torch.save``
-            with a state dict, or with one under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``, such as
-            Lightning's ``.ckpt``; or the URL of such a file, with ``sha256``. Each process reads (and downloads)
-            separately.
-        strict: Require exactly the model's names. If False, the weights that fit are loaded, and a warning lists the
-            rest.
+        model: The model, prepared or not. With any strategy, each process loads its shards.
+        source: A path or URL. The supported formats are a checkpoint of Treadle; a folder in Hugging Face's format,
+            with ``model.safetensors`` or ``pytorch_model.bin``, as one file or several files with an index; a
+            safetensors file; and a file of ``torch.save`` with a state dict, at the top level or under
+            ``"state_dict"``, ``"model_state_dict"`` or ``"model"``, such as Lightning's ``.ckpt``. A URL on the web
+            must name a single file and requires ``sha256``. Each process reads or downloads the source separately.
+        strict: Require that the names in the source are exactly those of the model. If False, the weights that fit are
+            loaded, and a warning lists the other ones.
         prefix: Load only names with this prefix, which is removed from them. Prefixes of common wrappers are removed
             automatically.
-        rename: A function that maps a name in the source to the name in the model, or to None to skip the weight; or a
-            mapping of names, in which a name that ends with ``"."`` or is empty stands for all names with this prefix.
-        sha256: The digest of the file, which is compared before the content is parsed. Required for a URL.
+        rename: A function that maps a name in the source to the name in the model, or to None to skip the weight.
+            Alternatively a mapping of names, in which a name that ends with ``"."`` or is empty applies to all names
+            with this prefix.
+        sha256: The SHA-256 digest of the file, which is verified before the content is parsed. Required for a URL on
+            the web.
 
     Returns:
-        The names of the weights that were loaded, and of those that were not.
+        The names of the weights that were loaded, and of the weights that were not.
 
     Raises:
-        ValueError: If the source is damaged, harmful or of another kind, or if its names or shapes differ from those of
-            the model. The error lists them, and suggests a prefix that would fit. In that case, the model is not
-            changed.
+        ValueError: If the source is damaged, harmful or in an unsupported format, or if its names or shapes differ from
+            those of the model. The error lists the differences, and suggests a prefix that would fit. The model is then
+            not changed.
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(model, nn.Module):
@@ -96,9 +98,9 @@ def load_opened(
     Args:
         model: The model, prepared or not.
         source: The opened source.
-        strict: Require exactly the model's names.
+        strict: Require that the names in the source are exactly those of the model.
         prefix: Load only names with this prefix.
-        rename: A function or a mapping of names.
+        rename: A function or a mapping from names in the source to names in the model.
     """
     unwrapped = _unwrap_model(model)
     state = unwrapped.state_dict()
@@ -149,7 +151,7 @@ def _unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def _find_tied_values(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values for tied parameters of which a file contains only one name."""
+    """Return the values, by name, of tied parameters that a file contains under another name only."""
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(strip_compile_prefix(name))
@@ -175,7 +177,7 @@ def _compare(
     targets: Mapping[str, str],
     differences: tuple[tuple[str, ...], ...],
 ) -> None:
-    """Raise an error if weights are not exactly those of the model."""
+    """Raise an error if names or shapes of weights are not exactly those of the model."""
     missing, unexpected, reshaped = differences
     if not any(differences):
         return
@@ -198,7 +200,7 @@ def _compare(
 
 
 def _may_know_other_names(module: nn.Module) -> bool:
-    """Return whether the model has custom methods or hooks that change which weights are loaded."""
+    """Return whether the model has a custom method or hooks that may rename weights during loading."""
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return True
     hooks = [hook for part in module.modules() for hook in part._load_state_dict_pre_hooks.values()]
@@ -264,7 +266,7 @@ def _make_renaming(rename: Rename | None) -> Callable[[str], str | None]:
 
 
 def _strip_wrappers(values: dict[str, Any], model_names: set[str]) -> dict[str, Any]:
-    """Remove the prefixes of wrappers from names, unless the model's own names have them."""
+    """Remove the prefixes of wrappers, such as DDP, from names, unless the model's own names contain them."""
     values = {strip_compile_prefix(name): value for name, value in values.items()}
     for inside in _INSIDE:
         if any(inside in name for name in values) and not any(inside in name for name in model_names):
@@ -280,7 +282,7 @@ def _strip_wrappers(values: dict[str, Any], model_names: set[str]) -> dict[str, 
 
 
 def _suggest_prefix(weights: Mapping[str, Any], model_names: Mapping[str, Any]) -> str:
-    """Return a hint if a prefix would make more names fit."""
+    """Return a hint with a prefix that would make more names fit; "" if there is no such prefix."""
     if len(weights) > 100_000:
         return ""
 

@@ -1,9 +1,9 @@
-"""Pickle reader without code execution: a stack machine that creates lists and dicts, and cannot import or call.
+"""Pickle reader without code execution: a stack machine that builds lists and dicts but cannot import or call.
 
-Python's unpickler executes what the file contains. This one records it: the name of a class or function stays a `Name`,
-and the result of calling it stays an `UnbuiltCall`, a record of the name and the arguments. Other modules decide which
-names they accept, and what data these stand for. The names that a process has told torch to trust are therefore
-irrelevant, and so is the code behind a name: it never runs.
+Python's unpickler executes the content of a file. This reader only records it: the name of a class or function becomes
+a `Name`, and a call becomes an `UnbuiltCall`, a record of the name and the arguments. Other modules decide which names
+they accept and how they convert them to data. The code behind a name therefore never runs, even if the process has told
+torch to trust this name.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ _PLAIN_BUILTINS = {
 
 @dataclass(frozen=True)
 class Name:
-    """Name of a class or function, such as ``"torch.FloatStorage"``. It is never looked up."""
+    """Name of a class or function, such as ``"torch.FloatStorage"``, which is never imported."""
 
     path: str
 
 
 @dataclass(eq=False, slots=True)
 class UnbuiltCall:
-    """Record of a call that was not made.
+    """Record of a call in a pickle that is not executed.
 
     Attributes:
-        name: The name; ``"persistent"`` for data that is stored outside the pickle, as torch does with tensor memory.
-        args: The arguments.
-        state: The state that would have been set afterwards.
-        pairs: The items that would have been set, in order.
-        items: The items that would have been appended.
+        name: The name of the called class or function; ``"persistent"`` for data stored outside the pickle, such as the
+            memory of tensors.
+        args: The positional arguments.
+        state: The state that the pickle would set on the result.
+        pairs: The key-value pairs that the pickle would set on the result, in order.
+        items: The items that the pickle would append to the result.
     """
 
     name: str
@@ -68,16 +69,17 @@ class UnbuiltCall:
 
 
 def read(stream: Any) -> Any:
-    """Read one pickle, up to its end, from a binary stream. Data after its end is not read.
+    """Read one pickle from a binary stream. Data after the end of the pickle is not read.
 
     Args:
         stream: An open file with at most `MAX_BYTES` bytes.
 
     Returns:
-        Lists, dicts, tuples, sets, text, bytes, numbers, None, `Name` and `UnbuiltCall`. They may contain themselves.
+        The object in the pickle, which consists of lists, dicts, tuples, sets, text, bytes, numbers, None, `Name` and
+        `UnbuiltCall`. Containers may contain themselves.
 
     Raises:
-        ValueError: If the pickle is damaged, too large, or has names that only an attack would use.
+        ValueError: If the pickle is damaged, is too large, or contains names that only an attack would use.
     """
     machine = _Machine()
     count = 0
@@ -121,7 +123,7 @@ class _Machine:
 
 
 def _check_key(value: Any) -> Any:
-    """Return a key of a dict or set, if its type does not allow thousands of colliding keys."""
+    """Return a key of a dict or set; raise an error for types whose keys could be made to collide."""
     if isinstance(value, int) and value.bit_length() > 64:
         raise ValueError(f"its pickle has a number of {value.bit_length():,} bits as a key, but at most 64 are allowed")
     if isinstance(value, tuple):

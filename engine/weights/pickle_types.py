@@ -1,6 +1,7 @@
-"""Data types for the names in other programs' files: torch, numpy and path types, and Lightning's containers.
+"""Conversion of the names in other programs' files to data: torch, NumPy and path types, and common containers.
 
-Names that are not in the table raise `Unknown`. No name leads to another program's code; the values are Treadle's.
+Names that are not in the table raise `Unknown`. A name never runs code of another program, because Treadle defines the
+conversion of each name.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ _NUMPY_DTYPE = re.compile(r"(\?|b1|[iufc](1|2|4|8|16)|U\d{1,6}|S\d{1,6})")
 
 
 class Unknown(Exception):
-    """Error for a name that is not in the table, or does not stand for data; it contains the name."""
+    """Error for a name that is not in the table or does not denote data. Its message is the name."""
 
 
 class Reader:
-    """Converter of the results of `pickle_reader.read` to data.
+    """Converter of results of `pickle_reader.read` to data.
 
     Args:
-        persistent: Converts a persistent id, which is a tuple.
-        calls: Functions that convert the arguments of a call, by the name of the called function; they extend the
+        persistent: Function that converts a persistent id, which is a tuple, to data.
+        calls: Functions that convert the arguments of a call to data, by name of the called function. They extend the
             built-in table.
-        budget: The maximum number of bytes to copy: a file can refer to one long text a million times.
+        budget: The maximum number of bytes to copy, because a file can refer to one long text a million times. Default:
+            256 MiB.
     """
 
     def __init__(
@@ -46,14 +48,14 @@ class Reader:
         self._open: set[int] = set()
 
     def mapping(self, value: Any, place: str) -> dict[Any, Any]:
-        """Return the items of a dict that are plain data; the names of others are added to `dropped`, by place.
+        """Return the items of a dict that are plain data, and add the other items to ``dropped``.
 
         Args:
-            value: The dict, or a call in the file that builds a dict; see `container`.
-            place: Its place, for errors.
+            value: A dict, or a recorded call that builds a dict; see `container`.
+            place: The place of the dict in the file, for errors and as the beginning of keys in ``dropped``.
 
         Raises:
-            ValueError: If it is not a dict.
+            ValueError: If ``value`` is not a dict.
         """
         value = self.container(value)
         if not isinstance(value, dict):
@@ -69,10 +71,10 @@ class Reader:
         return entries
 
     def container(self, value: Any) -> Any:
-        """Return a dict of any class in the file as a plain dict, with its items unread. Return other values unchanged.
+        """Convert a dict of any class to a plain dict with unread items, and return other values unchanged.
 
         Args:
-            value: The value.
+            value: A result of `pickle_reader.read`, or a part of it.
         """
         if isinstance(value, UnbuiltCall):
             name = value.name
@@ -89,15 +91,16 @@ class Reader:
         return value
 
     def data(self, value: Any, depth: int = 0) -> Any:
-        """Return the data that a value stands for.
+        """Return a value converted to data, with all nested values.
 
         Args:
-            value: The value.
-            depth: Its nesting level.
+            value: A result of `pickle_reader.read`, or a part of it.
+            depth: The nesting level of the value.
 
         Raises:
-            Unknown: If the value, or a part of it, is not data.
-            ValueError: If the value contains itself, is nested too deep, or requests more memory than the file has.
+            Unknown: If the value, or a nested value, is not data.
+            ValueError: If the value contains itself, is nested too deeply, has invalid arguments, or requests far more
+                memory than its data needs.
         """
         if isinstance(value, Name):
             return self._resolve_name(value)
@@ -116,7 +119,7 @@ class Reader:
         return built
 
     def charge(self, size: int) -> None:
-        """Count memory that is copied.
+        """Subtract copied memory from the budget.
 
         Args:
             size: The number of bytes.
@@ -164,11 +167,11 @@ class Reader:
 
 
 def check_extent(value: Any, limit: int = 1_000_000) -> None:
-    """Refuse data with so many references to its parts that traversing it would not end.
+    """Raise an error for data that refers to its parts so often that traversing it would take too long.
 
     Args:
-        value: The data.
-        limit: The maximum number of items in a traversal.
+        value: The data to traverse.
+        limit: The maximum number of items in a traversal. Default: 1,000,000.
 
     Raises:
         ValueError: If the traversal has more items.

@@ -1,4 +1,4 @@
-"""Writing of weights and data in files that other tools read: shards with an index, never half-written."""
+"""Writing of weights and data to files that other tools read, atomically and, if large, in shards with an index."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 
 
 def parse_byte_size(size: int | str) -> int:
-    """Return a size in bytes, given as a number or as ``"500MB"``, ``"2GiB"``.
+    """Parse a size, such as ``"500MB"`` or ``"2GiB"``, and return it in bytes.
 
     Args:
-        size: The size.
+        size: A number of bytes, or a text with a decimal or binary unit.
 
     Raises:
-        ValueError: If it is not a size.
+        ValueError: If ``size`` is not a positive size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).upper().strip())
     if isinstance(size, bool) or match is None or match[2] not in _UNITS or not float(match[1]):
@@ -49,17 +49,17 @@ def parse_byte_size(size: int | str) -> int:
 
 
 def save_object(obj: Any, f: Any, safe: bool) -> None:
-    """Write data to a path or URL (in one rename) or to an open file.
+    """Write data atomically to a path or URL, or to an open file.
 
     Args:
-        obj: The data.
-        f: The path, URL or file.
-        safe: Write safetensors; the first of several tied tensors is written, and the header lists the names of the
-            others.
+        obj: The data to write.
+        f: A path, a URL or an open file.
+        safe: Write safetensors instead of torch's format. Of several tied tensors, the first is written, and the header
+            lists the names of the other ones.
 
     Raises:
-        TypeError: If it is not data, if ``torch.load(weights_only=True)`` refuses it, or, for safetensors, if it is not
-            a dict of tensors.
+        TypeError: If ``obj`` contains anything other than data that ``torch.load(weights_only=True)`` loads, or, for
+            safetensors, if it is not a dict of tensors.
     """
     write: Callable[[Any], None]
     if safe:
@@ -93,13 +93,13 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
 
 
 def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
-    """Write a file next to ``path`` and put it in place once it is complete, durably.
+    """Write a file next to ``path``, flush it to disk, and rename it to ``path`` once it is complete.
 
-    For an object store the file is written to the folder for temporary files and uploaded from there.
+    For an object store, the file is written to the folder for temporary files and uploaded from there.
 
     Args:
-        path: The path of the file.
-        write: Writes to the path that it is called with.
+        path: The final path or URL of the file.
+        write: Function that writes the file to the path that it is called with.
     """
     if isinstance(path, RemotePath):
         with tempfile.TemporaryDirectory(prefix="treadle-") as folder:
@@ -120,17 +120,17 @@ def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
 
 
 def make_parent(path: AnyPath) -> None:
-    """Create the parent folder of a file, durably; an object store needs none.
+    """Create the parent folder of a file. An object store does not need folders.
 
     Args:
-        path: The file.
+        path: The path or URL of the file.
     """
     if isinstance(path, Path):
         filesystem.make_directory(path.absolute().parent)
 
 
 def _clear(paths: Iterable[AnyPath]) -> None:
-    """Delete the files that a failure left behind. Errors are ignored, because the failure itself is raised."""
+    """Delete the files that a failure left behind, and ignore errors, because the failure itself is raised."""
     for path in paths:
         with suppress(OSError):
             _delete(path)
@@ -144,20 +144,21 @@ def _delete(path: AnyPath) -> None:
 
 
 def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, safe: bool) -> None:
-    """Write weights as one file or as several with an index, under the names that Hugging Face's loaders look for.
+    """Write weights as one file, or as several files with an index, under Hugging Face's file names.
 
-    At every moment the folder contains either the old or the new weights, complete: new files get unused names (``-v1``
-    in them if the usual ones exist), the index replaces the old one in one rename, and then the old files are deleted.
+    At any time, the folder contains either the old or the new weights completely. Several new files get unused names
+    (with ``-v1`` if the usual names exist). The new index replaces the old one in one rename, and then the old files
+    are deleted.
 
     Args:
-        weights: Tensors by name. The first of several tied ones is written; the file's header lists the names of the
-            others.
+        weights: Tensors by name. Of several tied tensors, the first is written, and the header of a safetensors file
+            lists the names of the other ones.
         directory: A folder or a URL.
-        limit: The largest size of a file in bytes, unless one tensor alone is larger.
-        safe: Write safetensors, else torch's format.
+        limit: The maximum size of a file in bytes, which only a single larger tensor exceeds.
+        safe: Write safetensors; otherwise torch's format.
 
     Raises:
-        TypeError: If a value is not a tensor.
+        TypeError: If a value is not a tensor, or is one process's shard of a tensor.
     """
     others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if others:
@@ -169,17 +170,17 @@ def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, saf
 def write_weights(
     tensors: Mapping[str, Whole], aliases: Mapping[str, str], directory: AnyPath, limit: int, safe: bool = True
 ) -> None:
-    """Write tensors that are read one after the other during the write; see `save_weights`.
+    """Write tensors that are read one by one while they are written; see `save_weights`.
 
     Args:
         tensors: Tensors by name, each once.
-        aliases: Other names of some of them.
+        aliases: Further names of tied tensors, each with the name of the tensor in ``tensors``.
         directory: A folder or a URL.
-        limit: The largest size of a file in bytes.
-        safe: Write safetensors, else torch's format, in which a tensor also has its other names.
+        limit: The maximum size of a file in bytes, which only a single larger tensor exceeds.
+        safe: Write safetensors; otherwise torch's format, in which a tied tensor is listed under all its names.
 
     Raises:
-        ValueError: If the directory is a checkpoint, whose files would be replaced. In that case, no file is written.
+        ValueError: If the directory is a checkpoint, whose files would be replaced. No file is written then.
     """
     directory = absolute(directory)
     refuse_checkpoint(directory)
@@ -210,13 +211,13 @@ def write_weights(
 
 
 def refuse_checkpoint(directory: AnyPath) -> None:
-    """Check that a directory is not a checkpoint, whose own files have the same names as exported weights.
+    """Raise an error if a directory is a Treadle checkpoint, because exported weights would overwrite its files.
 
     Args:
         directory: A folder or a URL.
 
     Raises:
-        ValueError: If it is a checkpoint.
+        ValueError: If the directory is a checkpoint.
     """
     if (directory / MANIFEST).is_file():
         raise ValueError(
@@ -226,7 +227,7 @@ def refuse_checkpoint(directory: AnyPath) -> None:
 
 
 def _check(tensors: Mapping[str, Tensor], any_dtype: bool) -> None:
-    """Check that all tensors can be written, before the first one is written."""
+    """Raise an error if one of the tensors cannot be written, before any of them is written."""
     for name, tensor in tensors.items():
         if is_sharded(tensor):
             raise TypeError(f"{name} is one process's shard of a tensor. Save accelerator.get_state_dict(model).")
@@ -237,7 +238,7 @@ def nbytes(tensor: Whole) -> int:
     """Return the size of a tensor's values in bytes.
 
     Args:
-        tensor: The tensor.
+        tensor: A tensor, or a reference to an unread tensor.
     """
     return tensor.shape.numel() * tensor.dtype.itemsize
 
@@ -255,7 +256,7 @@ def _split_shards(tensors: Mapping[str, Whole], limit: int) -> list[list[str]]:
 
 
 def _choose_free_names(directory: AnyPath, stem: str, ending: str, number: int) -> list[str]:
-    """Return the names of the files. Several files get unused names; a single one replaces another in one rename."""
+    """Return unused names for several files; for a single file, the usual name, which a rename can replace."""
     if number == 1:
         return [f"{stem}.{ending}"]
     for version in count():
@@ -279,9 +280,9 @@ def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, s
     """Write one safetensors file.
 
     Args:
-        path: The file.
+        path: The path of the file.
         tensors: Tensors by name.
-        aliases: Other names of some of them.
+        aliases: Further names of tied tensors, each with the name of the tensor, for the header.
     """
     # Header entries in the form that safetensors' `save_model` writes and its `load_model` reads.
     notes = {alias: name for alias, name in aliases.items() if name in tensors}
@@ -289,7 +290,7 @@ def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, s
 
 
 def _drop_others(directory: AnyPath, stem: str, ending: str, new_files: set[str]) -> None:
-    """Delete the files that the new ones replace, and those that killed processes left behind."""
+    """Delete the files that the new files replace, and files that killed processes left behind."""
     ours = re.compile(rf"{stem}(-v\d+)?(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
     entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - new_files
     existing = filesystem.list_names(directory)
@@ -320,14 +321,15 @@ _ADVICE: dict[type, str] = {
 
 
 def make_readable(value: Any, place: str) -> Any:
-    """Return a value that ``torch.load(weights_only=True)`` reads: with Python numbers and plain dicts.
+    """Return a value with Python numbers and plain containers, so that ``torch.load(weights_only=True)`` loads it.
 
     Args:
-        value: Anything that `json_codec.encode` accepts. Values that need no change stay the same object.
-        place: Its place, for the error.
+        value: Anything that `json_codec.encode` accepts. Values that need no conversion are returned as the same
+            object.
+        place: The place of the value, for errors.
 
     Raises:
-        TypeError: If a value is not supported. The text names the place, the type and the fix.
+        TypeError: If a value is not supported. The error names the place, the type and the fix.
     """
     kind = type(value)
     if isinstance(value, np.generic):
@@ -358,5 +360,5 @@ def make_readable(value: Any, place: str) -> Any:
 
 
 def _has_identical_items(old: Iterable[Any], new: Iterable[Any]) -> bool:
-    """Return whether all items are the same objects, so that the container itself can be kept with its attributes."""
+    """Return whether both containers hold the same objects, so that the old one can be kept with its attributes."""
     return all(old_item is new_item for old_item, new_item in zip(old, new, strict=True))

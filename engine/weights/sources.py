@@ -1,7 +1,7 @@
-"""Sources of weights of every kind, recognized by their content, and opened with every tensor unread.
+"""Sources of weights in all supported formats, recognized by their content and opened without reading tensors.
 
-Safetensors are mapped; files of ``torch.save``, including Lightning's, are read by `torch_files`. This package uses
-neither an unpickler nor ``torch.load``, so no setting can make it trust a file.
+Safetensors files are memory-mapped. `torch_files` reads files of ``torch.save``, including Lightning's. This package
+uses neither an unpickler nor ``torch.load``, so no setting can make it trust a file.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Opened:
     """Opened source of weights.
 
     Attributes:
-        place: The name of the source in errors.
-        weights: Its tensors by name, unread.
-        others: Other values in the state: data, or a description.
-        file: The file of ``torch.save`` with the weights, if it is one.
-        checkpoint: The verified checkpoint of Treadle with the weights, if it is one.
-        frozen: The digests of weights that it omits, because they were not trained, by name.
+        place: The path or URL of the source, for errors.
+        weights: The unread tensors by name.
+        others: Other values in the state dict, by name.
+        file: The file of ``torch.save`` that contains the weights; None for other sources.
+        checkpoint: The Treadle checkpoint that contains the weights; None for other sources.
+        frozen: The digests, by name, of weights that a checkpoint omits because they were not trained.
     """
 
     place: str
@@ -68,17 +68,17 @@ class Opened:
 
 @contextmanager
 def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
-    """Open the weights in a source; see `load_weights`. Downloads are deleted at the end.
+    """Return a context in which a source of weights is open. Downloads are deleted when it ends.
 
     Args:
-        source: The source.
-        sha256: The expected digest of the file.
+        source: A path or URL; see `load_weights`.
+        sha256: The expected SHA-256 digest of the file. Required for a URL on the web.
 
     Yields:
         The opened source.
 
     Raises:
-        ValueError: If it is not a source of weights, or has another digest.
+        ValueError: If the source is not in a supported format, or has a different digest.
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(source, str | os.PathLike):
@@ -100,19 +100,19 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
 
 
 def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
-    """Open the weights of a checkpoint on disk, with every tensor unread, for as long as the tensors are needed.
+    """Return the weights of a checkpoint on disk as unread tensors, by name.
 
-    For a checkpoint of Treadle, only the sizes of its files are checked, not their digests: a model that needs this
-    function may be larger than memory.
+    For a Treadle checkpoint on disk, only the sizes of the files are checked and not their digests, because the model
+    may be larger than memory.
 
     Args:
-        checkpoint: A path, or a URL of an object store, whose files are kept locally until the process ends: a
-            safetensors file; a file of ``torch.save``, which is read without running code in it; a ``.index.json`` that
-            names several files; or a folder with one of these, or a checkpoint of Treadle. Each may be a symbolic link,
-            as in Hugging Face's cache.
+        checkpoint: A path, or a URL of an object store, whose files are kept locally until the process ends. The
+            supported formats are a safetensors file; a file of ``torch.save``, whose code is not run; a ``.index.json``
+            that names several files; a folder that contains one of these; and a Treadle checkpoint. Each may be a
+            symbolic link, as in Hugging Face's cache.
 
     Raises:
-        ValueError: If the path is another kind of file, or if the checkpoint is damaged or lacks a file.
+        ValueError: If the format is not supported, or if the checkpoint is damaged or lacks a file.
     """
     stored = find_in_store(checkpoint)
     if stored is None:
@@ -229,13 +229,14 @@ def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | 
 
 
 def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a state dict in a file of ``torch.save``, and other values in it.
+    """Return the unread tensors of the state dict in a file of ``torch.save``, and its other values, each by name.
 
     Args:
         file: The opened file.
 
     Raises:
-        ValueError: If it has no state dict.
+        ValueError: If the file does not contain a state dict, or if the state dict contains values other than tensors
+            and extra state.
     """
     document = file.reader.container(file.document)
     if not isinstance(document, dict):

@@ -1,6 +1,6 @@
-"""Reader of ``torch.save`` files without ``torch.load``: names and places of tensors, and plain data.
+"""Reader of ``torch.save`` files that does not use ``torch.load``: names and positions of tensors, and plain data.
 
-`pickle_reader` reads the pickle in the file as data, so no code in it can run. Tensors stay in the file until they are
+`pickle_reader` reads the pickle in the file as data, so no code in it can run. Tensors are read only when they are
 requested.
 """
 
@@ -36,7 +36,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory of which the file's tensors are views."""
+    """Block of memory in a file, of which tensors are views."""
 
     dtype: torch.dtype
     key: str
@@ -45,7 +45,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class View:
-    """Tensor of the file: a view of one of its storages."""
+    """Tensor in a file, described as a view of a storage."""
 
     storage: Storage
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class View:
 
 @dataclass(frozen=True)
 class Strided:
-    """Tensor that is not contiguous in the file: the memory that it is in, and its strides."""
+    """Unread tensor that is not contiguous in the file, described by its memory, shape and strides."""
 
     base: FilePiece
     shape: torch.Size
@@ -68,10 +68,10 @@ class Strided:
         return self.base.dtype
 
     def get(self, exact: bool = True) -> Tensor:
-        """Return the tensor, a view of memory that is mapped onto the file.
+        """Return the tensor as a view of memory that is mapped to the file.
 
         Args:
-            exact: See `FilePiece.get`.
+            exact: As for `FilePiece.get`.
         """
         return self.base.get(exact).as_strided(self.shape, self.stride)
 
@@ -79,7 +79,7 @@ class Strided:
         """Copy the tensor into ``out``.
 
         Args:
-            out: The target.
+            out: The target, a tensor of the same shape.
         """
         out.copy_(self.get(exact=False))
 
@@ -88,14 +88,14 @@ class TorchFile:
     """Opened file of ``torch.save``.
 
     Args:
-        path: The file.
+        path: The path of the file.
 
     Attributes:
-        document: Its content as `pickle_reader.read` returns it. `reader` converts it to data, tensors to `View`.
-        reader: Converts parts of the document to data.
+        document: The content of the file, as returned by `pickle_reader.read`.
+        reader: Converter of parts of the document to data. It converts tensors to `View`.
 
     Raises:
-        ValueError: If it is damaged, or not a file of ``torch.save``.
+        ValueError: If the file is damaged, or was not written by ``torch.save``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,13 +112,13 @@ class TorchFile:
                 self.document = self._read_legacy(file, size)
 
     def piece(self, view: Any) -> Piece | Strided:
-        """Return the tensor that a `View` stands for, unread.
+        """Return an unread tensor for a `View`.
 
         Args:
-            view: The view.
+            view: A view from this file.
 
         Raises:
-            ValueError: If it lies outside of the file.
+            ValueError: If the view reaches beyond its storage, or if its storage is missing or too short.
         """
         start, nbytes = self._places.get(view.storage.key, (0, -1))
         size = view.dtype.itemsize
@@ -198,7 +198,7 @@ class TorchFile:
         return document
 
     def _follow(self, document: Any) -> None:
-        """Note every storage in a document, because in old files only references give the lengths of storages."""
+        """Record every storage in a document, because old files state the lengths of storages only in references."""
         visited: set[int] = set()
         left = [document]
         while left:
@@ -217,7 +217,7 @@ class TorchFile:
 
 
 def _read_directory_bytes(file: Any, size: int) -> int:
-    """Return the declared length of a zip's list of entries, before anything reads it."""
+    """Return the declared length of the directory of a zip file in bytes, without reading the directory."""
     file.seek(max(0, size - 2**16 - 22))
     tail = file.read()
     at = tail.rfind(b"PK\x05\x06")

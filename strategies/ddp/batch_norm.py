@@ -36,7 +36,8 @@ def synchronise(module: nn.Module, world: World) -> None:
         world: All processes.
 
     Raises:
-        ValueError: If ``module`` itself is a BatchNorm layer, or if a BatchNorm layer has a custom class.
+        ValueError: If ``module`` itself is a BatchNorm layer, or if it contains one of a class that is not supported
+            (lazy or custom).
     """
     # torch's SyncBatchNorm does not support the CPU, at least up to 2.13.
     kind: type[_BatchNorm] = GlobalBatchNorm if world.device.type == "cpu" else nn.SyncBatchNorm
@@ -66,7 +67,7 @@ def _convert_layer(kind: type[_BatchNorm], layer: _BatchNorm, group: Any) -> _Ba
 
 
 class GlobalBatchNorm(_BatchNorm):
-    """``SyncBatchNorm`` for the CPU, with statistics over the samples of all processes, weighted equally."""
+    """``SyncBatchNorm`` for the CPU. Its statistics weight the samples of all processes equally."""
 
     process_group: Any
 

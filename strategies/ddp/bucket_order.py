@@ -1,9 +1,10 @@
 """Order in which the gradients of a replica become ready, which determines how they are summed.
 
-After the first backward, torch regroups the gradients that it reduces together, in the order in which they became
-ready. With three or more processes, the position of a number in its group determines the order in which the processes'
-gradients are added, and thereby the last bit of the sum. A run that resumes from a checkpoint would begin with the
-initial grouping again. It therefore runs a backward with zeros first, in the order stored in the checkpoint.
+After the first backward pass, torch regroups the gradients that it reduces together, in the order in which they became
+ready. With three or more processes, the position of an element in its group determines the order in which the
+processes' gradients are added, and therefore the last bit of the sum. A run that resumes from a checkpoint would begin
+with the initial grouping again. It therefore first runs a backward pass with zeros, in the order stored in the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ class ReadyOrder:
     """Order in which the gradients of one replica become ready.
 
     Args:
-        replica: Torch's DistributedDataParallel.
+        replica: The ``DistributedDataParallel`` module.
         fixed: Whether the grouping never changes, so that there is nothing to record.
 
     Attributes:
-        order: The indices of the trained parameters; empty before the first reduced backward.
+        order: Indices of the trained parameters, in the order of their gradients; empty before the first reduced
+            backward pass.
     """
 
     def __init__(self, replica: Any, fixed: bool) -> None:
@@ -44,23 +46,23 @@ class ReadyOrder:
 
     @property
     def watching(self) -> bool:
-        """True until the first reduced backward has been recorded."""
+        """True until the first reduced backward pass has been recorded."""
         return bool(self._handles)
 
     def settle(self) -> None:
-        """Stop recording after the first reduced backward. Call it between two backward passes."""
+        """Stop recording if a reduced backward pass has been recorded. Must be called between two backward passes."""
         if self.order:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
 
     def rehearse(self, order: Iterable[int]) -> None:
-        """Make the next backward reduce as if a first backward in this order had preceded it.
+        """Make the next backward pass reduce as if a first backward pass in this order had preceded it.
 
         Must be called on all ranks. An order that does not match this model is ignored.
 
         Args:
-            order: The indices of the trained parameters.
+            order: Indices of the trained parameters, in the order in which their gradients become ready.
         """
         order, replica = list(order), self._replica()
         if replica is None or not order or sorted(order) != list(range(len(self._parameters))):

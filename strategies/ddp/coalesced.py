@@ -13,11 +13,11 @@ BUCKET_BYTES = 25 * 2**20  # torch's default for DDP; larger buckets only need m
 
 
 def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """Yield the tensors in lists with one dtype and device. Only a list of one tensor may exceed ``limit`` bytes.
+    """Yield the tensors in lists with the same dtype and device. Only a list of one tensor may exceed ``limit`` bytes.
 
     Args:
-        tensors: The tensors.
-        limit: The maximum size of a list in bytes.
+        tensors: Tensors of any shape, dtype and device.
+        limit: Maximum size of a list in bytes. Default: 25 MiB.
     """
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
@@ -36,20 +36,20 @@ def average(tensors: Iterable[Tensor], world: World) -> None:
     """Replace each tensor with its mean over the ranks, in place. All ranks must pass tensors of the same shapes.
 
     Args:
-        tensors: The tensors.
-        world: The ranks.
+        tensors: Tensors of any shape and dtype.
+        world: Ranks over which the mean is taken.
     """
     for bucket in buckets(tensors):
         _scatter(world.all_reduce(_flatten(bucket)).div_(world.size), bucket)
 
 
 def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
-    """Overwrite the tensors in place with those of rank ``source``.
+    """Overwrite the tensors with those of rank ``source``, in place.
 
     Args:
-        tensors: The tensors.
-        world: The ranks.
-        source: The rank.
+        tensors: Tensors with the same shapes and dtypes on every rank.
+        world: Ranks that receive the tensors.
+        source: Rank that sends its tensors.
     """
     for bucket in buckets(tensors):
         _scatter(world.broadcast_tensor(_flatten(bucket), source), bucket)
@@ -58,16 +58,17 @@ def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
 def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor | None = None) -> Tensor | None:
     """Replace each gradient with its mean over all ranks. A missing gradient counts as zero.
 
-    Gradients that are equal on all ranks stay equal, so they may be averaged again after further gradients were added.
-    A gradient that no rank has stays None. Must be called on all ranks with the same parameters.
+    Averaging does not change gradients that are already equal on all ranks. They may therefore be averaged again after
+    further gradients have been added. A gradient that no rank has stays None. Must be called on all ranks with the same
+    parameters.
 
     Args:
-        parameters: The parameters.
-        world: The ranks.
-        note: A number to sum over the ranks in the same exchange (0-d tensor).
+        parameters: Parameters whose gradients are averaged.
+        world: Ranks over which the mean is taken.
+        note: 0-d tensor to sum over the ranks in the same exchange.
 
     Returns:
-        The sum of ``note``; None with a world size of one.
+        The sum of ``note`` (0 if it is None); None with a world size of one.
 
     Raises:
         ValueError: If a gradient is sparse.

@@ -19,12 +19,15 @@ class CommHook:
     """Communication hook, validated when it is created and applied when a model is wrapped.
 
     Args:
-        hook: A name, a function for torch's ``register_comm_hook``, or None.
-        state: The first argument of the function. For PowerSGD, it may be a dict of arguments for ``PowerSGDState``.
-        wrapper: ``"fp16"``, ``"bf16"`` or a function, which casts the gradients before ``hook`` and back afterwards.
+        hook: ``"fp16"``, ``"bf16"``, ``"power_sgd"``, or a function for torch's ``register_comm_hook``; ``"no"`` or
+            None for no hook.
+        state: The first argument of a function passed as ``hook``. For PowerSGD, it may be a dict of arguments for
+            ``PowerSGDState``.
+        wrapper: ``"fp16"`` or ``"bf16"``, to which gradients are cast before ``hook`` runs; or a function that takes
+            the hook and returns another.
 
     Raises:
-        ValueError: If the arguments contradict each other, or if torch's hook is broken.
+        ValueError: If the arguments contradict each other, or if the hook is broken in torch.
 
     Source: PowerSGD (Vogels et al., 2019), https://arxiv.org/abs/1905.13727
     """
@@ -60,7 +63,7 @@ class CommHook:
         """Register the hook with a replica.
 
         Args:
-            module: Torch's DistributedDataParallel.
+            module: The ``DistributedDataParallel`` module.
             world: All processes.
         """
         hook, state = self._resolve_hook(world)
@@ -94,9 +97,9 @@ class CommHook:
 
 
 def scaled_fp16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in float16, scaled by its largest element over all processes.
+    """Average a bucket of gradients in float16, divided by the largest absolute value on any process.
 
-    Without the scale, as in torch's hook, a gradient multiplied by a number of tokens exceeds float16's maximum, 65504.
+    torch's hook does not scale, so a gradient multiplied by a number of tokens can exceed float16's maximum, 65504.
 
     Args:
         group: The process group.

@@ -42,8 +42,9 @@ class _Replica(DistributedDataParallel):
     """DDP module that exposes the attributes of the user's model.
 
     Args:
-        router: Runs the user's model.
-        advance: Called before each forward of a training step, which may wait for other ranks.
+        router: Module that runs the user's model.
+        advance: Function that is called before each forward pass of a training step, because that pass may wait for
+            other ranks.
         options: Arguments of torch's DDP.
 
     Attributes:
@@ -60,13 +61,13 @@ class _Replica(DistributedDataParallel):
 
     @property
     def module(self) -> nn.Module:
-        """The user's model, as in torch's DDP. For torch itself, during construction and forward, it is the router."""
+        """The user's model, as in torch's DDP. While torch constructs or runs the module, it is the router instead."""
         router: Any = self._modules["module"]
         is_torchs = "ready" not in self.__dict__ or DistributedDataParallel._active_ddp_module is self
         return router if is_torchs else router.module
 
     def can_skip_reduction(self) -> bool:
-        """Return whether a backward may skip the reduction. With a static graph, the first one may not."""
+        """Return whether a backward pass may skip the reduction. With a static graph, the first pass may not."""
         return not self.static_graph or self._static_graph_delay_allreduce_enqueued
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +86,7 @@ class _Replica(DistributedDataParallel):
             raise better from error
 
     def check(self) -> None:
-        """Check that no reduction is still in progress, because torch would raise an error only in the next forward.
+        """Check that the reduction is complete, because torch would raise an error only in the next forward pass.
 
         Raises:
             ValueError: If parameters received no gradient. The error lists them.
@@ -101,7 +102,7 @@ class _Replica(DistributedDataParallel):
         """Return the error to raise instead of an error of torch's reducer, or None for any other error.
 
         Args:
-            error: The error.
+            error: Error that a forward or backward pass raised.
         """
         return explain_reducer_error(error, self._names, self.find_unused_parameters)
 
@@ -117,28 +118,32 @@ class DDP(Strategy):
 
     Args:
         find_unused_parameters: Permit parameters that are not used in a step, at the cost of a traversal of the graph.
-        static_graph: Assume that every step computes the same graph, with the same unused parameters, which then need
-            no traversal. Gradients may then also become ready more than once, as with reentrant checkpointing.
-        gradient_as_bucket_view: Store gradients in the buffers that they are sent in, which saves a copy of all
-            gradients.
+        static_graph: Assume that every step computes the same graph and leaves the same parameters unused, so the graph
+            need not be traversed. A gradient may then also become ready more than once, as with reentrant
+            checkpointing.
+        gradient_as_bucket_view: Store gradients in the buffers in which they are sent, so no second copy of them is
+            needed.
         bucket_cap_mb: Size of these buffers in MiB. Default: 25, as in torch.
-        broadcast_buffers: Broadcast rank zero's buffers (BatchNorm's statistics) to every process before each forward.
-        comm_hook: Compression of gradients: ``"fp16"``, ``"bf16"``, ``"power_sgd"``, or a function for torch's
+        broadcast_buffers: Broadcast rank zero's buffers (BatchNorm's statistics) to every process before each forward
+            pass.
+        comm_hook: Compression of gradients: ``"fp16"``, ``"bf16"``, ``"power_sgd"`` or a function for torch's
             ``register_comm_hook``. Values that the processes exchange to agree on a step are never compressed.
         comm_state: For a function, its first argument. For PowerSGD, torch's ``PowerSGDState`` or a dict of its
             arguments (``{"matrix_approximation_rank": 2, "start_powerSGD_iter": 10}``).
-        comm_wrapper: ``"fp16"`` or ``"bf16"``, to which the data that ``comm_hook`` sends is cast as well.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``, to which gradients are cast before ``comm_hook`` runs.
         sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes, even on the CPU.
-        zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). The results are bit-identical.
-        local_sgd_steps: After ``local_sgd_start`` steps, stop reducing gradients. Each process then steps on its own.
-            Parameters are averaged each time this number of optimizer steps is done, and before an evaluation or a
-            checkpoint.
-        local_sgd_start: Optimizer steps before local steps begin.
-        timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: that
-            of torch, 30 minutes or, on CUDA, 10 minutes.
-        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: that of the device.
-        other: Arguments under the names of Lightning and Accelerate: ``ddp_comm_hook``, ``ddp_comm_state``,
-            ``ddp_comm_wrapper``, ``comm_state_option``, ``model_averaging_period``.
+        zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). The results are bit-identical to
+            those of ``zero=False``.
+        local_sgd_steps: Number of optimizer steps between two averages of the parameters. After ``local_sgd_start``
+            steps, gradients are no longer reduced, and each process steps separately. Parameters are also averaged
+            before an evaluation or a checkpoint. Default: None, which reduces gradients in every step.
+        local_sgd_start: Number of optimizer steps before local steps begin.
+        timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: 30
+            minutes.
+        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: NCCL for GPUs and gloo for host
+            memory.
+        other: Aliases from Lightning and Accelerate: ``ddp_comm_hook``, ``ddp_comm_state``, ``ddp_comm_wrapper``,
+            ``comm_state_option``, ``model_averaging_period``.
 
     Raises:
         TypeError: If an argument does not exist. The error names the nearest valid one.
@@ -228,11 +233,11 @@ class DDP(Strategy):
 
     @property
     def replicas_equal(self) -> bool:
-        """False while each rank steps on its own (local SGD)."""
+        """False while each rank steps separately (local SGD)."""
         return self.local_steps is None or not self.local_steps.alone
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
-        """See `Strategy.wrap`. With ``step``, the processes' votes are part of the gradient reduction."""
+        """See `Strategy.wrap`. With ``step``, the processes' votes are reduced together with the gradients."""
         if self.world.size == 1 or not (step or any(p.requires_grad for p in module.parameters())):
             return super().wrap(module)
         self.place(module)
@@ -263,7 +268,7 @@ class DDP(Strategy):
         return replica
 
     def replicate(self, module: nn.Module) -> nn.Module:
-        """See `Strategy.replicate`. Backward does not reduce gradients."""
+        """See `Strategy.replicate`. The backward pass does not reduce gradients."""
         if self.world.size == 1:
             return super().wrap(module)
         if self.comm_hook or self.local_steps is not None:
@@ -281,7 +286,7 @@ class DDP(Strategy):
         return average_gradients(parameters, self.world, note)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """See `Strategy.wrap_optimizer`. The user's own object is returned, with hooks around its step."""
+        """See `Strategy.wrap_optimizer`. The same object is returned, with hooks around its step."""
         super().wrap_optimizer(optimizer)
         if self.world.size == 1:
             return optimizer
@@ -315,10 +320,10 @@ class DDP(Strategy):
             self.set_gradient_sync(replica, True)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return a better explanation for an error of torch's reducer in a backward; return any other error unchanged.
+        """Return a clearer error for an error of torch's reducer in a backward pass; return any other error unchanged.
 
         Args:
-            error: The error.
+            error: Error that the backward pass raised.
         """
         explanations = (replica.explain(error) for replica in self._replicas)
         return next((better for better in explanations if better is not None), error)
@@ -326,7 +331,7 @@ class DDP(Strategy):
     # -- reduction of gradients ----------------------------------------------------------------------------------
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
-        """See `Strategy.set_gradient_sync`. It sets the same switch as torch's ``no_sync``."""
+        """See `Strategy.set_gradient_sync`. This sets the same flag as torch's ``no_sync``."""
         replica = _find_replica(module)
         if replica is None:
             return
@@ -404,7 +409,7 @@ class DDP(Strategy):
 
     @property
     def votes_in_backward(self) -> bool:
-        """See `Strategy.votes_in_backward`. True if there is a ballot and the backward reduces."""
+        """See `Strategy.votes_in_backward`. True if votes are part of the reduction and the backward pass reduces."""
         replica = self._ballot_replica
         return self._ballot is not None and replica is not None and replica.require_backward_grad_sync
 
@@ -526,7 +531,7 @@ class DDP(Strategy):
 
 
 def _find_replica(module: nn.Module) -> _Replica | None:
-    """Return the replica inside a wrapped module, compiled or not, or None if nothing is reduced."""
+    """Return the replica of a wrapped module, compiled or not; None if the module's gradients are not reduced."""
     if not isinstance(module, _Replica):
         module = module._modules.get("_orig_mod") or module
     return module if isinstance(module, _Replica) else None

@@ -1,4 +1,4 @@
-"""Explanations of errors of torch's gradient reducer, with the parameters, the rule and the fix."""
+"""Explanations of errors that torch's gradient reducer raises, with the parameters, the rule and the fix."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ class LocalSteps:
     """Step count of a run with local steps, and the schedule by which parameters are averaged.
 
     Args:
-        every: Optimizer steps between two averages of the parameters.
-        start: Optimizer steps before local steps begin. In these, gradients are averaged as usual.
+        every: Number of optimizer steps between two averages of the parameters.
+        start: Number of optimizer steps before local steps begin. Until then, gradients are averaged as usual.
 
     Attributes:
-        count: Number of optimizer steps so far.
+        count: Number of completed optimizer steps.
 
     Source: Don't Use Large Mini-Batches, Use Local SGD (Lin et al., 2020), https://arxiv.org/abs/1808.07217
     """
@@ -33,7 +33,7 @@ class LocalSteps:
 
     @property
     def alone(self) -> bool:
-        """True if the next step is taken by each process separately."""
+        """True if each process takes the next step separately."""
         return self.count >= self.start
 
     def stepped(self, optimizer: Optimizer, world: World) -> None:
@@ -60,7 +60,7 @@ class LocalSteps:
             self._apart = False
 
     def state_dict(self, optimizer: Optimizer, world: World) -> dict[str, Any]:
-        """Return the optimizer's state, averaged on all processes, so that a resumed run continues like this one.
+        """Return the optimizer's state, averaged over all processes, so that a resumed run continues like this one.
 
         Args:
             optimizer: The user's optimizer.
@@ -75,7 +75,7 @@ class LocalSteps:
         return {**optimizer.state_dict(), "local_sgd_count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the count. A state saved by another strategy has no count, so it starts at zero.
+        """Restore the number of completed steps. It is zero if the state was saved by another strategy.
 
         Args:
             state: A state returned by `state_dict`.

@@ -1,9 +1,9 @@
 """Sharded optimizer state: each process steps its share of the parameters and sends the result to the others (ZeRO-1).
 
 No optimizer is rebuilt: the user's own optimizer steps, with fewer parameters in its groups. All optimizer classes,
-    group options and schedulers therefore work, and the result is bit-identical to that of the plain optimizer. torch's
-    ``ZeroRedundancyOptimizer``, in contrast, builds a second optimizer from the class and its defaults, starts without
-    state, and gathers a state by pickle on one process only.
+group options and schedulers therefore work, and the result is bit-identical to that of the plain optimizer. torch's
+``ZeroRedundancyOptimizer``, in contrast, builds a second optimizer from the class and its defaults, starts without
+state, and gathers the state on one process only, with pickle.
 
 Source: ZeRO (Rajbhandari et al., 2020), https://arxiv.org/abs/1910.02054
 """
@@ -24,7 +24,7 @@ class Shards:
     """Assignment of an optimizer's parameters and their state to processes.
 
     Args:
-        optimizer: The user's optimizer. Its state for parameters of other processes is dropped.
+        optimizer: The user's optimizer. The state of parameters that belong to other processes is deleted.
         world: The processes.
 
     Raises:
@@ -55,7 +55,7 @@ class Shards:
             self._load[rank] += parameter.numel()
 
     def _narrow(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before a step, keep only this process's parameters in the groups."""
+        """Keep only this process's parameters in the groups during a step."""
         self._widen(optimizer)  # a step that raised an error left them narrow
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         replaced: Any = None
@@ -77,7 +77,7 @@ class Shards:
             self._whole = None
 
     def _exchange(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """After a step, send the parameters that this process has stepped, and receive those of the other processes."""
+        """Send the parameters that this process has updated, and receive those of the other processes."""
         self._widen(optimizer)
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for source in range(self.world.size):
@@ -88,7 +88,7 @@ class Shards:
 
         Args:
             optimizer: The user's optimizer.
-            state: The full state.
+            state: Optimizer state of all parameters.
         """
         self._assign(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,8 +1,8 @@
 """Examination of a job's ranks. Each rank inspects itself and reports through the store, and one rank evaluates.
 
-The store is used first because it answers without the other ranks. A rank that never reports can thus be named instead
-of being awaited in a collective. The measurements follow once every rank has reported. Each of the two parts has a time
-limit, and a timer ends a rank that exceeds it.
+The store is used first because it responds even if ranks are missing. A rank that never reports can thus be named,
+while a collective would wait for it. The measurements follow once every rank has reported. Each of the two parts has a
+time limit, and a timer ends a rank that exceeds it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def examine(
     Args:
         launched: Values that the launcher has set for this rank.
         run_folder: Folder into which the run would write.
-        limit: Seconds for all ranks to report, and again for the measurements.
+        limit: Time limit in seconds for the reports of all ranks, and separately for the measurements.
         publish: Function that is called with the report on one rank: rank zero, or the lowest rank that reported. The
-            other ranks leave after it has returned.
+            other ranks wait until it has returned.
         accelerator: Device type of the ranks. Default: ``"auto"``, the available devices.
 
     Returns:
@@ -73,7 +73,7 @@ def examine(
 
 
 def examine_without_ranks(run_folder: str | Path, errors: list[str]) -> Report:
-    """Return a report on this process alone, because no ranks could be started.
+    """Return a report on this process alone, for the case that no ranks could be started.
 
     Args:
         run_folder: Folder into which the run would write.
@@ -119,11 +119,11 @@ class _Examination:
         self._ending = threading.Lock()
 
     def start_timer(self, purpose: str, seconds: float) -> None:
-        """Give this rank ``seconds`` for the next part. After that, it reports the results so far and leaves.
+        """Start the time limit of the next part. When it expires, this rank reports the available results and exits.
 
         Args:
-            purpose: Name of the part, for the error.
-            seconds: Seconds for the part.
+            purpose: Name of the part, for the error message.
+            seconds: Time limit in seconds.
         """
         if self._timer is not None:
             self._timer.cancel()
@@ -180,7 +180,7 @@ class _Examination:
 
         Raises:
             ValueError: If another process has the same rank.
-            RuntimeError: If rank zero reported, but did not decide.
+            RuntimeError: If rank zero reported, but did not state which ranks are missing.
         """
         rank, size = self.launched.rank, self.launched.world_size
         if store.add(f"arrivals of {rank}", 1) > 1:
@@ -200,7 +200,7 @@ class _Examination:
         self.missing = json.loads(store.get("roll"))
 
     def _await_keys(self, store: dist.Store, names: list[str]) -> list[bool]:
-        """Wait until all keys are set or the limit has passed, and return which of them are set."""
+        """Wait until all keys are set or the limit has passed, and return for each key whether it is set."""
         deadline = time.monotonic() + self.limit
         while not store.check(names) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -217,10 +217,10 @@ class _Examination:
         return False
 
     def measure(self, accelerator: str) -> None:
-        """Connect the ranks and make the measurements. If a rank fails, the failure becomes part of the report.
+        """Connect the ranks and run the measurements. If a rank fails, the failure becomes part of the report.
 
         Args:
-            accelerator: Device type of the ranks.
+            accelerator: Device type of the ranks, as in `examine`.
         """
         assert self._store is not None
         error = ""

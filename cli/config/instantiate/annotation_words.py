@@ -72,7 +72,7 @@ def has_shape(value: Value, member: Any) -> bool:
     """Return whether the kind of a value (list, mapping, text) fits a member of a union.
 
     Args:
-        value: The value.
+        value: The value from the configuration.
         member: The member's annotation.
     """
     kind = typing.get_origin(member) or member
@@ -138,7 +138,7 @@ def format_value(value: Value, secrets: Mapping[str, str]) -> str:
     """Return a value as messages show it: with secrets hidden, and at most 100 characters long.
 
     Args:
-        value: The value.
+        value: The value from the configuration.
         secrets: Mapping from each secret to the reference that replaces it.
     """
     data = to_plain(value)

@@ -63,7 +63,7 @@ class CheckedConfig:
     """Valid configuration whose objects have not been built.
 
     Attributes:
-        config: The configuration.
+        config: The resolved configuration.
         trainer: Recipes of the Trainer's flags, by name.
         model: Recipe of the task.
         data: Recipe of the data module, or None.
@@ -158,7 +158,7 @@ def build(config: Config, model: type[TaskModule] | None = None, data: type[Data
     """Check a configuration and build all its objects except the Trainer.
 
     Args:
-        config: The configuration.
+        config: The resolved configuration.
         model: The task's class, unless the configuration names a subclass of it. Default: None.
         data: The data module's class, unless the configuration names a subclass of it. Default: None.
 
@@ -175,7 +175,7 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
     """Check a whole configuration against the signatures of its classes. Import modules, but build nothing.
 
     Args:
-        config: The configuration.
+        config: The resolved configuration.
         model: The task's class, unless the configuration names a subclass of it. Default: None.
         data: The data module's class, unless the configuration names a subclass of it. Default: None.
 
@@ -320,7 +320,7 @@ def locate_error(config: Config, error: Exception, section: str = "trainer") -> 
     """Convert an error of the Trainer or the run folder to a ConfigError that names its place.
 
     Args:
-        config: The configuration.
+        config: The resolved configuration.
         error: The error to convert. Its message may begin with the name of a flag or section, as in ``devices=0``.
         section: The section to name if the message names no flag or section. Default: ``"trainer"``.
     """

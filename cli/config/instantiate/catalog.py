@@ -146,7 +146,7 @@ def import_target(name: str) -> Any:
 
 
 def suggest_short_name(name: str, base: type = object) -> str:
-    """Return a hint if the short name of a known class is ``name``; otherwise, an empty string.
+    """Return a hint if a known class has the short name ``name``; otherwise, an empty string.
 
     Args:
         name: The name of the class, without a module.

@@ -31,25 +31,25 @@ __all__ = [
 
 
 class CustomInfiniteTask(RichTask):
-    """Task with an unknown number of batches, and so without remaining time."""
+    """Task with an unknown number of batches, and therefore without a remaining time."""
 
     @property
     def time_remaining(self) -> float | None:
-        """Return None."""
+        """Return None, because the remaining time is unknown."""
         return None
 
 
 class CustomProgress(Progress):
-    """rich's progress, refreshed by the code that changes it."""
+    """Progress display of rich that is refreshed by the code that updates it."""
 
     def soft_refresh(self) -> None:
-        """Draw if the output is a terminal or a notebook, where lines can be redrawn."""
+        """Redraw the display if the output is a terminal or a notebook."""
         if self.console.is_terminal or self.console.is_jupyter:
             self.refresh()
 
 
 class CustomBarColumn(BarColumn):
-    """Column with the bar, which pulses if the number of batches is unknown."""
+    """Column with the progress bar, which pulses if the number of batches is unknown."""
 
 
 class _StyledColumn(ProgressColumn):
@@ -69,7 +69,7 @@ class CustomTimeColumn(_StyledColumn):
 
 
 class BatchesProcessedColumn(_StyledColumn):
-    """Column with the number of processed batches and of all batches."""
+    """Column with the number of processed batches and the total number of batches."""
 
     def render(self, task: Task) -> Text:
         """See rich's ``ProgressColumn.render``."""
@@ -85,7 +85,7 @@ class ProcessingSpeedColumn(_StyledColumn):
 
 
 class MetricsTextColumn(ProgressColumn):
-    """Column with the logged values of the last `update`.
+    """Column with the logged values that `update` set last.
 
     Args:
         trainer: The Trainer.

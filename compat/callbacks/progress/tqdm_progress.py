@@ -13,11 +13,11 @@ __all__ = ["TQDMProgressBar", "Tqdm", "convert_inf"]
 
 
 class Tqdm(tqdm):  # type: ignore[type-arg]
-    """Progress bar whose metrics have equal widths, so that the line does not jump."""
+    """Progress bar whose metrics have equal widths, so that the width of the line stays the same."""
 
     @staticmethod
     def format_num(n: int | float | str) -> str:
-        """Return a number with at least five characters: ``0.500``, ``10.00``.
+        """Format a number. Decimal fractions have at least five characters, such as ``0.500`` or ``10.00``.
 
         Args:
             n: The number, or a text that is returned unchanged.
@@ -32,6 +32,6 @@ def convert_inf(x: Any) -> Any:
     """Return None for an infinite, NaN or missing length, and any other length unchanged.
 
     Args:
-        x: The length.
+        x: The length, in batches.
     """
     return None if x is None or math.isinf(x) or math.isnan(x) else x

@@ -12,7 +12,7 @@ class CSVLogger(LightningCSVLogger):
 
     Args:
         root_dir: Local directory above all experiments.
-        name: Directory of the experiment below it; None or ``""`` for none.
+        name: Directory of the experiment below ``root_dir``; None or ``""`` for no such directory.
         version: A number N for ``version_N``, or a directory name. Default: the next free number.
         prefix: Prefix of every metric's name, as ``prefix-name``.
         flush_logs_every_n_steps: Steps after which pending rows are written to the file.

@@ -9,11 +9,11 @@ from ....loggers import TensorBoardLogger as LightningTensorBoardLogger
 
 
 class TensorBoardLogger(LightningTensorBoardLogger):
-    """Writer of event files for TensorBoard in ``root_dir/name/version_N``. `log_graph` records whenever it is called.
+    """Writer of event files for TensorBoard in ``root_dir/name/version_N``. `log_graph` always records the graph.
 
     Args:
         root_dir: Local directory above all experiments.
-        name: Directory of the experiment below it; None or ``""`` for none.
+        name: Directory of the experiment below ``root_dir``; None or ``""`` for no such directory.
         version: A number N for ``version_N``, or a directory name. Default: the next free number.
         default_hp_metric: Whether `log_hyperparams` without metrics records ``hp_metric`` = -1.
         prefix: Prefix of every metric's name, as ``prefix-name``.
@@ -40,5 +40,5 @@ class TensorBoardLogger(LightningTensorBoardLogger):
 
     @property
     def sub_dir(self) -> str | None:
-        """Directory below the version's for the files."""
+        """Directory below ``version_N`` for the files."""
         return self._sub_dir

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: uploaded next to the existing one, and committed by one request."""
+"""Checkpoints in an object store, each uploaded next to the previous one and committed by one request."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Download:
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Download the files that were not downloaded before.
+        """Download the files that are not downloaded yet.
 
         Args:
             names: The files.

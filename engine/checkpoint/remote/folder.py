@@ -1,9 +1,9 @@
-"""Checkpoints of a folder in an object store: which ones count, which objects are leftovers, and how to delete one.
+"""Checkpoints in a folder of an object store: listing, checks, deletion, and removal of leftover objects.
 
 Under a checkpoint's URL there are ``manifest.json`` and one folder of files, ``data-<random>``, which the manifest
 names. A new save to the same URL therefore does not change the existing one: its files go to a new folder, and one
 request that replaces the manifest is the commit. Folders that the manifest does not name are left over from a save that
-was killed, or from the one before; other objects are foreign, and stay.
+was killed, or from the previous save. Other objects are foreign and are not deleted.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_writable(directory: RemotePath) -> None:
 
 
 def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, RemotePath]], list[str]]:
-    """Return the committed checkpoints of a folder with their manifests, latest last, and the problems of others.
+    """Return the committed checkpoints of a folder with their manifests, latest last, and a list of error messages.
 
     Args:
         directory: The URL of the checkpoints.

@@ -1,4 +1,4 @@
-"""One save to an object store: files are written locally, uploaded, and committed by their manifest."""
+"""Save to an object store: files are written locally, uploaded, and committed by their manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AT_ONCE = 4  # files uploaded concurrently; a large one already takes several r
 
 
 class Upload:
-    """One save to a checkpoint's URL. Every process uploads its own files; one of them commits.
+    """Save to a checkpoint's URL. Every process uploads its own files, and one process commits them.
 
     Files for S3 are uploaded part by part while they are serialized. The packages of other stores upload whole files,
     so their files are written to a folder of this process first, and deleted as soon as they are in the store.
