@@ -947,9 +947,9 @@ class Accelerator(Process):
         """Save all prepared and registered objects, and every process's RNG state. Call it on all processes.
 
         Args:
-            output_dir: The checkpoint directory, put in place by one rename once it is complete; or a URL such as
-                ``s3://bucket/run/last``, replaced by one request once all its files are uploaded. It may be omitted
-                with ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
+            output_dir: The checkpoint directory, which is put in place by one rename once it is complete, or a URL such
+                as ``s3://bucket/run/last``, whose checkpoint is replaced by one request once all files are uploaded. It
+                may be omitted with ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
             safe_serialization: Only True is accepted; there is no other format.
             info: Numbers and names for the manifest (``step``, ``epoch``, ...).
             parts: Further states by name, each saved in its own files.
@@ -1028,8 +1028,8 @@ class Accelerator(Process):
                 with a warning if those of the script differ.
             finish_epoch: If the state was saved with the last batch of an epoch, start the next epoch and return its
                 number as ``epoch``, so that a script that derives its first epoch from its steps trains a whole epoch.
-                With False, the first pass over the loader is empty, for loops that resume in the saved epoch. The first
-                pass over a stream of unknown length is then always empty.
+                If False, the first pass over the loader is empty, for loops that resume in the saved epoch. For a
+                stream of unknown length, this first pass is empty with either value.
 
         Returns:
             The ``info`` of the checkpoint.

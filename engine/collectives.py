@@ -44,7 +44,7 @@ def check_equal_shapes(name: str, value: Any, world: World) -> None:
     Args:
         name: The name of the call, for the error.
         value: The value of this rank.
-        world: The processes.
+        world: The processes that take part.
 
     Raises:
         ShapesDiffer: On every rank, if the shapes differ.
@@ -61,7 +61,7 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     Args:
         value: A tensor, or tensors nested in dicts, lists, tuples or dataclasses, of the same structure on all
             processes.
-        world: The processes.
+        world: The processes that take part.
         empty: If True, this process contributes no rows, and ``value`` only defines the structure.
         sync_grads: Let gradients flow back to the process that each row came from; see `_AllGather`.
 
@@ -158,7 +158,7 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
 
     Args:
         value: A tensor, or tensors nested in dicts, lists, tuples or dataclasses, of the same shapes on all processes.
-        world: The processes.
+        world: The processes that take part.
         sync_grads: Let gradients flow back to the process that each tensor came from; see `_AllGather`.
 
     Raises:
@@ -245,7 +245,7 @@ def gather_objects(value: Any, world: World) -> list[Any]:
 
     Args:
         value: Any object that can be pickled.
-        world: The processes.
+        world: The processes that take part.
     """
     return [item for part in world.gather_objects(_to_items(value)) for item in part]
 
@@ -255,7 +255,7 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
 
     Args:
         value: A tensor, or tensors nested in collections.
-        world: The processes.
+        world: The processes that take part.
         reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``. The mean of integers is float64.
         scale: Factor of the result, except with ``"none"``.
 
@@ -292,7 +292,7 @@ def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, p
 
     Args:
         value: A tensor, or tensors nested in collections.
-        world: The processes.
+        world: The processes that take part.
         dim: The dimension to pad; tensors without it are unchanged.
         pad_index: The value to pad with.
         pad_first: Pad before the first entry, not after the last.
@@ -339,7 +339,7 @@ def broadcast(value: Any, world: World, source: int) -> Any:
 
     Args:
         value: A tensor, or tensors nested in collections; it is not changed.
-        world: The processes.
+        world: The processes that take part.
         source: The rank whose tensors are returned.
 
     Raises:

@@ -163,7 +163,7 @@ def get_balanced_memory(
     memory.
 
     Args:
-        model: The model.
+        model: The model; it may be on device ``meta``.
         max_memory: See `get_max_memory`.
         no_split_module_classes: See `infer_auto_device_map`.
         dtype: See `infer_auto_device_map`.
@@ -171,8 +171,8 @@ def get_balanced_memory(
         low_zero: Put on the first accelerator only the modules that the other accelerators cannot hold.
 
     Returns:
-        The limits; ``max_memory`` itself if there are fewer than two accelerators, or if the model is larger than all
-        of them together.
+        Sizes in bytes by device. The limits of ``max_memory`` are not lowered if there are fewer than two accelerators,
+        or if the model does not fit on them.
     """
     full = get_max_memory(max_memory)
     used = [device for device in full if is_accelerator(device) and full[device] > 0]
@@ -227,7 +227,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
     """Check that a device map can be applied to a model.
 
     Args:
-        model: The model.
+        model: The model that the map is for.
         device_map: Devices by the names of modules or tensors.
 
     Raises:

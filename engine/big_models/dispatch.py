@@ -52,7 +52,7 @@ def dispatch_model(
     called, and released after that. Inputs are moved too, and outputs are moved back to the device of the inputs.
 
     Args:
-        model: The model.
+        model: The model, which is changed in place; it may be on device ``meta``.
         device_map: Devices by the names of modules or tensors; the nearest parent in the map applies.
         main_device: The device that runs offloaded modules. Default: the first accelerator of the map, else the CPU.
         state_dict: Values for tensors of the model that are offloaded to the CPU. Default: the model's own.
@@ -98,7 +98,7 @@ def cpu_offload(
     """Keep a model's weights in main memory and move each module's weights to a device when the module is called.
 
     Args:
-        model: The model.
+        model: The model, which is changed in place.
         execution_device: The device that runs the model. Default: that of its first parameter.
         offload_buffers: Offload buffers too.
         state_dict: Values for the weights. Default: the model's own.
@@ -130,7 +130,7 @@ def disk_offload(
     """Keep a model's weights on disk and read each module's weights when the module is called.
 
     Args:
-        model: The model.
+        model: The model, which is changed in place; it may be on device ``meta``.
         offload_dir: The folder to write the weights into; for a model on device ``meta``, the checkpoint that contains
             them. Weights that Accelerate's functions have offloaded there replace the model's own.
         execution_device: The device that runs the model. Default: that of its first parameter, or the CPU.
@@ -160,7 +160,7 @@ def cpu_offload_with_hook(
     device.
 
     Args:
-        model: The model.
+        model: The model, which is changed in place.
         execution_device: The device that runs the model. Default: the accelerator, else the CPU.
         prev_module_hook: The hook of the model that runs before this one.
 
@@ -176,7 +176,7 @@ def find_station(module: nn.Module) -> Station | None:
     """Return the hook that moves offloaded tensors to the device when a module itself is called, or None.
 
     Args:
-        module: The module.
+        module: A module of a dispatched model.
     """
     hooks = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
     return next((hook for hook in hooks if isinstance(hook, Station) and hook.loans), None)
@@ -186,7 +186,7 @@ def is_dispatched(model: nn.Module) -> bool:
     """Return whether a model is on several devices or offloaded, so that it cannot be trained in a distributed run.
 
     Args:
-        model: The model.
+        model: The model to examine.
     """
     places = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
     if len(places) > 1 or "disk" in places:
@@ -200,7 +200,7 @@ def remove_hook_from_submodules(model: nn.Module) -> nn.Module:
     Every `ModelHook` of the model and of the modules inside it is removed too.
 
     Args:
-        model: The model.
+        model: The dispatched model.
 
     Returns:
         The model.
@@ -253,7 +253,7 @@ def dispatch(
     """Dispatch a model with a checked map and opened weights; see `dispatch_model`.
 
     Args:
-        model: The model.
+        model: The model, which is changed in place.
         device_map: Devices by the names of modules or tensors.
         main: The device that runs offloaded modules.
         weights: Values of offloaded tensors.
@@ -295,7 +295,7 @@ def refuse_twice(model: nn.Module) -> None:
     """Check that a model has no hooks yet. Existing hooks would load weights that are no longer the model's.
 
     Args:
-        model: The model.
+        model: The model to examine.
 
     Raises:
         ValueError: If the model has hooks.

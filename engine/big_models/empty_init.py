@@ -38,7 +38,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     """Return a context in which parameters of new modules are on ``device``.
 
     Args:
-        device: The device.
+        device: The device of the parameters.
         include_buffers: Put buffers on the device too. Every tensor that is created inside the context without a device
             is then created on ``device``, so code that reads values back during construction cannot run with ``meta``.
             Default: no.
@@ -69,7 +69,7 @@ class _Redirect:
         """Return the tensor on the device; None if it is already there, or has no shape yet.
 
         Args:
-            tensor: The tensor.
+            tensor: The parameter or buffer that is being registered.
         """
         on_target = tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
         if on_target or nn.parameter.is_lazy(tensor):

@@ -102,7 +102,7 @@ def make_stand_in(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the description of an offloaded tensor, and its stand-in for the module.
 
     Args:
-        tensor: The tensor.
+        tensor: The parameter or buffer to offload.
     """
     shape = tensor.detach().to("meta")
     return copy_attributes(tensor, shape), copy_attributes(tensor, shape.as_subclass(StandIn), plain=True)

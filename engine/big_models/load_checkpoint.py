@@ -57,7 +57,7 @@ def load_checkpoint_and_dispatch(
     model is returned, with the map as its ``hf_device_map``.
 
     Args:
-        model: The model.
+        model: The model, which is changed in place.
         checkpoint: A safetensors file, an index or folder of several, a Treadle checkpoint, or a ``torch.save`` file.
         device_map: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators, ``"balanced_low_0"``
             leaves the first as free as possible, ``"sequential"`` fills one after the other; the rest goes to the CPU,
@@ -135,7 +135,7 @@ def load_checkpoint_in_model(
     `dispatch_model`.
 
     Args:
-        model: The model.
+        model: The model, which is changed in place.
         checkpoint: See `load_checkpoint_and_dispatch`.
         device_map: Devices by the names of modules or tensors. Default: tensors on device ``meta`` go to the CPU,
             others stay where they are.
@@ -170,7 +170,7 @@ def load_weights(
     """Load an open checkpoint into a model. The model is changed only after the whole checkpoint is checked.
 
     Args:
-        model: The model.
+        model: The model, which is changed in place.
         weights: The open checkpoint.
         device_map: Devices by the names of modules or tensors.
         dtype: The dtype of floating point weights after the load.

@@ -32,7 +32,7 @@ class ModelHook:
         """Prepare a module when the hook is added to it.
 
         Args:
-            module: The module.
+            module: The module that the hook is added to.
 
         Returns:
             The module.
@@ -43,7 +43,7 @@ class ModelHook:
         """Return the arguments for the forward.
 
         Args:
-            module: The module.
+            module: The module that is called.
             args: The caller's arguments.
             kwargs: The caller's keyword arguments.
         """
@@ -53,7 +53,7 @@ class ModelHook:
         """Return the output for the caller.
 
         Args:
-            module: The module.
+            module: The module that was called.
             output: The output of the forward.
         """
         return output
@@ -62,7 +62,7 @@ class ModelHook:
         """Restore a module when the hook is removed from it.
 
         Args:
-            module: The module.
+            module: The module that the hook is removed from.
 
         Returns:
             The module.
@@ -84,7 +84,7 @@ class SequentialHook(ModelHook):
         """Prepare the module with each hook in turn.
 
         Args:
-            module: The module.
+            module: The module that the hook is added to.
         """
         for hook in self.hooks:
             module = hook.init_hook(module)
@@ -94,7 +94,7 @@ class SequentialHook(ModelHook):
         """Pass the arguments through each hook in turn.
 
         Args:
-            module: The module.
+            module: The module that is called.
             args: The caller's arguments.
             kwargs: The caller's keyword arguments.
         """
@@ -106,7 +106,7 @@ class SequentialHook(ModelHook):
         """Pass the output through each hook in turn.
 
         Args:
-            module: The module.
+            module: The module that was called.
             output: The output of the forward.
         """
         for hook in self.hooks:
@@ -117,7 +117,7 @@ class SequentialHook(ModelHook):
         """Restore the module with each hook in turn.
 
         Args:
-            module: The module.
+            module: The module that the hook is removed from.
         """
         for hook in self.hooks:
             module = hook.detach_hook(module)
@@ -129,7 +129,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
     Args:
         module: The module; it is changed in place.
-        hook: The hook.
+        hook: The hook to run.
         append: Run it after the module's existing hook. Default: replace the existing hook without detaching it.
 
     Returns:
@@ -236,7 +236,7 @@ class UserCpuOffloadHook:
     """Handle of a model that stays on its device after a call; `cpu_offload_with_hook` returns it.
 
     Args:
-        model: The model.
+        model: The model that the hook is added to.
         hook: Its hook, usually a `CpuOffload`.
     """
 

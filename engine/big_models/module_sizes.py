@@ -114,7 +114,7 @@ def split_model(
     """Split the model into the smallest permitted parts, in its own order.
 
     Args:
-        model: The model.
+        model: The model; it may be on device ``meta``.
         no_split: Names of classes whose modules are not split.
         dtype: See `compute_module_sizes`.
         special_dtypes: See `compute_module_sizes`.
@@ -166,7 +166,7 @@ def check_class_names(model: nn.Module, argument: str, names: list[str] | str | 
     """Return the names as a set; warn if no module of the model has one of these classes.
 
     Args:
-        model: The model.
+        model: The model whose modules are compared with the names.
         argument: The name of the argument, for the warning.
         names: The names of the classes.
     """

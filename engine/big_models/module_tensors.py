@@ -19,7 +19,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and buffer under each of its names, in the order of the model's modules.
 
     Args:
-        model: The model.
+        model: The model whose tensors are listed.
     """
     return {
         f"{path}.{name}" if path else name: tensor
@@ -32,7 +32,7 @@ def iter_direct_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers that a module holds itself.
 
     Args:
-        module: The module.
+        module: The module whose own tensors are listed.
     """
     for registry in (module._parameters, module._buffers):
         for name, tensor in registry.items():
@@ -44,7 +44,7 @@ def is_buffer(tensor: Tensor) -> bool:
     """Return whether a model's tensor is a buffer, which a forward pass may change, and not a parameter.
 
     Args:
-        tensor: The tensor.
+        tensor: A parameter or buffer.
     """
     return not isinstance(tensor, nn.Parameter)
 
@@ -65,7 +65,7 @@ def find_unsaved_names(model: nn.Module) -> set[str]:
     """Return the names of buffers that are not saved: those registered with ``persistent=False``.
 
     Args:
-        model: The model.
+        model: The model whose buffers are listed.
     """
     return {
         f"{path}.{name}" if path else name
@@ -98,8 +98,8 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Replace the tensor called ``name`` in a module.
 
     Args:
-        module: The module.
-        name: The name.
+        module: The module that holds the tensor itself.
+        name: The tensor's name in the module, without dots.
         tensor: The new tensor.
     """
     if isinstance(module, nn.RNNBase):
@@ -113,7 +113,7 @@ def set_tensor_by_names(model: nn.Module, names: list[str], tensor: Tensor) -> N
     """Replace one tensor under all its names.
 
     Args:
-        model: The model.
+        model: The model that holds the tensor.
         names: The names of the tensor.
         tensor: The new tensor.
     """
@@ -144,7 +144,7 @@ def resolve_stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dty
     """Return a tensor's dtype after the model is loaded as ``dtype``: only floating point tensors change.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor before the load.
         dtype: The requested dtype; None for no change.
     """
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -154,6 +154,6 @@ def list_class_names(module: nn.Module) -> set[str]:
     """Return the names under which a module's class can be listed: those of the class and of its bases.
 
     Args:
-        module: The module.
+        module: A module of the model.
     """
     return {kind.__name__ for kind in type(module).__mro__}

@@ -103,7 +103,7 @@ def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
     """Write tensors to a file in a folder, replacing the file of an earlier run.
 
     Args:
-        folder: The folder.
+        folder: The folder, which is created if it does not exist.
         tensors: Tensors by name.
 
     Returns:

@@ -166,7 +166,7 @@ class Copying:
         """Record the device of a tensor that is being copied.
 
         Args:
-            tensor: The tensor.
+            tensor: The tensor that is being copied.
         """
         self._device = tensor.device if tensor.is_cuda else self._device
 

@@ -202,7 +202,7 @@ def is_empty(path: Path) -> bool:
     """Return whether the path is an empty directory.
 
     Args:
-        path: The path.
+        path: The path to examine.
     """
     with suppress(OSError):
         return _is_folder(path) and not os.listdir(path)
@@ -213,7 +213,7 @@ def is_whole(path: Path, digests: bool = False) -> bool:
     """Return whether the path is a checkpoint with all its files.
 
     Args:
-        path: The path.
+        path: The path to examine.
         digests: Compare digests, not only sizes.
     """
     try:

@@ -58,7 +58,7 @@ def find_newest(
     No file is deleted, because another process may be saving to the folder. Call this function on all ranks.
 
     Args:
-        world: The processes.
+        world: The processes that take part.
         project: The configuration of the run.
         resumable: Skip checkpoints that contain weights only.
 

@@ -118,7 +118,7 @@ class Checkpointer:
         """Return for each model the digests of its frozen weights, by name; see `FrozenWeights.update`.
 
         Args:
-            world: The processes.
+            world: The processes that take part.
         """
         models = self._accelerator.unwrapped_models
         return [self.frozen.setdefault(model, FrozenWeights()).update(model, world) for model in models]

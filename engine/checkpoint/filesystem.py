@@ -295,7 +295,7 @@ def list_names(directory: AnyPath) -> list[str]:
     """Return the names in a directory, sorted; an empty list if it is not a directory.
 
     Args:
-        directory: The directory.
+        directory: The directory to list.
     """
     if isinstance(directory, RemotePath):
         return directory.names()
@@ -309,7 +309,7 @@ def list_leaves(directory: Path, inside: str = "") -> Iterator[str]:
     """Yield all files and links in a directory and its subdirectories, as paths with ``/``. Links are not followed.
 
     Args:
-        directory: The directory.
+        directory: The directory to list.
         inside: The prefix of the paths.
     """
     for name in list_names(directory):
@@ -340,7 +340,7 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
     """Check one file of a directory against its entry.
 
     Args:
-        directory: The directory.
+        directory: The directory that contains the file.
         name: The file's name.
         entry: The manifest's entry.
         digests: Also read the file and compare its digest.

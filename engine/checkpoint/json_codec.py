@@ -111,7 +111,7 @@ def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -
     """Refuse a tensor that cannot be stored, before anything is written.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor to store.
         place: Its place in the state, for the error.
         any_dtype: Accept every dtype.
 

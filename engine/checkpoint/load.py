@@ -65,7 +65,7 @@ def load(
         state: Restore everything else.
         strict: Raise an error if something does not fit. Default: the models' ``strict_loading``, else True.
         schedule: ``"saved"``, ``"script"`` or None; see `Accelerator.load_state`.
-        finish_epoch: Start the next epoch if the state was saved with the last batch of one.
+        finish_epoch: Start the next epoch if the state was saved with the last batch of an epoch.
 
     Raises:
         ValueError: If it is damaged, belongs to another model or configuration, or was replaced while it was read. In
@@ -109,7 +109,7 @@ def load(
 
 
 def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
-    """Start the next epoch if the state was saved with the last batch of one; return the info with its number."""
+    """Start the next epoch if the state was saved with the last batch of an epoch; return the info with its number."""
     loaders = _list_training_loaders(accelerator)
     epochs = [loader.epoch for loader in loaders]
     with isolated_random_state():  # so that an empty pass does not change what the process draws next
@@ -237,7 +237,7 @@ def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) ->
     See `model_check.list_differences`.
 
     Args:
-        model: The model.
+        model: The user's module.
         opened: The checkpoint.
         complete: Whether the model is completely built.
 

@@ -59,7 +59,7 @@ class FrozenWeights:
 
         Args:
             model: The user's module.
-            world: The processes.
+            world: The processes that take part.
         """
         parameters = {strip_compile_prefix(n): p for n, p in model.named_parameters(remove_duplicate=False)}
         self._trained |= {name for name, parameter in parameters.items() if parameter.requires_grad}
@@ -79,8 +79,8 @@ def compute_digests(model: nn.Module, names: Collection[str], world: World) -> d
 
     Args:
         model: The user's module.
-        names: The names.
-        world: The processes.
+        names: The names of the parameters.
+        world: The processes that take part.
     """
     digests = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -222,7 +222,7 @@ def check_weights(
     """Check that ``weights`` belong to ``model``.
 
     Args:
-        model: The model.
+        model: The model to load the weights into.
         weights: Objects with a ``shape``, by name.
         path: The source of the weights, for the error.
         strict: If False, select the weights that fit, and report those that were skipped.
@@ -261,7 +261,7 @@ def list_differences(
     """Return the names and shapes in which ``weights`` differ from ``model``, one line each, without reading values.
 
     Args:
-        model: The model.
+        model: The model to compare with.
         weights: Objects with a ``shape``, by name.
         complete: Whether the model is completely built. If not, names that are missing on one side are not reported.
         left_out: Names that may be missing.

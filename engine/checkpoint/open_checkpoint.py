@@ -29,7 +29,7 @@ class OpenCheckpoint:
 
     Attributes:
         path: The directory or URL.
-        manifest: The manifest.
+        manifest: The parsed manifest.
         verified: Whether all files are known to have the committed content.
 
     Raises:

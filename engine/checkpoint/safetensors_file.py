@@ -179,7 +179,7 @@ def read_tensor(piece: Piece) -> Tensor:
     """Return a piece's tensor as the source of a copy, mapped onto its file if it is large.
 
     Args:
-        piece: The piece.
+        piece: The tensor in memory or in a file.
     """
     length = piece.shape.numel() * piece.dtype.itemsize
     if isinstance(piece, MemoryPiece) or length > _MAPPED_FROM:
@@ -269,7 +269,7 @@ def abbreviate(names: list[str]) -> str:
     """Return the first names of a list, and the number of omitted names, as text.
 
     Args:
-        names: The names.
+        names: The names to list.
     """
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 

@@ -53,7 +53,7 @@ class Counts:
 
     Args:
         metric: The metric object.
-        world: The processes.
+        world: The processes that take part.
     """
 
     def __init__(self, metric: nn.Module, world: World) -> None:
@@ -81,7 +81,7 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
         registered: The registered objects by name; it is changed in place.
         objects: Objects whose saved states are matched by class name and position.
         named: Objects whose saved states are matched by these names.
-        world: The processes.
+        world: The processes that take part.
 
     Raises:
         TypeError: If an object has no ``state_dict`` or no ``load_state_dict``.
@@ -315,10 +315,10 @@ def collect_rank_random_state(accelerator: Accelerator) -> RandomState:
 
 
 def sort_loaders(loaders: list[Loader]) -> list[Loader]:
-    """Return the loaders, training loaders first, because others may be added or removed.
+    """Return the loaders with training loaders first, because evaluation loaders may be added or removed.
 
     Args:
-        loaders: The loaders.
+        loaders: The prepared loaders.
     """
     return sorted(loaders, key=lambda loader: loader.evaluation)
 
@@ -396,7 +396,7 @@ def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception
 
 
 def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attempts) -> list[dict[str, Any] | None]:
-    """Return each model's state, with its current sharding; None for a model that a hook saves."""
+    """Return each model's state with its current sharding; None for a model that a hook saves."""
     models = accelerator.models
     if not accelerator.checkpointer.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)
@@ -449,7 +449,7 @@ def list_scheduler_kinds(schedulers: list[Any]) -> list[str]:
     """Return the schedulers' class names, without the module names, which may change for classes of a script.
 
     Args:
-        schedulers: The schedulers.
+        schedulers: The prepared schedulers.
     """
     wrapped = (s.scheduler if isinstance(s, PreparedScheduler) else s for s in schedulers)
     return [type(scheduler).__qualname__ for scheduler in wrapped]

@@ -35,7 +35,7 @@ def rank_part(rank: int) -> str:
     """Return the name of the part of one rank.
 
     Args:
-        rank: The rank.
+        rank: The rank that the part belongs to.
     """
     return f"rank-{rank:05d}"
 

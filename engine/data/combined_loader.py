@@ -223,7 +223,7 @@ def read_rows(
     """Yield batches of several iterables in one of the modes.
 
     Args:
-        mode: The mode.
+        mode: The mode of the combination.
         start: Function that starts or resumes a pass of the iterable with this index; the second argument states
             whether all start together.
         passes: The number of passes that each iterable has completed in this epoch; updated in place.

@@ -586,7 +586,7 @@ def batch_indices(loader: Loader, number: int | None = None) -> list[Any] | None
     """Return the indices of the samples in this process's latest batch, or in another batch of the same group.
 
     Args:
-        loader: The loader.
+        loader: A prepared loader.
         number: The batch's index in its group, from 0. Default: the last batch that was yielded.
 
     Returns:

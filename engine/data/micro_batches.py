@@ -68,7 +68,7 @@ def share(count: int, rank: int, size: int) -> slice:
 
     Args:
         count: The number of samples.
-        rank: The rank.
+        rank: The rank of the process.
         size: The world size.
     """
     base, extra = divmod(count, size)
@@ -83,7 +83,7 @@ def avoid_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
     ``__iter__`` rewinds it would start again with each call. Iterators written in C and generators do not.
 
     Args:
-        iterator: The iterator.
+        iterator: The iterator to protect.
     """
     return _iter_without_rewind(iterator) if type(iterator).__flags__ & _DEFINED_IN_PYTHON else iterator
 

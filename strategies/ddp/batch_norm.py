@@ -98,7 +98,7 @@ class GlobalBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Autograd function with one exchange per pass. The forward pass exchanges mean, squared deviations and count."""
+    """Autograd function with one collective per pass. Forward exchanges the means, squared deviations and counts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Post-local SGD: gradients are averaged at first. Later, each process steps on its own and parameters are averaged."""
+"""Post-local SGD: gradients are averaged at first. Later, processes step separately, and parameters are averaged."""
 
 from __future__ import annotations
 

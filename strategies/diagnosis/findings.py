@@ -74,7 +74,7 @@ def judge(
         size: Expected number of ranks.
         launched: Values that the launcher has set for the rank that publishes the report; None without a launcher.
         missing: Ranks that did not report.
-        errors: Failures while the ranks connected or measured.
+        errors: Failures that occurred while the ranks connected or ran the measurements.
         measured: Measurements under ``"clocks"`` and ``"all-reduce"``, if they exist.
     """
     return [
@@ -342,7 +342,7 @@ def format_ranks(ranks: list[int]) -> str:
     """Format ranks as "rank 1" or "ranks 1, 2". If there are more than eight, only the first eight are listed.
 
     Args:
-        ranks: The ranks.
+        ranks: Rank numbers in the order to print them.
     """
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"

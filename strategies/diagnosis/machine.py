@@ -43,7 +43,7 @@ _UNLIMITED = 1 << 60  # bytes; version 1 of control groups reports about this mu
 
 
 def inspect_process(run_folder: str | Path = ".") -> Facts:
-    """Return what affects a run in this process: versions, hardware, limits, folders, environment.
+    """Return the properties of this process that affect a run: versions, hardware, limits, folders and environment.
 
     Args:
         run_folder: Folder into which the run would write. Default: the current one.
@@ -75,7 +75,7 @@ def inspect_process(run_folder: str | Path = ".") -> Facts:
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions of Python, torch, Treadle and the relevant installed packages, by name."""
+    """Return the versions of Python, torch, Treadle and the relevant installed packages, keyed by name."""
     versions = {"Python": platform.python_version(), "torch": torch.__version__, "treadle": __version__}
     for package in (*REQUIRED, *OPTIONAL):
         try:
@@ -86,7 +86,7 @@ def read_versions() -> dict[str, str]:
 
 
 def name_processor() -> str:
-    """Return the processor's name as reported by the system, or else its architecture."""
+    """Return the processor's name as reported by the system, or its architecture if no name is reported."""
     match = re.search(r"^model name\s*: *(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)  # exists on Linux only
     return match[1] if match else platform.processor() or platform.machine()
 
@@ -201,7 +201,7 @@ def inspect_folder(folder: str | Path) -> Facts:
     If the folder does not exist yet, the nearest existing parent is inspected instead.
 
     Args:
-        folder: The folder.
+        folder: Path of the folder.
     """
     path = Path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())

@@ -17,13 +17,13 @@ _QUICK = 0.1  # seconds for the medium tensor; if it takes longer, the large one
 
 
 def measure_clocks(world: World) -> list[float]:
-    """Return by how many seconds the clock of each rank is ahead of rank zero's.
+    """Return the number of seconds by which each rank's clock is ahead of rank zero's.
 
     Each rank reads its clock as it leaves a barrier, so the error is the time between the first and the last rank to
     leave.
 
     Args:
-        world: The world.
+        world: All processes.
     """
     rounds = []
     for _ in range(_ROUNDS):
@@ -45,13 +45,15 @@ def _gather_times(world: World) -> list[float]:
 def measure_all_reduce(world: World) -> dict[str, Any]:
     """Return the backend, latency in seconds and bus bandwidth in bytes per second of an all-reduce.
 
-    Bus bandwidth is the data rate of each link in a ring: 2 (n - 1) / n times the tensor's bytes per second.
+    Bus bandwidth is the data rate of each link in a ring: 2 (n - 1) / n times the tensor's bytes per second, where n is
+    the world size.
 
     Args:
-        world: The world.
+        world: All processes.
 
     Returns:
-        ``"backend"``, ``"latency"``, ``"bandwidth"``, and ``"bytes"`` of the tensor that was measured.
+        A dict with ``"backend"``, ``"latency"``, ``"bandwidth"`` and ``"bytes"``, the size of the tensor used to
+        measure the bandwidth.
 
     Raises:
         ArithmeticError: If a result is not the sum of all ranks' values.
@@ -83,7 +85,7 @@ def _check_sum(world: World) -> None:
 
 
 def _time_all_reduce(world: World, length: int, repeats: int) -> float:
-    """Return the median seconds of one all-reduce on the slowest rank."""
+    """Return the median duration in seconds of an all-reduce on the slowest rank."""
     tensor = torch.zeros(length, device=world.device)
     times = []
     for attempt in range(repeats + 2):  # two of them as a warm-up

@@ -41,7 +41,7 @@ class Call:
         name: The function that the user called: ``"gather"``, ``"fit"``.
         inside: The function in Treadle, if it is not ``name`` itself.
         path: The user's file.
-        line: The user's line, and the function that contains it.
+        line: Line number in the user's file, and the function that contains the line.
     """
 
     operation: str
@@ -66,8 +66,8 @@ class Call:
     def location_key(self) -> tuple[str, ...]:
         """Key by which locations are compared.
 
-        The folder is not part of the key, because machines may have the same file in different folders. Treadle's own
-        lines are not part of it either, because a function may have different branches for rank zero.
+        The folder is not part of the key, because machines may have the same file in different folders. Line numbers in
+        Treadle's own files are not part of it either, because a function may have different branches for rank zero.
         """
         return (Path(self.path).name, self.line, re.sub(r":\d+", "", self.inside))
 
@@ -77,7 +77,7 @@ class Call:
 
         Args:
             operation: The collective, with its arguments.
-            value: The tensor.
+            value: The tensor that is sent; None for objects.
         """
         form = "" if value is None else f"{str(value.dtype)[6:]} {list(value.shape)} on {value.device.type}"
         frame: FrameType | None = sys._getframe(1)
@@ -105,17 +105,17 @@ def _describe_frame(frame: FrameType, file: str = "") -> str:
 
 
 class Meeting:
-    """Comparison of calls through torch's store, which answers even if some processes are missing.
+    """Comparison of calls through torch's store, which responds even if some processes are missing.
 
-    Calls are counted in the store, per process, so that several Worlds over one group form one sequence. The last
-    process to arrive, or one that has waited too long, compares the calls and stores the verdict. There is one verdict
-    on each call, which applies to all processes.
+    Calls are counted in the store, per process, so that the calls of several Worlds over one group form one sequence.
+    The last process to arrive, or one that has waited too long, compares the calls and stores the verdict. Each call
+    has one verdict, which applies to all processes.
 
     Args:
         store: The shared store.
         ranks: Global ranks of the group's processes.
-        position: This process's index among them.
-        timeout: Seconds to wait for the others.
+        position: Index of this process in ``ranks``.
+        timeout: Seconds to wait for the other processes.
     """
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], position: int, timeout: float) -> None:
@@ -157,7 +157,7 @@ class Meeting:
             raise DistributedOperationException(text)
 
     def leave(self) -> None:
-        """Record that this process ends, so that a call in which other processes wait can no longer complete."""
+        """Record that this process ends, so that other processes do not wait for its next call."""
         if os.getpid() != self._process:
             return
         with contextlib.suppress(RuntimeError):  # the store may have ended with its process
@@ -223,12 +223,12 @@ class Meeting:
 
 
 def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> str:
-    """Return the verdict on the processes' calls. Its first letter is the kind of the verdict.
+    """Return the verdict on the processes' calls. Its first character is the kind of verdict.
 
     Args:
         calls: The calls, in the order of ``ranks``.
-        ranks: The ranks.
-        note: An earlier note to repeat.
+        ranks: Global ranks of the processes.
+        note: Note on an earlier call, which is repeated in an error.
     """
     listed = describe_calls({rank: str(call) for rank, call in zip(ranks, calls, strict=True)})
     ended_ranks = [rank for rank, call in zip(ranks, calls, strict=True) if call.operation.startswith(_ENDED)]
@@ -269,7 +269,7 @@ class DebugWorld(World):
     """World whose processes compare each call before they make it; created by `make_world` with ``TREADLE_DEBUG=1``.
 
     Args:
-        debug: The settings. Default: those of the environment.
+        debug: Settings. Default: those in the environment variables.
         place: See `World`.
     """
 
@@ -295,7 +295,7 @@ class DebugWorld(World):
         return super().mesh(**dimensions)
 
     def meet(self, call: str) -> None:
-        """Compare the call as for a collective, so that an error shows the lines of the missing ranks.
+        """Compare the call like that of a collective, so that an error shows the lines of the missing ranks.
 
         Args:
             call: The name of the call.

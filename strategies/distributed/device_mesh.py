@@ -19,9 +19,9 @@ class Layout:
     """Sizes of a mesh of processes.
 
     Args:
-        data: Number of processes that the data is sharded over; ``"auto"`` means the world size divided by ``tensor``.
-        replicate: Number of replicas; each is sharded over ``data`` divided by this number.
-        tensor: Number of processes that process one sample together.
+        data: Number of processes over which the data is sharded; ``"auto"`` means the world size divided by ``tensor``.
+        replicate: Number of replicas. Each is sharded over ``data / replicate`` processes.
+        tensor: Number of processes that share the work on one sample.
 
     Raises:
         ValueError: If a size is not positive.
@@ -83,7 +83,7 @@ class Layout:
         return mesh[REPLICATE, SHARD] if self.replicate > 1 else mesh[SHARD]
 
     def data_world(self, world: World) -> World:
-        """Return the world of processes with different data that includes this process.
+        """Return the world of this process and one process for each other share of the data.
 
         Args:
             world: All processes.

@@ -28,7 +28,7 @@ def get_original_class(module: nn.Module) -> type[nn.Module]:
     """Return the original class of a module, which sharding replaces with a generated class.
 
     Args:
-        module: The module.
+        module: A sharded or plain module.
     """
     kind = type(module)
     return kind.__bases__[-1] if hasattr(module, "_get_fsdp_state") else kind
@@ -38,7 +38,7 @@ def local(tensor: Tensor) -> Tensor:
     """Return this process's shard as a plain tensor with the same memory. A plain tensor is returned unchanged.
 
     Args:
-        tensor: The tensor.
+        tensor: A sharded or plain tensor.
     """
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
@@ -80,9 +80,9 @@ class Piece(NamedTuple):
 
     local: Tensor
     offset: tuple[int, ...]
-    """Its offset in the full tensor."""
+    """Offset of the shard in the full tensor."""
     first_copy: bool
-    """Whether this process writes it, among those that have the same shard."""
+    """True if this process, and no other process with the same shard, writes the shard."""
 
 
 def piece_of(tensor: Any) -> Piece:
@@ -111,7 +111,7 @@ def _place(like: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class Whole(Protocol):
-    """Tensor, or an object for a tensor in a file: it has a shape and a dtype, and returns its values when indexed."""
+    """Tensor in memory or in a file, with a shape and a dtype. Indexing returns its values."""
 
     @property
     def shape(self) -> torch.Size:
@@ -126,7 +126,7 @@ class Whole(Protocol):
 
 
 def cut_like(full: Whole, like: Any) -> Tensor:
-    """Return this process's shard of ``full``, sharded like another tensor. There is no communication.
+    """Return ``full`` sharded like another tensor. Each process copies its own shard, without communication.
 
     Args:
         full: The full tensor.
@@ -151,7 +151,7 @@ def fill(part: Tensor, full: Whole, like: Any) -> None:
     """Copy this process's shard of ``full`` into ``part``.
 
     Args:
-        part: The target.
+        part: Tensor with the shape of the shard, which is overwritten.
         full: The full tensor.
         like: The tensor whose sharding is used.
     """
@@ -160,10 +160,10 @@ def fill(part: Tensor, full: Whole, like: Any) -> None:
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[Group]:
-    """Group the tensors so that one operation supports each group: plain tensors, and those of each mesh.
+    """Group tensors that one operation can process together: the plain tensors, and the sharded tensors of each mesh.
 
     Args:
-        tensors: The tensors.
+        tensors: Sharded and plain tensors.
     """
     groups: dict[Any, Group] = {}
     for tensor in tensors:
@@ -178,8 +178,8 @@ def clip_to_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_ty
     norm leaves the gradients unchanged, so that the parameter with the NaN can still be found.
 
     Args:
-        parameters: The parameters.
-        max_norm: The maximum norm.
+        parameters: Parameters whose gradients are scaled.
+        max_norm: Maximum total norm of the gradients.
         norm_type: The p of the p-norm.
 
     Returns:

@@ -101,7 +101,7 @@ class LaunchEnvironment:
     def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
         """Read the launch variables. Return None if no launcher set any. Only this function reads them.
 
-        torchrun's variables, which Ray sets, too, have priority, because torchrun may itself be started by srun or
+        torchrun's variables, which Ray also sets, have priority, because torchrun itself may be started by srun or
         mpirun. MPI's variables come next, because mpirun starts its helpers with srun. SLURM's variables come last.
 
         Args:
@@ -215,7 +215,7 @@ def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _read_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Read the variables of Open MPI, or those of the mpirun of MPICH and Intel MPI."""
+    """Read the variables of Open MPI, or those that mpirun sets in MPICH and Intel MPI."""
     if "OMPI_COMM_WORLD_SIZE" in env:
         names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")]
     elif "PMI_SIZE" in env and "MPI_LOCALNRANKS" in env:  # srun --mpi=pmi2 also sets the first, but not the second
@@ -289,7 +289,7 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
     """Return whether srun started this process as a task.
 
-    A batch script has a SLURM_PROCID, too, but not a step of its own.
+    A batch script also has a SLURM_PROCID, but not a step of its own.
     """
     if "SLURM_STEP_ID" not in env or _parse_number(env, "SLURM_STEP_ID", low=0) >= _SLURM_SPECIAL_STEPS:
         return False
@@ -301,7 +301,7 @@ def _is_slurm_task(env: Mapping[str, str]) -> bool:
 
 
 def _is_slurm_batch(env: Mapping[str, str], task_count: int) -> bool:
-    """Return whether this is a batch script with step variables of the task that submitted it.
+    """Return whether this is a batch script with the step variables of the task that submitted it.
 
     sbatch passes these variables on.
     """
@@ -316,7 +316,7 @@ def task_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
         name: The name of the variable, for the error.
 
     Raises:
-        ValueError: If it does not have this form.
+        ValueError: If ``text`` does not have this form.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -335,7 +335,7 @@ def host_names(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
         name: The name of the variable, for the error.
 
     Raises:
-        ValueError: If it does not have this form.
+        ValueError: If ``text`` does not have this form.
     """
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     hosts = [host for item in items for host in _expand_host(item)]
@@ -423,7 +423,7 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables inside the context. Earlier values are restored afterwards.
 
     Args:
-        variables: The values by name.
+        variables: Values of the variables, keyed by name.
     """
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -1,8 +1,8 @@
 """Calls that all processes must make, such as a save. If only some processes make a call, an error is raised.
 
-Every process announces in torch's store that it has entered the call, and waits there for the others. It waits as long
-as they need, unless one of them can no longer arrive, because it has entered a different call, has ended, or has
-continued to a later training step or exchange, which in turn waits for this process.
+Every process announces in torch's store that it has entered the call, and waits there for the others. It waits until
+the timeout, or until one of them can no longer arrive. This is the case if that process has entered a different call,
+has ended, or has continued to a later training step or exchange, which in turn waits for this process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SharedCount:
             self.place = f"/proc/{self.pid}/fd/{descriptor}"
 
     def advance(self) -> None:
-        """Count that this process enters a training step or an exchange. This takes 0.13 us."""
+        """Increment the counter, because this process enters a training step or an exchange. This takes 0.13 us."""
         self.values[0] += 1
 
 

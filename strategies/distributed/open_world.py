@@ -37,13 +37,13 @@ def open_world(
     """Return the world that this process belongs to. Start the other processes if several are requested.
 
     Args:
-        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), ``"mps"``.
+        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"mps"``.
         devices: A number, indices (a list or ``"0,2"``), ``-1`` for all, or ``"auto"``. ``"auto"`` uses the launcher's
             processes; without a launcher, all GPUs if ``spread`` is set, otherwise one process.
         num_nodes: Number of machines.
         spread: Whether ``"auto"`` may use several GPUs.
         timeout: Maximum time that a collective waits for other processes before it fails.
-        backend: Torch's name of the backend.
+        backend: Torch's name for the communication backend, such as ``"gloo"``.
 
     Raises:
         ValueError: If the arguments contradict the environment or the machine.
