@@ -329,12 +329,10 @@ class Accelerator(Process):
 
         Args:
             model: The user's module. A prepared one is wrapped again if its set of trainable parameters has changed.
-            device_placement: Move the model; if False, it must be on the device already. Default: the Accelerator's
-                setting.
+            device_placement: If False, the model must be on the device already. Default: the Accelerator's setting.
             evaluation_mode: Move the model, but do not wrap it for training.
             step: The method that returns the training loss, if it is not ``forward``; call it through `method`.
-            by_hand: Reduce gradients when an optimizer steps, not in the backward pass; call methods through
-                `local_method`.
+            by_hand: Reduce gradients when an optimizer steps; call methods through `local_method`.
             by_parts: Compile the submodules and not the model itself, for loops that call methods other than
                 ``forward``.
 

@@ -61,8 +61,7 @@ def load_checkpoint_and_dispatch(
         checkpoint: A safetensors file, an index or folder of several, a Treadle checkpoint, or a ``torch.save`` file.
         device_map: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators, ``"balanced_low_0"``
             leaves the first as free as possible, ``"sequential"`` fills one after the other; the rest goes to the CPU,
-            then the disk, and the plan is printed. A dict maps names of modules or tensors to devices. Default: only
-            load the model.
+            then the disk, and the plan is printed. A dict maps names to devices. Default: only load the model.
         max_memory: See `get_max_memory`.
         no_split_module_classes: See `infer_auto_device_map`.
         offload_folder: Accepted but not needed, because no weights are copied to disk.

@@ -39,7 +39,7 @@ class Accumulation:
 
     Attributes:
         sync_gradients: Whether the current micro-batch is the last of its group, after which the optimizer steps.
-        optimizer_step_was_skipped: Whether the last step was skipped because a float16 gradient overflowed.
+        optimizer_step_was_skipped: Whether the last step was skipped because of a non-finite gradient.
         groups_end_with_loader: Whether the end of a loader ends a group.
         position: Number of micro-batches of the current group that did not come from a prepared loader.
         agreement: The values that all processes agree on in each step.
@@ -225,8 +225,7 @@ class Accumulation:
         Args:
             loss: The mean loss of the micro-batch, as a 0-d tensor.
             args: Positional arguments of ``Tensor.backward``.
-            weight: The number of items over which the loss is a mean, such as tokens; None if these items are the
-                samples.
+            weight: The number of items over which the loss is a mean, such as tokens; None for the samples.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward``.
 
