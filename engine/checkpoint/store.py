@@ -212,8 +212,8 @@ def find_again(path: AnyPath | str) -> None:
     """Restore a checkpoint, or a directory that contains it, whose replacement was interrupted.
 
     Between two renames no checkpoint exists at the path. A process that is replacing the checkpoint gets two seconds to
-    finish. A killed process has left both versions; the first process that calls this function puts the newer one in
-    place if it is intact, else the older one.
+    finish. If a process was killed during the replacement, both versions exist. The first caller of this function puts
+    the newer one in place if it is intact, and the older one otherwise.
 
     Args:
         path: The checkpoint's directory. The directory is not changed if it exists, or if it is not being replaced.
