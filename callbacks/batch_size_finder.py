@@ -83,7 +83,8 @@ class BatchSizeFinder(Callback):
         self.max_val = check_int("max_val", max_val, 1)
         if init_val > max_val:
             raise ValueError(
-                f"init_val={init_val} is more than max_val={max_val}, the largest size to try. Lower init_val."
+                f"init_val={init_val} is more than max_val={max_val}, the largest size to try. Lower init_val or raise "
+                "max_val."
             )
         self.keep_global_batch = check_bool("keep_global_batch", keep_global_batch)
         self.optimal_batch_size: int | None = None
@@ -95,7 +96,7 @@ class BatchSizeFinder(Callback):
         if stage == "fit" and self.keep_global_batch and scheduled:
             raise ValueError(
                 "BatchSizeFinder(keep_global_batch=True) and GradientAccumulationScheduler both set the number of "
-                "batches per step. Remove one of them."
+                "micro-batches per optimizer step. Remove one of them."
             )
 
     def search(self, fits: Callable[[int], int | None], limit: int) -> int:
@@ -114,16 +115,20 @@ class BatchSizeFinder(Callback):
             most = fits(size)
             if most is None:
                 worst = size
-                announce(f"BatchSizeFinder: out of memory at {size}")
+                announce(f"BatchSizeFinder: out of memory with a batch size of {size}")
             else:
                 limit = min(limit, most)
                 best = min(size, limit)
-                announce(f"BatchSizeFinder: {size} fits")
+                announce(f"BatchSizeFinder: a batch size of {size} fits")
             if best >= limit or worst == 1 or (worst and best and self._is_done(best, worst)):
                 break
             size = self._choose_next_size(best, worst, limit)
         if not best:
-            raise MemoryError(f"no batch size fits into memory, not even {worst}, the smallest one tried.")
+            advice = "Use a smaller model or input." if worst == 1 else "Lower init_val or raise max_trials."
+            raise MemoryError(
+                f"no batch size fits into memory: even {self.batch_arg_name}={worst}, the smallest that was tried, "
+                f"failed. {advice}"
+            )
         if worst and self.mode == "binsearch":
             return max(1, int(best * (1 - self.margin)))
         return best

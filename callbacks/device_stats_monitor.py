@@ -67,10 +67,15 @@ class DeviceStatsMonitor(BestEffortCallback):
         self._with_cpu = on_cpu if self.cpu_stats is None else self.cpu_stats
         if self._with_cpu:
             require("DeviceStatsMonitor on a CPU", "psutil", extra="psutil")
-        if stage == "fit" and not (trainer.loggers and trainer.log_every_n_steps):
+        if stage == "fit" and not trainer.loggers:
             raise ValueError(
-                "DeviceStatsMonitor needs a logger and log_every_n_steps above 0. Set both in the Trainer, or remove "
-                "the callback."
+                "DeviceStatsMonitor needs a logger, but the Trainer has none. Set Trainer(logger=True), or remove the "
+                "callback."
+            )
+        if stage == "fit" and not trainer.log_every_n_steps:
+            raise ValueError(
+                "log_every_n_steps=0 does not work with DeviceStatsMonitor, which measures at that interval. Set "
+                "log_every_n_steps to at least 1, or remove the callback."
             )
         self._begun = self._ended = trainer.progress.step
         should_log = trainer.is_global_zero and trainer.loggers and (self._with_cpu or not on_cpu)

@@ -29,6 +29,13 @@ class EarlyStoppingReason(Enum):
     NON_FINITE_METRIC = 4
 
 
+# Argument that decides about a stop, by its reason.
+_ARGUMENTS = {
+    EarlyStoppingReason.STOPPING_THRESHOLD: "stopping_threshold",
+    EarlyStoppingReason.DIVERGENCE_THRESHOLD: "divergence_threshold",
+    EarlyStoppingReason.PATIENCE_EXHAUSTED: "patience",
+    EarlyStoppingReason.NON_FINITE_METRIC: "check_finite",
+}
 _STATE = ("best_score", "wait_count", "stopped_epoch", "stopping_reason_message")
 
 
@@ -164,11 +171,18 @@ class EarlyStopping(Callback):
         reason = self.stopping_reason_message
         if reason is None:
             return
-        if self._find_exceeded_limit(self._decided_at, self._decided_after) is None:
+        exceeded = self._find_exceeded_limit(self._decided_at, self._decided_after)
+        if exceeded is None:
+            argument = _ARGUMENTS.get(self.stopping_reason, "its criteria")
             self._forget_stop()
-            announce(f"early stopping: the run had been stopped ({reason}), but continues with the current limits")
+            announce(
+                f"early stopping had ended this run ({reason}), but the run continues, because {argument} has changed"
+            )
             return
-        announce(f"early stopping: the run had already been stopped ({reason}). Change the limits to continue it.")
+        announce(
+            f"early stopping had already ended this run ({reason}). To continue the run, change "
+            f"{_ARGUMENTS[exceeded[0]]} of EarlyStopping."
+        )
         trainer.should_stop = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -243,7 +257,7 @@ class EarlyStopping(Callback):
         """Return the reason to stop at ``value`` or after ``waited`` checks without improvement, or None."""
         if value is not None:
             if self.check_finite and not math.isfinite(value):
-                return EarlyStoppingReason.NON_FINITE_METRIC, f"{self.monitor} is {value}"
+                return EarlyStoppingReason.NON_FINITE_METRIC, f"{self.monitor} = {value} is not finite"
             if self.stopping_threshold is not None and is_better(value, self.stopping_threshold, self.mode):
                 words = f"{self.monitor} = {value:.4g} is better than stopping_threshold = {self.stopping_threshold}"
                 return EarlyStoppingReason.STOPPING_THRESHOLD, words
@@ -251,6 +265,7 @@ class EarlyStopping(Callback):
                 words = f"{self.monitor} = {value:.4g} is worse than divergence_threshold = {self.divergence_threshold}"
                 return EarlyStoppingReason.DIVERGENCE_THRESHOLD, words
         if waited and waited >= self.patience:
-            words = f"{self.monitor} has not improved on {self.best_score.item():.4g} in the last {waited} checks"
+            checks = "check" if waited == 1 else f"{waited} checks"
+            words = f"{self.monitor} has not improved on {self.best_score.item():.4g} in the last {checks}"
             return EarlyStoppingReason.PATIENCE_EXHAUSTED, words
         return None

@@ -229,7 +229,8 @@ class BaseFinetuning(Callback):
         if strategy.sharded:
             raise ValueError(
                 f"{type(self).__name__} cannot run with strategy={strategy.name!r}, because sharding fixes which "
-                "parameters are trained. Use 'ddp', or freeze in the task's __init__ and call fit again later."
+                "parameters are trained. Use strategy='ddp', or freeze the parameters in the task's __init__ and "
+                "unfreeze them before another fit."
             )
         self._layout = {}
         self.freeze_before_training(pl_module)
@@ -244,7 +245,7 @@ class BaseFinetuning(Callback):
             if trainer.accelerator.strategy.keeps_apart(optimizer):
                 raise ValueError(
                     f"{type(self).__name__} cannot run with DDP(zero=True), which shards the optimizer's parameters "
-                    "once, before training. Remove zero."
+                    "once, before training. Remove zero=True."
                 )
         self._layout = _describe_layout(trainer, pl_module)
 
@@ -369,8 +370,9 @@ class BackboneFinetuning(BaseFinetuning):
         optimized_ids = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
         if frozen_ids & optimized_ids:
             raise ValueError(
-                "configure_optimizers passed parameters of the frozen backbone to the optimizer, but they get their "
-                "own group later. Build it from filter(lambda p: p.requires_grad, self.parameters())."
+                "configure_optimizers passed parameters of the frozen backbone to an optimizer, but BackboneFinetuning "
+                "adds them as a new group later. Build the optimizer from "
+                "filter(lambda p: p.requires_grad, self.parameters())."
             )
         super().on_fit_start(trainer, pl_module)
 
@@ -384,7 +386,8 @@ class BackboneFinetuning(BaseFinetuning):
         self.freeze(backbone, train_bn=self.train_bn)
         norms = 0 if self.train_bn else sum(map(_is_norm, backbone.modules()))
         if norms:  # Lightning trains them regardless
-            announce(f"train_bn=False: {norms} BatchNorm layers of the backbone stay frozen for the whole run")
+            layers = f"{norms} BatchNorm layer{'s' * (norms > 1)}"
+            announce(f"train_bn=False keeps {layers} in the backbone frozen for the whole run")
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the backbone, or increase its learning rate.
@@ -410,7 +413,7 @@ class BackboneFinetuning(BaseFinetuning):
             optimizer.param_groups[-1]["lr"] = self.previous_backbone_lr
         if self.verbose and self.previous_backbone_lr is not None:
             backbone_rate = round(self.previous_backbone_lr, self.rounding)
-            announce(f"learning rates: {round(rate, self.rounding)}, backbone {backbone_rate}")
+            announce(f"learning rates: {round(rate, self.rounding)}, backbone: {backbone_rate}")
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -433,6 +436,11 @@ def _describe_layout(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
     }
 
 
+def _join_sizes(groups: list[list[str]]) -> str:
+    """Return the number of parameters of each group as text."""
+    return ", ".join(str(len(names)) for names in groups)
+
+
 def _apply_layout(layout: dict[str, Any], trainer: Trainer, task: TaskModule) -> None:
     """Restore a layout that `_describe_layout` returned."""
     trained, evaluation = set(layout["trained"]), set(layout["evaluation"])
@@ -441,8 +449,10 @@ def _apply_layout(layout: dict[str, Any], trainer: Trainer, task: TaskModule) ->
     for optimizer, current, saved in zip(trainer.optimizers, current_groups, layout["groups"], strict=False):
         if saved[: len(current)] != current:
             raise ValueError(
-                f"the checkpoint's {type(optimizer).__name__} started with other parameter groups. "
-                "configure_optimizers must build the same groups from the parameters that are not frozen."
+                f"configure_optimizers built other parameter groups for {type(optimizer).__name__} than in the run "
+                f"that saved the checkpoint (parameters per group: {_join_sizes(current)}; in the checkpoint: "
+                f"{_join_sizes(saved[: len(current)])}). Build the same groups from the parameters that are not "
+                "frozen."
             )
         for group in saved[len(current) :]:
             optimizer.add_param_group({"params": [parameters[name] for name in group]})

@@ -77,13 +77,13 @@ class GradientAccumulationScheduler(Callback):
             return
         if not pl_module.automatic_optimization:
             raise ValueError(
-                "GradientAccumulationScheduler has no effect with automatic_optimization=False. Remove it, and decide "
-                "in training_step after which batches to step."
+                "GradientAccumulationScheduler has no effect with automatic_optimization=False. Remove the "
+                "callback, and decide in training_step when to call optimizer.step()."
             )
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and GradientAccumulationScheduler "
-                "both set the number of batches per step. Remove one of them."
+                "both set the number of micro-batches per optimizer step. Remove one of them."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:

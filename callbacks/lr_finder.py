@@ -115,9 +115,9 @@ class _LRFinder:
         self._optimal_idx = None
         if len(indices) < 2:
             warn(
-                f"no learning rate can be suggested: only {len(indices)} of {len(lrs)} points remain after the first "
-                f"{skip_begin}, the last {skip_end} and all points with a non-finite loss are excluded, but at least 2 "
-                "are needed. Try more rates, or start from a lower one."
+                f"no learning rate can be suggested: of {len(lrs)} points, skip_begin={skip_begin}, "
+                f"skip_end={skip_end} and non-finite losses leave {len(indices)}, but at least 2 are needed. Raise "
+                "num_training_steps, or lower min_lr."
             )
             return None
         positions = [math.log(lrs[k]) if self.mode == "exponential" else lrs[k] for k in indices]
@@ -280,7 +280,10 @@ class LearningRateFinder(Callback):
         """
         assert self.optimal_lr is not None
         tried = len(self.optimal_lr.results["lr"])
-        early = "" if tried == self.num_training_steps else f" (of {self.num_training_steps}: the loss diverges)"
-        done = f" {name} is set to it." if name and rate is not None else ""
-        suggestion = "none of them" if rate is None else f"{rate:.4g}"
-        announce(f"LearningRateFinder: tried {tried} learning rates{early}; it suggests {suggestion}.{done}")
+        total = self.num_training_steps
+        rates = (
+            f"{tried} learning rates" if tried == total else f"{tried} of {total} learning rates (the loss diverged)"
+        )
+        suggestion = "suggests none" if rate is None else f"suggests {rate:.4g}"
+        done = f", to which {name} is now set" if name and rate is not None else ""
+        announce(f"LearningRateFinder tried {rates} and {suggestion}{done}")

@@ -81,12 +81,15 @@ class LearningRateMonitor(BestEffortCallback):
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Clear the rates of an earlier run and check that rates can be logged."""
         if not trainer.loggers:
-            raise ValueError("LearningRateMonitor needs a logger. Remove the monitor, or remove Trainer(logger=False).")
+            raise ValueError(
+                "LearningRateMonitor needs a logger, but the Trainer has none. Set Trainer(logger=True), or remove the "
+                "callback."
+            )
         no_step = self.logging_interval != "epoch" and not trainer.log_every_n_steps
         if no_step and (names := [name for _, name in self._find_optimizers(trainer, "step")]):
             raise ValueError(
-                f"LearningRateMonitor cannot log {', '.join(names)} in any step, because log_every_n_steps is 0. Set "
-                'log_every_n_steps in the Trainer, or logging_interval="epoch" in the monitor.'
+                f"log_every_n_steps=0 does not work with LearningRateMonitor, which logs {', '.join(names)} at that "
+                "interval. Set log_every_n_steps to at least 1, or use LearningRateMonitor(logging_interval='epoch')."
             )
         for optimizer in trainer.optimizers:
             _check_names(optimizer)

@@ -171,7 +171,10 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         check_triggers(every_n_train_steps, interval, every_n_epochs)
         check_place(dirpath, filename)
         if check_int("save_top_k", save_top_k, -1, "keeps all") > 1 and monitor is None:
-            raise ValueError(f"save_top_k={save_top_k} needs a monitor that ranks checkpoints. Set monitor.")
+            raise ValueError(
+                f"save_top_k={save_top_k} needs monitor, the logged value that ranks the checkpoints. Set monitor, for "
+                "example to 'val_loss'."
+            )
         at_end = save_on_train_epoch_end
         by_default = (every_n_train_steps, interval, every_n_epochs) == (None, None, None)
         self._top_k = TopKCheckpoints(
@@ -491,7 +494,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
                 paths.append(self._agree_on_path(trainer, values, replaced))
                 top_k.add(paths[0], score, replaced)
             elif self.verbose:
-                announce(f"{self.monitor} = {float(score):.5g} is not among the best {self.save_top_k}")
+                rank = "the best value" if self.save_top_k == 1 else f"among the best {self.save_top_k} values"
+                announce(f"{self.monitor} = {float(score):.5g} is not {rank}")
         if self.save_last:
             top_k.last_model_path = self._agree_on_path(trainer, values, self.last_model_path, last=True)
             paths.append(top_k.last_model_path)

@@ -162,15 +162,18 @@ def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: 
     names = sorted(logged)
     validation = "" if trainer.has_validation else " This run has no validation."
     if trainer.limit_val_batches and trainer.sources is not None and trainer.sources.empty("val"):
-        validation += " At least one of its validation dataloaders is empty."
+        validation += " At least one validation dataloader is empty."
     elif validation and name.startswith("val"):
-        return ValueError(
-            f"{consumer} {name!r} was never logged, because this run has no validation. Pass a validation dataloader "
-            f"to fit, or monitor a logged value: {', '.join(names) or 'nothing was logged'}."
-        )
+        fix = "Pass a validation dataloader to fit"
+        if not trainer.limit_val_batches:
+            fix = "Remove limit_val_batches=0"
+        elif trainer.sources is not None and trainer.sources.evaluation("val"):
+            fix = "Define validation_step"
+        other = f", or monitor a logged value: {', '.join(names)}." if names else "."
+        return ValueError(f"{consumer} {name!r} was never logged, because this run has no validation. {fix}{other}")
     return ValueError(
         f"{consumer} {name!r} was never logged. Logged so far: {', '.join(names) or 'nothing'}.{nearest(name, names)}"
-        f"{validation} Log it with self.log({name!r}, ...) in the step or hook that measures it."
+        f"{validation} Call self.log({name!r}, ...) in the step or hook that measures the value."
     )
 
 

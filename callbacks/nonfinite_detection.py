@@ -54,7 +54,7 @@ class NonFiniteWatch(Callback):
         self.outputs = check_bool("outputs", outputs)
         self.gradients = check_bool("gradients", gradients)
         if not (outputs or gradients):
-            raise ValueError("outputs=False, gradients=False disables both checks. Enable at least one.")
+            raise ValueError("outputs=False and gradients=False disable both checks. Enable at least one.")
         self._handles: list[Any] = []
         self._scaled = False
         self._output_flags: list[tuple[str, Tensor]] = []
@@ -95,11 +95,13 @@ class NonFiniteWatch(Callback):
         rank, names = next(((rank, names) for rank, names in bad_by_rank.items() if names), (None, reduced_names))
         if not names:
             return
-        more = f" (and {len(names) - 1} later ones)" if len(names) > 1 else ""
-        where = "in the gradients reduced over all ranks," if rank is None else f"on rank {rank}"
+        later = len(names) - 1
+        more = f", before {later} other{'s' * (later > 1)}" if later else ""
+        where = "after gradients were reduced over all ranks," if rank is None else f"on rank {rank}"
         raise ValueError(
-            f"{names[0]} is the first to contain NaN or infinity{more}, {where} in optimizer step "
-            f"{trainer.progress.step + 1} (epoch {trainer.progress.epoch}, micro-batch {trainer.progress.batch})."
+            f"{names[0]} is the first tensor to contain NaN or infinity{more}, {where} in optimizer step "
+            f"{trainer.progress.step + 1} (epoch {trainer.progress.epoch}, micro-batch {trainer.progress.batch}). "
+            "Check this micro-batch, or lower the learning rate."
         )
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:

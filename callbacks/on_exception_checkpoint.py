@@ -32,7 +32,7 @@ class OnExceptionCheckpoint(ModelCheckpoint):
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename:
-            raise ValueError("filename='' must not be empty. Pass a name, such as 'on_exception'.")
+            raise ValueError(f"filename={filename!r} must be a name, such as 'on_exception'.")
         super().__init__(dirpath, filename, every_n_epochs=0, save_on_exception=True, enable_version_counter=False)
 
     @property

@@ -235,7 +235,8 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
     folder = local_folder(path)
     if not (folder / _INDEX).is_file():
         raise ValueError(
-            f"{path} has no complete predictions: {_INDEX}, which is written last, is missing. Predict again."
+            f"{path} has no complete predictions: {_INDEX}, which is written last, is missing. Pass the folder of a "
+            "PredictionWriter, or predict again if that run was interrupted."
         )
     loaders = _read_index(folder / _INDEX)
     if str(dataloader_idx) not in loaders:
@@ -257,9 +258,14 @@ def _read_index(path: Path) -> dict[str, tuple[int, list[list[str]]]]:
         names = [name for batches, ranks in loaders.values() for rank in ranks for name in rank]
         whole = all(isinstance(batches, int) for batches, _ in loaders.values())
         if not whole or not all(isinstance(name, str) and filesystem.is_inside(name) for name in names):
-            raise ValueError("it names a file outside of its folder, or no file")
+            raise ValueError(
+                "it has an entry that is not a count or not a file name, or names a file outside of its folder"
+            )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not an index of predictions: {error!r}. Predict again.") from error
+        reason = str(error) if type(error) is ValueError else "it does not have the form that a PredictionWriter writes"
+        raise ValueError(
+            f"{path} is not a prediction index: {reason}. Copy or download it again, or predict again."
+        ) from error
     return loaders
 
 
@@ -270,7 +276,9 @@ def _read_loader(folder: Path, batches: int, ranks: list[list[str]], indices: bo
         count += 1
         yield (batch["indices"], batch["prediction"]) if indices else batch["prediction"]
     if count != batches:
-        raise ValueError(f"{folder} has only {count} of {batches} batches. Predict again.")
+        raise ValueError(
+            f"{folder} has only {count} of {batches} batches. Copy or download it again, or predict again."
+        )
 
 
 def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
@@ -282,7 +290,7 @@ def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
         for number, document in _parse_note(path, notes):
             batch = decode(document, tensors)
             if not isinstance(batch, dict) or batch.keys() != {"prediction", "indices"}:
-                raise ValueError(f"batch {number} of {path} was not written by a PredictionWriter.")
+                raise ValueError(f"{path} was not written by a PredictionWriter (batch {number}). Predict again.")
             yield number, batch
 
 
@@ -291,7 +299,7 @@ def _parse_note(path: Path, notes: Mapping[str, str]) -> list[tuple[int, Any]]:
     document = filesystem.parse_json(path, notes.get(_NOTE, "").encode())
     pairs: list[Any] = document if isinstance(document, list) else [None]
     if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in pairs):
-        raise ValueError(f"{path} was not written by a PredictionWriter.")
+        raise ValueError(f"{path} was not written by a PredictionWriter. Predict again.")
     return [(number, batch) for number, batch in pairs]
 
 

@@ -70,7 +70,7 @@ class BasePredictionWriter(Callback):
         for name, when in (("write_on_batch_end", "batch"), ("write_on_epoch_end", "epoch")):
             if when in self.interval and getattr(type(self), name) is getattr(BasePredictionWriter, name):
                 raise ValueError(
-                    f"write_interval={write_interval!r} needs a method {name}. Define it in {type(self).__name__}."
+                    f"write_interval={write_interval!r} needs the method {name}. Define it in {type(self).__name__}."
                 )
         self._predictions: list[list[Any]] = []
         self._indices: list[list[list[Any] | None]] = []

@@ -136,23 +136,28 @@ class ModelPruning(Callback):
             if name.endswith("_structured"):
                 for argument, value in (("pruning_dim", dim), ("pruning_norm", norm)):
                     if value is None and (argument == "pruning_dim" or name == "ln_structured"):
-                        raise ValueError(f"pruning_fn={name!r} needs {argument}. Set it.")
+                        example = 0 if argument == "pruning_dim" else 2
+                        raise ValueError(f"pruning_fn={name!r} needs {argument}. Set it, for example to {example}.")
                 self._options = {"dim": dim} | ({"n": norm} if name == "ln_structured" else {})
             function = _FUNCTIONS[name][self._global]
         elif not (isinstance(function, type) and issubclass(function, prune.BasePruningMethod)):
             raise TypeError(
-                f"pruning_fn={function!r} must be one of {', '.join(_FUNCTIONS)}, or a class of torch's "
-                "BasePruningMethod."
+                f"pruning_fn={function!r} must be one of {', '.join(_FUNCTIONS)}, or a subclass of "
+                "torch.nn.utils.prune.BasePruningMethod."
             )
         elif not self._global:
             raise ValueError(
-                "use_global_unstructured=False does not work with a BasePruningMethod, which prunes all layers "
-                "together. Set it to True."
+                f"use_global_unstructured=False does not work with pruning_fn={function.__name__}, because a class "
+                "prunes all layers together. Set use_global_unstructured=True, or pass the name of a function: "
+                f"{', '.join(_FUNCTIONS)}."
             )
         if self._global and function.PRUNING_TYPE != "unstructured":
+            fix = "Set use_global_unstructured=False"
+            if not self._options:  # a class, which prunes all layers together
+                fix += ", and pass a name as pruning_fn, such as 'ln_structured'"
             raise ValueError(
                 f"use_global_unstructured=True needs unstructured pruning, but {function.__name__} is "
-                f"{function.PRUNING_TYPE}. Set use_global_unstructured=False."
+                f"{function.PRUNING_TYPE}. {fix}."
             )
         return function  # type: ignore[no-any-return]
 
@@ -171,7 +176,7 @@ class ModelPruning(Callback):
         if stage == "fit" and (strategy := trainer.accelerator.strategy).sharded:
             raise ValueError(
                 f"ModelPruning cannot run with strategy={strategy.name!r}, because torch's pruning compares the "
-                "weights of full layers. Use 'ddp'."
+                "weights of full layers. Use strategy='ddp'."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -182,9 +187,9 @@ class ModelPruning(Callback):
             late := [callback for callback in after if isinstance(callback, WeightAveraging)]
         ):
             raise ValueError(
-                f"ModelPruning(prune_on_train_epoch_end=False) prunes when a validation ends, but "
-                f"at that point {type(late[0]).__name__} still has its averages in the model. List it before "
-                "ModelPruning."
+                "ModelPruning(prune_on_train_epoch_end=False) prunes when a validation ends, but the model still has "
+                f"the averages of {type(late[0]).__name__} at that point. List {type(late[0]).__name__} before "
+                "ModelPruning in callbacks."
             )
         saved: Mapping[str, Any] | None = None
         if trainer.opened_checkpoint is not None:
@@ -192,10 +197,15 @@ class ModelPruning(Callback):
         names = {id(part): strip_compile_prefix(name) for name, part in pl_module.named_modules()}
         pairs = self._requested_pairs or find_prunable(pl_module, self._names)
         for part, name in pairs:
-            is_in_model = id(part) in names and (hasattr(part, name) or f"{name}_orig" in part._parameters)
-            if not is_in_model:
+            if id(part) not in names:
                 raise ValueError(
-                    f"parameters_to_prune contains {name!r} of {name_type(part)}, which is not in the model. Remove it."
+                    f"parameters_to_prune contains {name_type(part)} that is not in the model. Pass a module of the "
+                    "task."
+                )
+            if not hasattr(part, name) and f"{name}_orig" not in part._parameters:
+                raise ValueError(
+                    f"parameters_to_prune contains {name!r} of {names[id(part)] or 'the task'}, whose parameters are "
+                    f"{', '.join(dict(part.named_parameters(recurse=False))) or 'none'}. Correct the name."
                 )
         chosen = self.filter_parameters_to_prune(pairs)
         if not chosen:
@@ -320,7 +330,7 @@ def _check_pairs(places: Any) -> Places:
         and isinstance(pair[1], str)
         for pair in places
     ):
-        raise TypeError(f"parameters_to_prune={places!r} must be a list of pairs: (module, 'weight').")
+        raise TypeError(f"parameters_to_prune={places!r} must be a list of pairs, such as [(module, 'weight')].")
     return places
 
 

@@ -86,12 +86,17 @@ class SpikeWatch(Callback):
         self.window = check_int("window", window, 3)
         self.warmup = check_int("warmup", warmup, 2)
         if warmup > window:
-            raise ValueError(f"warmup={warmup} must be at most window={window}, the number of steps that are kept.")
+            raise ValueError(
+                f"warmup={warmup} must be at most window={window}, the number of steps that are kept. Lower warmup or "
+                "raise window."
+            )
         self.threshold = check_number("threshold", threshold, 0.0)
         self.rise = check_number("rise", rise, 0.0)
         self.every_n_steps = check_int("every_n_steps", every_n_steps, 1)
         if dirpath is not None and action != "save":
-            raise ValueError(f"dirpath={str(dirpath)!r} has no effect with action={action!r}. Use action='save'.")
+            raise ValueError(
+                f"dirpath={str(dirpath)!r} has no effect with action={action!r}. Remove it, or use action='save'."
+            )
         self.dirpath = dirpath
         self.spikes: list[tuple[int, float]] = []
         self._window_values: list[float] = []
@@ -206,11 +211,15 @@ class SpikeWatch(Callback):
 
     def _act(self, trainer: Trainer, new_spikes: list[tuple[int, float, float]]) -> None:
         """Warn about spikes, and stop, save or raise an error as configured."""
-        words = ", ".join(f"{value:.4g} in step {step} (usual: {usual:.4g})" for step, value, usual in new_spikes[:5])
+        words = ", ".join(
+            f"{value:.4g} in step {step}" + ("" if math.isnan(usual) else f" (usual: {usual:.4g})")
+            for step, value, usual in new_spikes[:5]
+        )
         more = f" and {len(new_spikes) - 5} more" if len(new_spikes) > 5 else ""
         text = f"{self.monitor} spiked: {words}{more}"
         if self.action == "raise":
-            raise ValueError(f"{text}. Lower the learning rate, clip gradients, or check the data of these steps.")
+            steps = "this step" if len(new_spikes) == 1 else "these steps"
+            raise ValueError(f"{text}. Lower the learning rate, clip gradients, or check the data of {steps}.")
         warn(text)
         if self.action == "stop":
             trainer.should_stop = True

@@ -113,16 +113,20 @@ class StochasticWeightAveraging(Averaging):
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check that the run supports averaging, and create the averages."""
-        if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
+        if not pl_module.automatic_optimization:
             raise ValueError(
-                "StochasticWeightAveraging needs one optimizer and automatic_optimization=True, but the task has "
-                f"{len(trainer.optimizers)} optimizer(s) and "
-                f"automatic_optimization={pl_module.automatic_optimization}. Remove the callback, or change the task."
+                "StochasticWeightAveraging needs automatic_optimization=True, but the task has "
+                "automatic_optimization=False. Change the task, or remove the callback."
+            )
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                "StochasticWeightAveraging needs one optimizer, but configure_optimizers returned "
+                f"{len(trainer.optimizers) or 'none'}. Return one optimizer, or remove the callback."
             )
         if isinstance(self.swa_epoch_start, float) and trainer.max_epochs == -1:
             raise ValueError(
-                f"swa_epoch_start={self.swa_epoch_start} is a fraction of max_epochs, which is not set. Set "
-                "max_epochs, or pass an epoch as an int."
+                f"swa_epoch_start={self.swa_epoch_start} is a fraction of max_epochs, which is unlimited. Set "
+                "Trainer(max_epochs=...), or pass swa_epoch_start as an int."
             )
         start = self.swa_epoch_start
         start = int(trainer.max_epochs * start) if isinstance(start, float) else start
@@ -139,12 +143,15 @@ class StochasticWeightAveraging(Averaging):
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
         if len(rates) != len(groups):
             raise ValueError(
-                f"swa_lrs has {len(rates)} rates, but the optimizer has {len(groups)} parameter group(s). Pass one "
-                "rate for each."
+                f"swa_lrs has {len(rates)} rate{'s' * (len(rates) != 1)}, but the optimizer has {len(groups)} "
+                f"parameter group{'s' * (len(groups) != 1)}. Pass one rate per group, or a number for all groups."
             )
         if self._initial is None:
             self._initial = [float(group["lr"]) for group in groups]
-            announce(f"stochastic weight averaging starts in epoch {trainer.progress.epoch}; the schedulers stop")
+            announce(
+                f"stochastic weight averaging starts in epoch {trainer.progress.epoch}; the learning rate schedulers "
+                "stop"
+            )
         self._initial += [float(group["lr"]) for group in groups[len(self._initial) :]]  # for groups added later
         assert trainer.steps is not None
         trainer.steps.schedules.stop()

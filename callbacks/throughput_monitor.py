@@ -119,14 +119,15 @@ class ThroughputMonitor(BestEffortCallback):
         self._reset()
         if stage == "fit" and not trainer.log_every_n_steps:
             raise ValueError(
-                "log_every_n_steps=0 does not work with ThroughputMonitor, which measures at that interval. Set it to "
-                "at least 1, or remove the callback."
+                "log_every_n_steps=0 does not work with ThroughputMonitor, which measures at that interval. Set "
+                "log_every_n_steps to at least 1, or remove the callback."
             )
         self._has_flops = hasattr(pl_module, "flops_per_batch")
         if self.available_flops is not None and not self._has_flops:
             raise ValueError(
-                f"ThroughputMonitor(available_flops={self.available_flops!r}) needs the attribute flops_per_batch of "
-                f"{type(pl_module).__name__}. Compute it with treadle.callbacks.measure_flops."
+                f"ThroughputMonitor(available_flops={self.available_flops!r}) needs the attribute flops_per_batch, "
+                f"which {type(pl_module).__name__} does not have. Set it to the result of "
+                "treadle.callbacks.measure_flops."
             )
         self._must_count = self._has_flops or self.batch_size_fn is not None or self.length_fn is not None
 
@@ -147,8 +148,8 @@ class ThroughputMonitor(BestEffortCallback):
             peak = self._safely(get_available_flops, device, dtype)
             if peak is None and device.type != "cpu":
                 warn(
-                    f"the peak performance of {device} in {dtype} is unknown, so device/mfu is not logged. Set "
-                    "ThroughputMonitor(available_flops=...)."
+                    f"the peak performance of {device} in {dtype} is unknown, so device{self.separator}mfu is not "
+                    "logged. Set ThroughputMonitor(available_flops=...)."
                 )
         return Throughput(peak, trainer.world_size, window, self.separator)
 

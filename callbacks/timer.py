@@ -165,4 +165,6 @@ class Timer(Callback):
             return
         trainer.should_stop = True
         if self.verbose:
-            announce(f"the time limit is reached after {timedelta(seconds=round(self.time_elapsed()))} of training")
+            announce(
+                f"training stops: the time limit was reached after {timedelta(seconds=round(self.time_elapsed()))}"
+            )

@@ -191,9 +191,9 @@ class WeightAveraging(Averaging):
         """
         if self._averages is not None and self._averages.is_applied and not self._ended:
             raise ValueError(
-                "a checkpoint must contain the trained weights, but during a validation the model has the averages. "
-                "Save in on_step_end, or in on_validation_end, with the averaging callback listed before the one that "
-                "saves."
+                "a checkpoint must contain the trained weights, but the model has the averages during a validation. "
+                f"Save in on_step_end, or list {type(self).__name__} before the callback that saves in "
+                "on_validation_end."
             )
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
 
@@ -246,7 +246,7 @@ class EMAWeightAveraging(WeightAveraging):
             raise TypeError(f"EMAWeightAveraging has no argument {min(kwargs)!r}.{nearest(min(kwargs), valid_names)}")
         super().__init__(device, use_buffers)
         if check_number("decay", decay, 0.0) > 1.0:
-            raise ValueError(f"decay={decay!r} must be at most 1. It is the fraction of the average that is kept.")
+            raise ValueError(f"decay={decay!r} must be at most 1.0, because it is the fraction of the average to keep.")
         self._average = lerp(1.0 - decay)
         self.decay = decay
         self.update_every_n_steps = check_int(

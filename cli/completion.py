@@ -64,7 +64,11 @@ def main(arguments: Sequence[str]) -> int:
         print(SCRIPTS[arguments[0]], end="")
         return 0
     is_help = not arguments or arguments[0] in ("-h", "--help")
-    complaint = "" if is_help else f"treadle completion: {arguments[0]!r} is not one of {', '.join(SCRIPTS)}.\n\n"
+    complaint = ""
+    if not is_help and arguments[0] in SCRIPTS:
+        complaint = f"treadle completion: unexpected argument {arguments[1]!r}. Pass one shell only.\n\n"
+    elif not is_help:
+        complaint = f"treadle completion: {arguments[0]!r} is not one of {', '.join(SCRIPTS)}.\n\n"
     print(complaint + USAGE, file=sys.stdout if is_help else sys.stderr)
     return 0 if is_help else 2
 

@@ -42,8 +42,8 @@ def parse_duration(name: str, value: Any) -> timedelta:
         units = {"days": value.days, "seconds": value.seconds, "microseconds": value.microseconds}
     else:
         raise TypeError(
-            f"{name}={value!r} must be text of the form DD:HH:MM:SS, a datetime.timedelta or a dict of its arguments, "
-            "such as {'hours': 12}."
+            f"{name}={value!r} must be a string of the form DD:HH:MM:SS, a datetime.timedelta, or a dict of its "
+            "arguments, such as {'hours': 12}."
         )
     try:
         duration = timedelta(**units)

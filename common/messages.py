@@ -93,10 +93,36 @@ def name_type(value: object) -> str:
     Args:
         value: Any value.
     """
-    if value is None:
-        return "None"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+    return "None" if value is None else add_article(type(value).__name__)
+
+
+def add_article(noun: str) -> str:
+    """Return a noun with its indefinite article: ``"an int"``, ``"a dict"``.
+
+    Args:
+        noun: A noun in the singular, such as the name of a type.
+    """
+    return f"{'an' if noun[0] in 'aeioAEIO' else 'a'} {noun}"
+
+
+def format_count(number: int, noun: str, plural: str = "") -> str:
+    """Format a number with its noun, such as ``1 trial`` or ``1,024 trials``.
+
+    Args:
+        number: The number.
+        noun: The noun in the singular.
+        plural: The noun in the plural. Default: the singular with an ``s``.
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def join_choices(choices: list[str]) -> str:
+    """Join choices with commas and "or", such as ``a``, ``a or b`` or ``a, b or c``.
+
+    Args:
+        choices: At least one choice.
+    """
+    return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
 def named_ranks(ranks: list[int]) -> str:

@@ -150,10 +150,9 @@ class RemotePath:
             package, extra = _EXTRAS.get(self.scheme, (error.name or "", ""))
             if not package:
                 raise
+            command = f"pip install 'treadle[{extra}]', or pip install {package}" if extra else f"pip install {package}"
             raise ModuleNotFoundError(
-                f"{self} needs the package {package!r}, which is not installed. Run pip install 'treadle[{extra}]', "
-                f"or pip install {package}.",
-                name=package,
+                f"{self} needs the package {package!r}, which is not installed. Run {command}.", name=package
             ) from error
         except ValueError as error:
             known = sorted(fsspec.available_protocols())
@@ -176,31 +175,32 @@ class RemotePath:
             try:
                 return request()
             except PermissionError as error:
-                raise PermissionError(error.errno, f"{self}: can't {action}: {error.strerror or error}") from error
+                reason = error.strerror or error
+                raise PermissionError(error.errno, f"{self} can't be {action}: {reason}") from error
             except _FINAL:
                 raise
             except Exception as error:
                 # Packages of stores raise errors of any kind; callers only handle errors of files.
                 reason = str(error) or type(error).__name__
                 if type(error).__name__ in _FINAL_NAMES:
-                    raise StoreError(f"{self}: can't {action}: {reason}") from error
+                    raise StoreError(f"{self} can't be {action}: {reason}") from error
                 if attempt == ATTEMPTS - 1:
-                    raise StoreError(f"{self}: can't {action}, tried {ATTEMPTS} times: {reason}") from error
+                    raise StoreError(f"{self} can't be {action}, tried {ATTEMPTS} times: {reason}") from error
                 store.invalidate_cache()
                 time.sleep(_PAUSES[min(attempt, len(_PAUSES) - 1)])
         raise AssertionError
 
     def exists(self) -> bool:
         """Return whether an object or a folder exists."""
-        return bool(self._ask("look it up", lambda: self._store.exists(self._key)))
+        return bool(self._ask("looked up", lambda: self._store.exists(self._key)))
 
     def is_file(self) -> bool:
         """Return whether an object exists."""
-        return bool(self._ask("look it up", lambda: self._store.isfile(self._key)))
+        return bool(self._ask("looked up", lambda: self._store.isfile(self._key)))
 
     def is_dir(self) -> bool:
         """Return whether a folder exists."""
-        return bool(self._ask("look it up", lambda: self._store.isdir(self._key)))
+        return bool(self._ask("looked up", lambda: self._store.isdir(self._key)))
 
     def names(self) -> list[str]:
         """Return the sorted names in the folder, or an empty list if the path is not a folder."""
@@ -220,7 +220,7 @@ class RemotePath:
             return {str(path): entry for path, entry in entries.items()}
 
         try:
-            entries = self._ask("list it", request)
+            entries = self._ask("listed", request)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         start = f"{self._key.rstrip('/')}/"
@@ -232,7 +232,7 @@ class RemotePath:
         Raises:
             FileNotFoundError: If the object does not exist.
         """
-        entry = self._ask("look it up", lambda: self._store.info(self._key))
+        entry = self._ask("looked up", lambda: self._store.info(self._key))
         return tuple(str(entry.get(name)) for name in ("ETag", "etag", "LastModified", "created", "mtime", "size"))
 
     def age(self) -> float:
@@ -241,7 +241,7 @@ class RemotePath:
         Raises:
             FileNotFoundError: If the object does not exist.
         """
-        return float(time.time() - self._ask("look it up", lambda: self._store.modified(self._key)).timestamp())
+        return float(time.time() - self._ask("looked up", lambda: self._store.modified(self._key)).timestamp())
 
     def read_bytes(self, limit: int | None = None) -> bytes:
         """Return the object's content.
@@ -253,9 +253,9 @@ class RemotePath:
             FileNotFoundError: If the object does not exist.
             ValueError: If the object is larger than the limit.
         """
-        if limit is not None and int(self._ask("look it up", lambda: self._store.size(self._key)) or 0) > limit:
+        if limit is not None and int(self._ask("looked up", lambda: self._store.size(self._key)) or 0) > limit:
             raise ValueError(f"it is larger than {limit:,} bytes")
-        return bytes(self._ask("read it", lambda: self._store.cat_file(self._key)))
+        return bytes(self._ask("read", lambda: self._store.cat_file(self._key)))
 
     def write_bytes(self, data: bytes, exclusive: bool = False) -> None:
         """Write the object, replacing an existing one.
@@ -268,13 +268,13 @@ class RemotePath:
             FileExistsError: If the object exists, and ``exclusive`` is set.
         """
         mode = "create" if exclusive else "overwrite"
-        self._write("write it", lambda: self._store.pipe_file(self._key, data, mode=mode))
+        self._write("written", lambda: self._store.pipe_file(self._key, data, mode=mode))
 
     def _write(self, action: str, request: Callable[[], T]) -> T:
         try:
             return self._ask(action, request)
         except FileNotFoundError as error:  # there is no bucket
-            raise StoreError(f"{self}: can't {action}: {error}") from error
+            raise StoreError(f"{self} can't be {action}: {error}") from error
 
     def upload(self, file: Path) -> None:
         """Upload a local file as the object. A large file is uploaded in several concurrent requests.
@@ -283,7 +283,7 @@ class RemotePath:
             file: Path of the local file.
         """
         options = {"chunksize": _FILE_PART_BYTES} if self.scheme in _EXTRAS else {}
-        self._write("upload it", lambda: self._store.put_file(str(file), self._key, **options))
+        self._write("uploaded", lambda: self._store.put_file(str(file), self._key, **options))
 
     @property
     def takes_parts(self) -> bool:
@@ -348,11 +348,11 @@ class RemotePath:
         try:
             self._call_s3("complete_multipart_upload", **place, MultipartUpload=parts)
         except OSError:
-            if not self.is_file() or int(self._ask("look", lambda: self._store.size(self._key)) or 0) != size:
+            if not self.is_file() or int(self._ask("looked up", lambda: self._store.size(self._key)) or 0) != size:
                 raise
 
     def _call_s3(self, method: str, **options: Any) -> Any:
-        return self._write("upload it", lambda: self._store.call_s3(method, **options))
+        return self._write("uploaded", lambda: self._store.call_s3(method, **options))
 
     def download(self, file: Path) -> None:
         """Copy the object's content into a local file.
@@ -363,7 +363,7 @@ class RemotePath:
         Raises:
             FileNotFoundError: If the object does not exist.
         """
-        self._ask("download it", lambda: self._store.get_file(self._key, str(file)))
+        self._ask("downloaded", lambda: self._store.get_file(self._key, str(file)))
 
     def unlink(self, missing_ok: bool = True) -> None:
         """Delete the object.
@@ -375,7 +375,7 @@ class RemotePath:
             FileNotFoundError: If the object does not exist, and ``missing_ok`` is False.
         """
         try:
-            self._ask("delete it", lambda: self._store.rm_file(self._key))
+            self._ask("deleted", lambda: self._store.rm_file(self._key))
         except FileNotFoundError:
             if not missing_ok:
                 raise

@@ -152,7 +152,7 @@ def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not is_installed("torchao"):
             raise ImportError(
-                f"{func.__name__} needs the package 'torchao', which is not installed: pip install torchao.",
+                f"{func.__name__} needs the package 'torchao', which is not installed. Run pip install torchao.",
                 name="torchao",
             )
         return func(*args, **kwargs)

@@ -74,7 +74,7 @@ class Accelerator(str, metaclass=_Kind):
             ValueError: If the device is of another type.
         """
         if device.type != self.kind:
-            raise ValueError(f"{type(self).__name__} is for {self.kind!r} devices, not for {device}.")
+            raise ValueError(f"device={str(device)!r} must be of type {self.kind!r} for {type(self).__name__}.")
 
     def setup(self, trainer: Any) -> None:
         """Do nothing, because the Trainer sets up its device.
@@ -212,8 +212,16 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     count = torch.cuda.device_count()
     if num_devices == 0:
         return []
-    if not count or num_devices > count:
-        raise ValueError(f"num_devices={num_devices}, but torch detects only {count} CUDA device(s). Pass {count}.")
+    if not count:
+        raise ValueError(
+            f"num_devices={num_devices} needs CUDA devices, but torch detects none. Check the driver and "
+            "CUDA_VISIBLE_DEVICES."
+        )
+    if num_devices > count:
+        raise ValueError(
+            f"num_devices={num_devices} exceeds the number of CUDA devices that torch detects, {count}. Pass at most "
+            f"{count}."
+        )
     usable: list[int] = []
     for index in range(count):
         if len(usable) == num_devices:
@@ -224,5 +232,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
             continue
         usable.append(index)
     if len(usable) < num_devices:
-        raise RuntimeError(f"num_devices={num_devices}, but only these CUDA devices are usable: {usable}.")
+        raise RuntimeError(
+            f"num_devices={num_devices} exceeds the number of usable CUDA devices, {len(usable)}, because other "
+            f"processes use the remaining ones exclusively. Stop these processes, or pass at most {len(usable)}."
+        )
     return usable

@@ -97,7 +97,10 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     from tqdm.auto import tqdm as bar
 
     if args and isinstance(args[0], bool):
-        raise TypeError("tqdm's first argument is the iterable. Pass main_process_only as a keyword.")
+        raise TypeError(
+            f"tqdm got {args[0]} as its first argument, which must be the iterable. Pass main_process_only={args[0]} "
+            "as a keyword argument."
+        )
     if main_process_only and current_place()[2] != 0:
         kwargs["disable"] = True
     return bar(*args, **kwargs)
@@ -129,11 +132,15 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     Raises:
         ValueError: If ``value`` is a different word.
     """
+    truth = _parse_truth("value", value)
+    return truth if to_bool else int(truth)
+
+
+def _parse_truth(name: str, value: str) -> bool:
     word = value.lower()
     if word not in _TRUE_WORDS and word not in _FALSE_WORDS:
-        raise ValueError(f"invalid truth value {value!r}. Use one of {', '.join((*_TRUE_WORDS, *_FALSE_WORDS))}.")
-    truth = word in _TRUE_WORDS
-    return truth if to_bool else int(truth)
+        raise ValueError(f"{name}={value!r} must be one of {', '.join((*_TRUE_WORDS, *_FALSE_WORDS))}.")
+    return word in _TRUE_WORDS
 
 
 _TRUE_WORDS = ("y", "yes", "t", "true", "on", "1")
@@ -147,7 +154,7 @@ def parse_flag_from_env(key: str, default: Any = False) -> bool:
         key: The name of the variable.
         default: The value if it is not set.
     """
-    return str_to_bool(os.environ.get(key, str(default))) == 1
+    return _parse_truth(key, os.environ.get(key, str(default)))
 
 
 def parse_choice_from_env(key: str, default: Any = "no") -> str:
@@ -321,7 +328,7 @@ def check_os_kernel() -> None:
         return
     version = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
     if version < (5, 5):
-        warn(f"Linux {platform.release()} is older than 5.5, and processes may hang. Upgrade the kernel.")
+        warn(f"Linux {platform.release()} is older than 5.5, so processes may hang. Upgrade the kernel.")
 
 
 def convert_bytes(size: float) -> str:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common.messages import name_type
 from ..engine.checkpoint import filesystem
+from ..engine.checkpoint.safetensors_file import abbreviate
 from ..engine.parameter_names import split_tied, strip_compile_prefix
 from ..engine.weights import open_weights, write_weights
 from ..strategies.distributed import current_world
@@ -103,7 +105,11 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
     for group in optimizer.param_groups:
         missing = [tuple(parameter.shape) for parameter in group["params"] if parameter.data_ptr not in mapping]
         if missing:
-            raise KeyError(f"mapping lacks {len(missing)} of the optimizer's parameters, of shapes {missing[:5]}.")
+            raise KeyError(
+                f"mapping has no new parameter for {len(missing)} of the optimizer's {len(group['params'])} parameters "
+                f"in a group (shapes: {abbreviate(list(map(str, missing)))}). Add an entry with the data_ptr method of "
+                "each old parameter as the key."
+            )
         group["params"] = [mapping[parameter.data_ptr] for parameter in group["params"]]
 
 
@@ -145,7 +151,9 @@ def fsdp2_load_full_state_dict(
     missing = [name for name in module.state_dict() if name not in state] if accelerator.is_main_process else []
     missing = current_world().broadcast(missing, 0)  # all ranks raise an error, or none
     if missing:
-        raise KeyError(f"the full state lacks {missing[:5]} of the model. Pass the state of the same model.")
+        raise KeyError(
+            f"full_sd lacks tensors of the model: {abbreviate(missing)}. Pass the full state dict of the same model."
+        )
     _set_model_state(module, state, full=True)
     return model
 
@@ -268,9 +276,17 @@ def merge_fsdp_weights(
         ValueError: If there is no checkpoint; if a subfolder is one, the error names it.
     """
     folder, world = Path(checkpoint_dir), current_world()
-    inside = [str(folder / name) for name in (f"{_MODEL}_0", f"{_OPTIMIZER}_0") if (folder / name).is_dir()]
-    if inside or not folder.is_dir():
-        raise ValueError(f"{folder} is not a checkpoint. Pass {' or '.join(inside) or 'a folder that exists'}.")
+    if not folder.is_dir():
+        raise ValueError(f"checkpoint_dir={str(folder)!r} is not an existing folder. Pass the folder of a checkpoint.")
+    if (folder / f"{_MODEL}_0").is_dir():
+        weights_folder = str(folder / f"{_MODEL}_0")
+        raise ValueError(
+            f"checkpoint_dir={str(folder)!r} is not a checkpoint, but contains one. Pass {weights_folder!r}."
+        )
+    if (folder / f"{_OPTIMIZER}_0").is_dir():
+        raise ValueError(
+            f"checkpoint_dir={str(folder)!r} contains only optimizer state. Pass the folder of a model's weights."
+        )
     if world.rank == 0:
         if (folder / ".metadata").is_file():
             weights = _merge_distributed(folder)
@@ -278,7 +294,10 @@ def merge_fsdp_weights(
             weights = {name: piece.get() for name, piece in open_weights(folder).items()}
         others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
         if others:
-            raise ValueError(f"{folder}: {others[0]!r} is not a tensor. Pass the folder of a model's weights.")
+            raise ValueError(
+                f"checkpoint_dir={str(folder)!r} contains {others[0]!r}, which is {name_type(weights[others[0]])}, not "
+                "a tensor. Pass the folder of a model's weights."
+            )
         write_weights(*split_tied(weights), Path(output_path), _NO_LIMIT, safe_serialization)
         if remove_checkpoint_dir:
             shutil.rmtree(folder)
@@ -298,8 +317,8 @@ def _merge_distributed(folder: Path) -> dict[str, Any]:
 def _check_sharded(accelerator: Any) -> None:
     if not accelerator.is_fsdp2:
         raise ValueError(
-            "the accelerator does not shard models. Create it with fsdp_plugin=FullyShardedDataParallelPlugin(), on "
-            "several processes."
+            "the accelerator does not shard models. Create it with "
+            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())."
         )
 
 
@@ -313,8 +332,8 @@ def _is_full(plugin: Any, use_dcp: bool) -> bool:
     name = str(getattr(kind, "name", kind or default))
     if name == "LOCAL_STATE_DICT" or not (use_dcp or name == "FULL_STATE_DICT"):
         raise ValueError(
-            f"state_dict_type={name} with use_dcp={use_dcp} writes a file for each rank, which only as many ranks can "
-            "read. Use accelerator.save_state, which any number of processes can resume from."
+            f"state_dict_type={name} with use_dcp={use_dcp} uses one file per rank, which only the same number of "
+            "ranks can load. Use accelerator.save_state and load_state, which support any number of ranks."
         )
     return name == "FULL_STATE_DICT"
 

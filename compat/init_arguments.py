@@ -22,8 +22,8 @@ def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
     """
     for name in [name for name, value in hparams.items() if not is_picklable(value)]:
         warn(
-            f"hyperparameter {name!r} can't be pickled and is removed. save_hyperparameters(ignore=[{name!r}]) avoids "
-            "this warning."
+            f"hyperparameter {name!r} can't be pickled and is removed. To avoid this warning, call "
+            f"save_hyperparameters(ignore=[{name!r}])."
         )
         del hparams[name]
 

@@ -123,7 +123,7 @@ def is_shared_filesystem(strategy: Strategy | World, path: str | Path | None = N
     folder = Path.cwd() if path is None else Path(path)
     with world.together():
         if not folder.is_dir():
-            raise ValueError(f"path={str(path)!r} is not a directory.")
+            raise ValueError(f"path={str(path)!r} is not a directory. Pass an existing directory.")
     mark: Any = world.broadcast(folder / f".shared-{uuid.uuid4().hex}" if world.is_main else None)
     with world.together():
         if world.is_main:

@@ -168,7 +168,10 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
         storages.add(storage)
         cleaned[name] = value.clone() if shares_memory else value.contiguous()
     if removed:
-        warn(f"{', '.join(removed)} share their tensors with other names and are omitted. Tie them after loading.")
+        warn(
+            f"tied tensors are kept under one name, so the other names are omitted: {', '.join(removed)}. Tie the "
+            "tensors again after loading."
+        )
     return cleaned
 
 
@@ -242,9 +245,9 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
         except pickle.UnpicklingError as error:
             unsafe = re.search(r"GLOBAL (\S+)", str(error))
             raise TypeError(
-                f"save_custom_state got {name_type(obj)} whose state contains "
-                f"{unsafe[1] if unsafe else 'an object'}, which cannot be loaded without running code. Return only "
-                "numbers, text, tensors, arrays, lists and dicts from its state_dict."
+                f"state_dict of {name_type(obj)} returned a value of type {unsafe[1] if unsafe else 'unknown'}, which "
+                "can't be loaded without running code. Return only numbers, strings, tensors, NumPy arrays, lists and "
+                "dicts."
             ) from error
         (Path(path) / f"custom_checkpoint_{index}.pkl").write_bytes(buffer.getvalue())
 

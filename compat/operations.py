@@ -61,7 +61,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     world = current_world()
     collectives.check_process(from_process, world.size, "from_process")
     if not isinstance(object_list, list):
-        raise TypeError(f"broadcast_object_list fills a list in place, not {name_type(object_list)}.")
+        raise TypeError(f"object_list must be a list, which is filled in place, not {name_type(object_list)}.")
     object_list[:] = world.broadcast(object_list, from_process)
     return object_list
 
@@ -146,9 +146,9 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
         torch.set_rng_state(world.broadcast(torch.get_rng_state()))
     elif name == "cuda":
         if world.device.type != "cuda":
-            raise ValueError(f"rng_type='cuda' needs a CUDA device, but this process uses {world.device}.")
+            raise ValueError(f"rng_type='cuda' needs a CUDA device, but this process uses {world.device}. Use 'torch'.")
         torch.cuda.set_rng_state(world.broadcast(torch.cuda.get_rng_state()))
     else:
         if generator is None:
-            raise ValueError("rng_type='generator' needs the argument generator.")
+            raise ValueError("rng_type='generator' needs a torch.Generator. Pass generator.")
         generator.set_state(world.broadcast(generator.get_state()))

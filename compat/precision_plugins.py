@@ -23,8 +23,9 @@ class _Named(Precision):
             raise ValueError(f"{type(self).__name__}: precision={precision!r} is not one of {', '.join(self.names)}.")
         if scaler is not None:
             raise ValueError(
-                f"{type(self).__name__}: scaler={scaler!r} is not supported, because a run creates its own. Remove "
-                "it, or use an Accelerator with kwargs_handlers=[GradScalerKwargs(init_scale=..., ...)]."
+                f"{type(self).__name__}: scaler={type(scaler).__name__}(...) is not supported, because a run creates "
+                "its own gradient scaler. Remove scaler, or use an Accelerator with "
+                "kwargs_handlers=[GradScalerKwargs(init_scale=...)]."
             )
         for field in fields(Precision):
             object.__setattr__(self, field.name, getattr(Precision.parse(precision), field.name))

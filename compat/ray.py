@@ -32,8 +32,8 @@ def RayLightningEnvironment() -> LaunchEnvironment:
     launched = LaunchEnvironment.read()
     if launched is None or launched.launcher != "ray":
         raise RuntimeError(
-            "this is not a worker of Ray Train. Create the Trainer in the function passed to "
-            "ray.train.torch.TorchTrainer, or remove RayLightningEnvironment()."
+            "this process is not a Ray Train worker. Create the Trainer in the function passed to "
+            "ray.train.torch.TorchTrainer, or remove RayLightningEnvironment() and prepare_trainer()."
         )
     return launched
 
@@ -50,8 +50,8 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
     launched = RayLightningEnvironment()
     if (trainer.global_rank, trainer.world_size) != (launched.rank, launched.world_size):
         raise RuntimeError(
-            f"the Trainer is rank {trainer.global_rank} of {trainer.world_size}, but Ray has started rank "
-            f"{launched.rank} of {launched.world_size}. Remove devices= and num_nodes=."
+            f"the Trainer runs as rank {trainer.global_rank} of {trainer.world_size}, but Ray has started this worker "
+            f"as rank {launched.rank} of {launched.world_size}. Remove the Trainer's arguments devices and num_nodes."
         )
     return trainer
 

@@ -14,6 +14,21 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 
+def check_multiple(batch_size: int, num_processes: int) -> None:
+    """Raise a ValueError if a batch cannot be split evenly among the processes.
+
+    Args:
+        batch_size: The global batch size.
+        num_processes: Number of ranks that share each batch.
+    """
+    if batch_size % num_processes:
+        valid = num_processes * math.ceil(batch_size / num_processes)
+        raise ValueError(
+            f"batch_size={batch_size} must be a multiple of num_processes={num_processes}, because split_batches=True "
+            f"splits each batch among the processes. Use, for example, batch_size={valid}."
+        )
+
+
 class SeedableRandomSampler(RandomSampler):
     """Random sampler whose order depends on a seed and the epoch alone.
 
@@ -75,11 +90,13 @@ class BatchSamplerShard(BatchSampler):
         self.even_batches = even_batches
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = getattr(batch_sampler, "drop_last", False)
-        if split_batches and (self.batch_size is None or self.batch_size % num_processes):
+        if split_batches and self.batch_size is None:
             raise ValueError(
-                f"batch_size={self.batch_size} must be a multiple of num_processes={num_processes}, because "
-                "split_batches=True shares each batch among the processes."
+                f"split_batches=True needs a batch size, but {type(batch_sampler).__name__} has no batch_size. Set "
+                "batch_size, or pass split_batches=False."
             )
+        if split_batches:
+            check_multiple(self.batch_size, num_processes)  # type: ignore[arg-type]
 
     @property
     def total_length(self) -> int:
@@ -179,11 +196,8 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if split_batches and batch_size > 1 and batch_size % num_processes:
-            raise ValueError(
-                f"batch_size={batch_size} must be a multiple of num_processes={num_processes}, because "
-                "split_batches=True shares each batch among the processes."
-            )
+        if split_batches and batch_size > 1:
+            check_multiple(batch_size, num_processes)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last

@@ -17,7 +17,13 @@ from ..common.optional import is_installed
 from ..engine import GradientState, PartialState
 from ..engine.nested import concatenate, find_batch_size, send_to_device, slice_tensors
 from .operations import synchronize_rng_states
-from .shard_samplers import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler, SkipBatchSampler
+from .shard_samplers import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    check_multiple,
+)
 
 _SETTINGS = (
     "num_workers",
@@ -99,8 +105,9 @@ class DataLoaderAdapter:
         if use_stateful_dataloader:
             if not is_installed("torchdata"):
                 raise ModuleNotFoundError(
-                    "use_stateful_dataloader=True needs the package 'torchdata', which is not installed: pip install "
-                    "torchdata. A loader that treadle.Accelerator prepares has state_dict() without it."
+                    "use_stateful_dataloader=True needs the package 'torchdata', which is not installed. Run pip "
+                    "install torchdata. A dataloader that treadle.Accelerator prepares has state_dict() without this "
+                    "package."
                 )
             from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -323,8 +330,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         if torch_device_mesh is not None and "tp" in torch_device_mesh.mesh_dim_names:
             raise ValueError(
-                "dispatch_batches=True shares every batch among all processes, but with tensor parallelism several "
-                "processes need the same rows. Use dispatch_batches=False."
+                "dispatch_batches=True splits each batch among all processes, but with tensor parallelism several "
+                "processes need the same rows. Pass dispatch_batches=False."
             )
         self.split_batches = split_batches
         self.skip_batches = skip_batches
@@ -352,7 +359,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         except RuntimeError as error:
             raise RuntimeError(
                 f"dispatch_batches=True joins {wanted} batches of the dataloader, but their shapes differ ({error}). "
-                "Use split_batches=True to share one batch, or dispatch_batches=False."
+                "Pass split_batches=True to split one batch among the processes, or dispatch_batches=False."
             ) from error
 
     def _receive_global_batch(self, batches: Iterator[Any]) -> Any:
@@ -525,7 +532,10 @@ def _decide_dispatch(dataloader: Any, dispatch_batches: bool | None, put_on_devi
     if dispatch_batches is None:
         return put_on_device and isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches and not put_on_device:
-        raise ValueError("dispatch_batches=True sends batches to every device. Pass put_on_device=True as well.")
+        raise ValueError(
+            "dispatch_batches=True requires put_on_device=True, because rank zero reads each batch and sends every "
+            "rank its rows. Pass put_on_device=True."
+        )
     return dispatch_batches
 
 
@@ -603,15 +613,15 @@ def _check_split(dataloader: Any, count: int) -> None:
     if size is None:
         size = getattr(dataloader.batch_sampler, "batch_size", None)
     if size is None:
-        raise ValueError(
-            f"split_batches=True needs a batch_size of the DataLoader or of its batch sampler, but "
-            f"{type(dataloader.batch_sampler).__name__} has none."
+        sampler = dataloader.batch_sampler
+        found = (
+            "the DataLoader has batch_size=None" if sampler is None else f"{type(sampler).__name__} has no batch_size"
         )
-    if size > 1 and size % count:
         raise ValueError(
-            f"batch_size={size} must be a multiple of num_processes={count}, because split_batches=True shares each "
-            "batch among the processes."
+            f"split_batches=True needs a batch size, but {found}. Set batch_size, or pass split_batches=False."
         )
+    if size > 1:
+        check_multiple(size, count)
 
 
 def _shard_stream(dataloader: Any, count: int, rank: int, split_batches: bool) -> tuple[Any, torch.Generator | None]:

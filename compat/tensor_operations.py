@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.messages import named_ranks
 from ..engine.nested import convert_to_fp32, find_batch_size, find_device, recursively_apply
 from ..engine.process_state import PartialState
 from ..strategies.distributed import DistributedOperationException, current_world
@@ -111,7 +112,7 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     world = current_world()
     owners = [rank for rank, given in enumerate(world.gather_objects(tensor is not None)) if given]
     if len(owners) != 1:
-        passed = f"ranks {owners} did" if owners else "none did"
+        passed = f"{named_ranks(owners)} did. Pass None on all ranks but one" if owners else "none did. Pass one"
         raise ValueError(f"exactly one rank must pass a tensor to copy_tensor_to_devices, but {passed}.")
     shape, dtype = world.broadcast(None if tensor is None else (tensor.shape, tensor.dtype), owners[0])
     copied = torch.empty(shape, dtype=dtype, device=world.device) if tensor is None else tensor.to(world.device).clone()
@@ -139,7 +140,8 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
         if any(form != forms[0] for form in forms):
             lines = "\n".join(f"  rank {rank}: {shape} on {kind}" for rank, (shape, kind) in enumerate(forms))
             raise DistributedOperationException(
-                f"{function.__module__}.{function.__name__} needs tensors of the same shape on every rank:\n{lines}"
+                f"{function.__module__}.{function.__name__} needs tensors of the same shape and device type on "
+                f"every rank:\n{lines}"
             )
         return function(*args, **kwargs)
 
@@ -180,7 +182,7 @@ class ConvertOutputsToFp32:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> Any:
-        raise pickle.PicklingError("a forward that converts its outputs cannot be pickled. Pickle the model instead.")
+        raise pickle.PicklingError("ConvertOutputsToFp32 can't be pickled. Pickle the unwrapped function instead.")
 
 
 @contextmanager

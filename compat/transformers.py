@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..callbacks import BatchSizeFinder, ModelCheckpoint
-from ..common.messages import announce, warn
+from ..common.messages import announce, join_choices, warn
 from ..loggers import (
     ClearMLLogger,
     CometLogger,
@@ -52,19 +52,19 @@ _WITHOUT_EFFECT = (
 
 _REFUSED = {
     "push_to_hub": "call task.save_pretrained(folder) after fit, and upload the folder",
-    "deepspeed": "use strategy='fsdp'",
-    "parallelism_config": "use FSDP(tensor_parallel_size=...)",
+    "deepspeed": "use Trainer(strategy='fsdp')",
+    "parallelism_config": "use Trainer(strategy=FSDP(tensor_parallel_size=...))",
     "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback",
-    "ignore_data_skip": "remove it, because a resume always continues with the next batch",
+    "ignore_data_skip": "remove it, because a resumed run always continues with the next batch",
     "group_by_length": "pass the DataLoader a batch sampler that groups by length",
     "label_smoothing_factor": "override training_step of the task",
     "neftune_noise_alpha": "add the noise in a forward hook of the embeddings",
-    "use_liger_kernel": "apply liger's kernels to the model before it goes to the task",
-    "liger_kernel_config": "apply liger's kernels to the model before it goes to the task",
-    "bf16_full_eval": "use precision='bf16-true' in a Trainer for validate",
-    "fp16_full_eval": "use precision='16-true' in a Trainer for validate",
-    "eval_delay": "use check_val_every_n_epoch",
-    "debug": "use detect_anomaly=True",
+    "use_liger_kernel": "apply Liger's kernels to the model before you pass it to the task",
+    "liger_kernel_config": "apply Liger's kernels to the model before you pass it to the task",
+    "bf16_full_eval": "validate with a separate Trainer(precision='bf16-true')",
+    "fp16_full_eval": "validate with a separate Trainer(precision='16-true')",
+    "eval_delay": "use Trainer(check_val_every_n_epoch=...)",
+    "debug": "use Trainer(detect_anomaly=True)",
     "optim_args": "override configure_optimizers of the task",
     "optim_target_modules": "override configure_optimizers of the task",
 }
@@ -147,8 +147,9 @@ def task_arguments(args: Any) -> dict[str, Any]:
     """
     if _read(args, "optim") not in _OPTIMIZERS:
         raise ValueError(
-            f"optim={_read(args, 'optim')!r} must be AdamW ({', '.join(_OPTIMIZERS)}), the only optimizer of "
-            "TransformersTask. For another one, override configure_optimizers."
+            f"optim={_read(args, 'optim')!r} must be {join_choices(list(map(repr, _OPTIMIZERS)))}, because "
+            "TransformersTask uses AdamW. For another optimizer, set optim='adamw_torch' and override "
+            "configure_optimizers of the task."
         )
     warmup = args.warmup_steps or getattr(args, "warmup_ratio", None) or 0
     recompute = args.gradient_checkpointing or getattr(args, "activation_checkpointing", None)
@@ -179,19 +180,22 @@ def _refuse(args: Any) -> None:
     if _read(args, "train_sampling_strategy") == "group_by_length":
         lines.append(f"train_sampling_strategy='group_by_length': {_REFUSED['group_by_length']}")
     if getattr(args.accelerator_config, "split_batches", False):
-        lines.append("accelerator_config.split_batches: set the batch size of the dataloader per process")
+        lines.append("accelerator_config.split_batches=True: set the batch size per process in the DataLoader")
     if _read(args, "logging_strategy") == "epoch":
         lines.append("logging_strategy='epoch': log with on_step=False, on_epoch=True in the task")
     if lines:
-        raise ValueError("TrainingArguments without a direct translation:\n  " + "\n  ".join(lines))
+        raise ValueError(
+            "TrainingArguments without a direct translation. Leave them at their defaults, and replace them as follows:"
+            "\n  " + "\n  ".join(lines)
+        )
     changed = [name for name, default in defaults.items() if default is not MISSING and _read(args, name) != default]
     if idle := [name for name in changed if name in _WITHOUT_EFFECT]:
         announce(f"TrainingArguments without effect in Treadle: {', '.join(idle)}. See docs/from_hf_trainer.md.")
     known = {*_BY_THE_SCRIPT, *_WITHOUT_EFFECT, *_REFUSED, *_TRANSLATED}
     if newer := [name for name in changed if name not in known]:
         warn(
-            f"training_arguments does not support {', '.join(newer)} of this version of transformers, so they are "
-            "ignored."
+            f"TrainingArguments that this version of Treadle does not support and ignores: {', '.join(newer)}. See "
+            "docs/from_hf_trainer.md."
         )
 
 
@@ -220,8 +224,8 @@ def _read_steps(args: Any, name: str) -> int:
     value = getattr(args, name)
     if not 0 < value < math.inf or value != int(value):
         raise ValueError(
-            f"{name}={value!r} must be a whole number of optimizer steps. Fractions of a run are not supported. Pass "
-            "the number of steps."
+            f"{name}={value!r} must be a whole number of optimizer steps, at least 1. A fraction of the run is not "
+            "supported. Pass the number of steps."
         )
     return int(value)
 
@@ -234,7 +238,7 @@ def _translate_length(args: Any) -> dict[str, Any]:
         return {"max_epochs": int(epochs)}
     if epochs < 1:
         return {"max_epochs": 1, "limit_train_batches": float(epochs)}
-    raise ValueError(f"num_train_epochs={epochs} must be a whole number or below 1. Pass one, or set max_steps.")
+    raise ValueError(f"num_train_epochs={epochs} must be a whole number or below 1. Round it, or set max_steps.")
 
 
 def _translate_strategy(args: Any) -> Any:
@@ -263,8 +267,8 @@ def _make_loggers(args: Any) -> list[Logger]:
     names = [name for name in names if name != "none"]
     if unknown := [name for name in names if name not in _LOGGERS]:
         raise ValueError(
-            f"report_to={unknown}: there are loggers for {', '.join(_LOGGERS)}. For another service, write a Logger. "
-            "See docs/loggers.md."
+            f"report_to={unknown} is not supported. Use {', '.join(_LOGGERS)} or none. For another service, write a "
+            "Logger and pass it to the Trainer. See docs/loggers.md."
         )
     loggers: list[Logger] = [_LOGGERS[name](**_logger_options(name, args)) for name in names]
     return loggers or [CSVLogger(args.output_dir)]  # its history was in trainer_state.json

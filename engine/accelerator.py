@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from ..common.messages import name_type, warn
+from ..common.messages import format_count, name_type, warn
 from ..common.remote_path import AnyPath
 from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world, report_uncaught, resolve_devices
 from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
@@ -65,12 +65,12 @@ _PEERS_NAMES = {
     "_dataloaders": "loaders",
 }
 _UNSUPPORTED = {
-    "lomo_backward": "LOMO steps inside backward, which is not supported. Use an optimizer that steps after backward.",
-    "maybe_context_parallel": "Treadle does not split a sequence over processes.",
-    "deepspeed_ulysses_dl_adapter": "Treadle does not split a sequence over processes.",
+    "lomo_backward": "LOMO updates the weights during the backward pass, which is unsupported. Use another optimizer.",
+    "maybe_context_parallel": "Treadle does not split sequences over processes.",
+    "deepspeed_ulysses_dl_adapter": "Treadle does not split sequences over processes.",
     "fp8_backend": "Treadle always uses torchao for float8.",
     "megatron_lm_plugin": "Treadle does not use Megatron-LM.",
-    "build_parallelism_config": "use Accelerator(parallelism_config=...) instead.",
+    "build_parallelism_config": "Use Accelerator(parallelism_config=...) instead.",
 }
 
 
@@ -282,7 +282,8 @@ class Accelerator(Process):
         placement: Sequence[bool | None] = [None] * len(objects) if device_placement is None else device_placement
         if len(placement) != len(objects):
             raise ValueError(
-                f"device_placement has {len(placement)} values for {len(objects)} objects. Pass one value per object."
+                f"device_placement has {format_count(len(placement), 'value')}, but prepare got "
+                f"{format_count(len(objects), 'object')}. Pass one value per object."
             )
         # Models first, because preparing them may move their parameters, which the optimizers must then refer to.
         models = {
@@ -306,9 +307,10 @@ class Accelerator(Process):
         if hasattr(value, "step") and hasattr(value, "state_dict") and not isinstance(value, type):
             return self.prepare_scheduler(value)
         is_class = isinstance(value, type)
-        kind = f"the class {value.__name__}" if is_class else f"an object of type {type(value).__name__}"
+        kind = f"the class {value.__name__}" if is_class else name_type(value)
         is_iterable = isinstance(value, Iterable) and not isinstance(value, type | str | Mapping | Tensor)
-        advice = " Every rank reads all of it. Use prepare_data_loader to shard an iterable of batches." * is_iterable
+        advice = " Pass an instance of the class." * is_class
+        advice += " Every rank reads all of its items. To shard batches, use prepare_data_loader." * is_iterable
         warn(
             f"prepare returns {kind} unchanged, because it supports only models, optimizers, schedulers and "
             f"DataLoaders.{advice}"
@@ -410,8 +412,8 @@ class Accelerator(Process):
         for name, tensor in model.named_parameters():
             if tensor.device != self.device:
                 raise ValueError(
-                    f"device_placement=False, but {name} is on {tensor.device} and this process computes on "
-                    f"{self.device}. Move the model there, or remove device_placement."
+                    f"device_placement=False, but {name} is on {tensor.device}, and this process computes on "
+                    f"{self.device}. Move the model to {self.device}, or remove device_placement=False."
                 )
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
@@ -494,7 +496,7 @@ class Accelerator(Process):
         if "base_dataloader" in getattr(loader, "__dict__", ()):
             raise TypeError(
                 f"prepare got {name_type(loader)}, which is already sharded over the processes. Pass the "
-                "DataLoader that it was created from, or iterate over it without prepare."
+                f"original DataLoader, or use the {type(loader).__name__} without preparing it."
             )
         if self.stream is None:
             self.compare_settings()
@@ -1433,7 +1435,7 @@ class Accelerator(Process):
         if name in _PEERS_NAMES:
             return getattr(self, _PEERS_NAMES[name])
         reason = _UNSUPPORTED.get(name)
-        raise AttributeError(f"Accelerator has no {name!r}{'' if reason is None else ': ' + reason}")
+        raise AttributeError(f"Accelerator has no attribute {name!r}.{'' if reason is None else ' ' + reason}")
 
     def __repr__(self) -> str:
         return f"Accelerator:\n{self.state!r}"

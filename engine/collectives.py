@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Set, Sized
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from ..common.messages import name_type
+from ..common.messages import format_count, name_type
 from ..common.validation import choose
 from ..strategies import DistributedOperationException, World
 from .data import share
@@ -74,7 +74,8 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     _walk(value, tensors.append, others.append)
     if not tensors:
         raise TypeError(
-            f"gather got {name_type(value)} without tensors. Use gather_for_metrics or gather_object for other values."
+            f"gather needs tensors, but got {describe_no_tensor(value)}. For other values, use gather_for_metrics or "
+            "gather_object."
         )
     if not sync_grads:
         tensors = [t.detach() for t in tensors]
@@ -88,13 +89,10 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     parts = world.gather_objects((mine, [_to_items(other, empty) for other in others]))
     forms = [([form[:2] for form in shapes], len(lists)) for shapes, lists in parts]
     if any(form != forms[0] for form in forms):
-        listed = "; ".join(
-            f"rank {rank}: {', '.join(f'{(n, *shape)} {dtype}' for shape, dtype, n in shapes)}"
-            for rank, (shapes, _) in enumerate(parts)
-        )
         raise ShapesDiffer(
-            "gather needs the same number of tensors on every process, differing at most in dimension 0, but got "
-            f"{listed}. gather_for_metrics(..., use_gather_object=True) accepts any value."
+            "gather needs the same number of values on every process, and tensors that differ in dimension 0 only, but "
+            f"got {_describe_parts(parts)}. Use gather_for_metrics(..., use_gather_object=True), which accepts any "
+            "value."
         )
     gathered = [
         _gather_rows(tensor, [shapes[number][2] for shapes, _ in parts], world) for number, tensor in enumerate(rows)
@@ -183,6 +181,27 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
         return torch.stack(world.all_gather(tensor.detach()))
 
     return apply_to_collection(value, Tensor, gather_tensor)
+
+
+def describe_no_tensor(value: Any) -> str:
+    """Return the type of a value without tensors for an error: ``"a float"``, or ``"a dict without tensors"``.
+
+    Args:
+        value: A value without tensors.
+    """
+    is_container = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+    return f"{name_type(value)}{' without tensors' * is_container}"
+
+
+def _describe_parts(parts: list[Any]) -> str:
+    """Return the shapes and dtypes of each rank's tensors, and the number of its other values if the ranks differ."""
+    counts_differ = len({len(lists) for _, lists in parts}) > 1
+    by_rank = []
+    for rank, (shapes, lists) in enumerate(parts):
+        tensors = ", ".join(f"{(rows, *shape)} {dtype}" for shape, dtype, rows in shapes)
+        others = f" and {format_count(len(lists), 'other value')}" if counts_differ else ""
+        by_rank.append(f"rank {rank}: {tensors}{others}")
+    return "; ".join(by_rank)
 
 
 def _describe_form(tensor: Tensor, sync_grads: bool) -> str:
@@ -284,7 +303,10 @@ def _check_forms(name: str, value: Any, world: World) -> None:
     forms = world.gather_objects(local_forms)
     if any(form != local_forms for form in forms):
         by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
-        raise ShapesDiffer(f"{name} needs tensors of the same shapes and dtypes on every process, but got {by_rank}.")
+        raise ShapesDiffer(
+            f"{name} needs tensors of the same shapes and dtypes on every process, but got {by_rank}. Convert or pad "
+            "the tensors first, for example with pad_across_processes."
+        )
 
 
 def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, pad_first: bool) -> Any:
@@ -306,10 +328,12 @@ def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, p
     apply_to_collection(value, Tensor, tensors.append)
     shapes = world.gather_objects([tuple(t.shape) for t in tensors])
     if any([len(shape) for shape in rank_shapes] != [t.ndim for t in tensors] for rank_shapes in shapes):
-        by_rank = "; ".join(f"rank {rank}: {', '.join(map(str, every))}" for rank, every in enumerate(shapes))
+        by_rank = "; ".join(
+            f"rank {rank}: {', '.join(map(str, every)) or 'no tensor'}" for rank, every in enumerate(shapes)
+        )
         raise ShapesDiffer(
             "pad_across_processes needs the same number of tensors, with the same number of dimensions, on every "
-            f"process, but got {by_rank}."
+            f"process, but got {by_rank}. Use gather_object for other values."
         )
     longest = iter(
         [
@@ -364,7 +388,9 @@ def check_process(index: int, size: int, name: str) -> None:
         ValueError: If no process has this rank.
     """
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < size:
-        raise ValueError(f"{name}={index!r} must be a rank from 0 to {size - 1}, because the world size is {size}.")
+        valid = "0" if size == 1 else f"a rank from 0 to {size - 1}"
+        whose = "the number of processes on this machine" if name.startswith("local") else "the world size"
+        raise ValueError(f"{name}={index!r} must be {valid}, because {whose} is {size}.")
 
 
 def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any:
@@ -397,8 +423,8 @@ def _count_inputs(inputs: Any) -> tuple[int, Any]:
     """Return the number of inputs, and the inputs as a value that can be sliced."""
     if isinstance(inputs, str | bytes | bytearray):
         raise TypeError(
-            f"split_between_processes got one {type(inputs).__name__}, {inputs[:40]!r}, which would be split into its "
-            "characters. Pass a list of inputs."
+            f"split_between_processes got {inputs[:40]!r} ({name_type(inputs)}), which would be split into its "
+            f"{'characters' if isinstance(inputs, str) else 'bytes'}. Pass a list of inputs."
         )
     if isinstance(inputs, Set):
         raise TypeError(
@@ -413,8 +439,8 @@ def _count_inputs(inputs: Any) -> tuple[int, Any]:
     if isinstance(inputs, Tensor | np.ndarray):
         if not inputs.ndim:
             raise TypeError(
-                f"split_between_processes got {name_type(inputs)} without dimensions. Pass one with at least one "
-                "dimension."
+                f"split_between_processes got {name_type(inputs)} without dimensions, which can't be split. Pass a "
+                f"list, or {name_type(inputs)} with at least one dimension."
             )
         return inputs.shape[0], inputs
     if isinstance(inputs, Sized) and (isinstance(inputs, list | tuple | range) or _is_indexable(inputs)):
@@ -435,7 +461,8 @@ def _is_indexable(inputs: Any) -> bool:
         return True
     if hasattr(inputs, "columns"):
         raise TypeError(
-            f"split_between_processes would split this {type(inputs).__name__} by columns. Pass its rows as a list."
+            f"split_between_processes got {name_type(inputs)}, which would be split by columns. Pass its rows as a "
+            "list."
         )
     return isinstance(inputs, Dataset) and not isinstance(inputs, IterableDataset)
 
@@ -452,14 +479,14 @@ def _count_fields(inputs: Any) -> tuple[int, Any]:
             counted[key] = _count_inputs(value)
         except TypeError as error:
             raise TypeError(
-                f"split_between_processes got {name_type(inputs)} whose {key!r} can't be split: {error}"
+                f"split_between_processes got {name_type(inputs)} whose value {key!r} can't be split: {error}"
             ) from None
     counts = {key: count for key, (count, _) in counted.items()}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{key!r}: {count}" for key, count in counts.items())
         raise ValueError(
-            f"split_between_processes got a dict whose values differ in length ({listed}). Pass values of the same "
-            "length."
+            f"split_between_processes got {name_type(inputs)} whose values differ in length ({listed}). Pass values of "
+            "the same length."
         )
     return next(iter(counts.values()), 0), with_items(inputs, {key: value for key, (_, value) in counted.items()})
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..common.durations import parse_duration
-from ..common.messages import announce, nearest, warn
+from ..common.messages import announce, name_type, nearest, warn
 from ..common.validation import check_int, choose
 from ..strategies import Precision, ReplicaKwargs, Strategy
 from .modules import Compiler, compile_modules, forget
@@ -351,7 +351,7 @@ class TorchDynamoPlugin(KwargsHandler):
         if not parts:
             warn(
                 f"{type(model).__name__} has no submodule with parameters, so nothing is compiled. Apply "
-                "torch.compile to the functions that its steps call."
+                "torch.compile to the functions that training_step calls."
             )
         options = None if users is not None else self._collect_arguments()
         compile_modules(parts, users or self._make_compiler, options, hooks_outside=hooks_outside)
@@ -439,7 +439,7 @@ class FP8RecipeKwargs(_Refused):
         ValueError: FP8RecipeKwargs is not supported. ...
     """
 
-    instead = "Treadle uses torchao's float8 with its defaults. Set only mixed_precision='fp8'."
+    instead = "Treadle uses torchao's float8 with its default options. Set only mixed_precision='fp8'."
 
 
 class AORecipeKwargs(FP8RecipeKwargs):
@@ -499,9 +499,14 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
     for handler in handlers or ():
         name = next((name for name, kind in kinds.items() if isinstance(handler, kind)), None)
         if name is None:
+            if isinstance(handler, type) and issubclass(handler, tuple(kinds.values())):
+                raise TypeError(
+                    f"kwargs_handlers contains the class {handler.__name__}, but needs instances. Pass "
+                    f"{handler.__name__}(...)."
+                )
             valid = [kind.__name__ for kind in kinds.values()]
             raise TypeError(
-                f"kwargs_handlers contains an object of type {type(handler).__name__}, but supports only "
+                f"kwargs_handlers contains {name_type(handler)}, but supports only "
                 f"{', '.join(valid)}.{nearest(type(handler).__name__, valid)}"
             )
         if sorted_handlers[name] is not None:
@@ -534,7 +539,7 @@ def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> 
     }
     for name, value in plugins.items():
         if value is not None:
-            raise ValueError(f"{name}= is not supported. {reasons[name]}")
+            raise ValueError(f"Accelerator({name}=...) is not supported. {reasons[name]}")
 
 
 def resolve_timeout(timeout: Any) -> float | None:
@@ -575,9 +580,10 @@ def merge_group(options: dict[str, Any], strategy: Any) -> dict[str, Any]:
     of_strategy = getattr(strategy, "group_options", {})
     for name, value in of_strategy.items():
         if options[name] not in (None, value):
+            source = "InitProcessGroupKwargs" + " or Accelerator(timeout=...)" * (name == "timeout")
             raise ValueError(
-                f"the strategy's {name}={value!r} contradicts {name}={options[name]!r}, from InitProcessGroupKwargs "
-                "or from the Accelerator's timeout. Set only one of them."
+                f"the strategy's {name}={value!r} contradicts {name}={options[name]!r}, which is from {source}. Set "
+                "only one of them."
             )
     return {**options, **of_strategy}
 
@@ -646,7 +652,8 @@ def resolve_project(
         config.set_directories(directory)
     if directory is not None and os.fspath(directory) != os.fspath(config.project_dir or ""):
         raise ValueError(
-            f"project_dir={directory!r} contradicts project_config's {config.project_dir!r}. Set only one of them."
+            f"project_dir={directory!r} contradicts ProjectConfiguration(project_dir={config.project_dir!r}). Set only "
+            "one of them."
         )
     return config
 
@@ -701,7 +708,7 @@ def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) 
     if steps not in (1, plugin.num_steps):
         raise ValueError(
             f"gradient_accumulation_steps={steps} contradicts "
-            f"gradient_accumulation_plugin(num_steps={plugin.num_steps}). Set only one of them."
+            f"GradientAccumulationPlugin(num_steps={plugin.num_steps}). Set only one of them."
         )
     return plugin
 

@@ -115,7 +115,7 @@ def describe_compilations(since: float) -> str:
             recompiled[0].recompile_reason,
         )
         reason = str(reason).partition("\n")[0].partition(": ")[2] or str(reason)
-        text += f", {len(recompiled)} of them recompiled; the first, of {name}: {reason}"
+        text += f", {len(recompiled)} recompiled (first {name}: {reason})"
     return text
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..common.messages import name_type
 from ..strategies import SingleDevice
-from .collectives import with_items
+from .collectives import describe_no_tensor, with_items
 
 
 def is_torch_tensor(tensor: Any) -> bool:
@@ -75,9 +75,9 @@ def recursively_apply(
             return func(value, *args, **kwargs)
         if error_on_other_type:
             name = getattr(func, "__name__", "the function")
+            kind = "tensors" if test_type is is_torch_tensor else "values for which test_type returns True"
             raise TypeError(
-                f"{name} does not support {name_type(value)}. Pass supported values, or lists, tuples and dicts of "
-                "them."
+                f"{name} does not support {name_type(value)}. Pass {kind}, or nest them in lists, tuples or dicts."
             )
         return value
 
@@ -123,7 +123,9 @@ def find_batch_size(data: Any) -> int | None:
     """
     tensors = _list_tensors(data)
     if not tensors:
-        raise TypeError(f"find_batch_size got {name_type(data)} without tensors. Pass a batch that contains a tensor.")
+        raise TypeError(
+            f"find_batch_size needs tensors, but got {describe_no_tensor(data)}. Pass a batch that contains a tensor."
+        )
     return next((tensor.shape[0] for tensor in tensors if tensor.ndim), None)
 
 
@@ -171,7 +173,9 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         items = {key: concatenate([part[key] for part in data], dim) for key in first}
         return items if type(first) is dict else with_items(first, items)
     if not isinstance(first, Tensor):
-        raise TypeError(f"concatenate got {name_type(first)}. Pass tensors in lists, tuples or dicts.")
+        raise TypeError(
+            f"concatenate does not support {name_type(first)}. Pass tensors, or nest them in lists, tuples or dicts."
+        )
     return torch.cat(data, dim=dim)
 
 

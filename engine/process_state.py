@@ -78,7 +78,7 @@ class Process:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} can't be pickled, because it is bound to this process and its process group. "
-            "Create one in each process, in the function that runs there."
+            "Create one in each process, in the function that the process runs."
         )
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..common.messages import announce, warn
+from ..common.messages import announce, nearest, warn
 from ..common.optional import require
 from ..common.validation import choose
 
@@ -65,7 +65,10 @@ class WeightQuantizer:
         """
         names = {name for name, _ in model.named_modules()}
         if unknown := [name for name in self.skip if name not in names]:
-            raise ValueError(f"skip names {unknown[0]!r}, but the model has no such module. See model.named_modules().")
+            raise ValueError(
+                f"skip contains {unknown[0]!r}, but {type(model).__name__} has no module with this name."
+                f"{nearest(unknown[0], names) or ' model.named_modules() lists the names.'}"
+            )
         uses: dict[torch.Tensor, int] = {}
         for part in model.modules():
             for parameter in part.parameters(recurse=False):
@@ -121,7 +124,7 @@ def convert_to_float8(model: nn.Module, device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(
             f"precision='float8', but {torch.cuda.get_device_name(device)} does not support float8, which needs an "
-            "Ada, Hopper or newer GPU. Use 'bf16-mixed'."
+            "Ada, Hopper or newer GPU. Use precision='bf16-mixed'."
         )
     if any(_is_float8(part) for part in model.modules()):
         return
@@ -136,7 +139,7 @@ def convert_to_float8(model: nn.Module, device: torch.device) -> None:
     from torchao.float8 import convert_to_float8_training
 
     convert_to_float8_training(model, module_filter_fn=lambda part, name: part in chosen)
-    announce(f"float8: {len(chosen)} of {len(layers)} linear layers of {type(model).__name__}")
+    announce(f"linear layers of {type(model).__name__} that compute in float8: {len(chosen)} of {len(layers)}")
 
 
 def _is_float8(part: nn.Module) -> bool:

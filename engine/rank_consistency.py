@@ -14,15 +14,17 @@ from ..strategies import World
 from .data import shards_itself
 
 _SHOWN = 10
+_FIX = "Pass the same values on every rank."
 
 
-def check_values_match(subject: str, values: Mapping[str, Any], world: World) -> None:
+def check_values_match(subject: str, values: Mapping[str, Any], world: World, fix: str = _FIX) -> None:
     """Raise an error on every rank if values differ, after exchanging digests. Must be called on all ranks.
 
     Args:
         subject: The beginning of the error message, such as ``"the ranks are configured differently"``.
         values: Plain data, by names that are meaningful to users.
         world: The ranks to compare.
+        fix: The end of the error message, which states how to fix the difference.
 
     Raises:
         ValueError: If values differ. The error lists their names, values and ranks.
@@ -37,7 +39,7 @@ def check_values_match(subject: str, values: Mapping[str, Any], world: World) ->
     for name in dict.fromkeys(name for rank_values in every for name in rank_values):
         ranks: dict[str, list[int]] = {}
         for rank, rank_values in enumerate(every):
-            ranks.setdefault(repr(rank_values[name]) if name in rank_values else "nothing", []).append(rank)
+            ranks.setdefault(repr(rank_values[name]) if name in rank_values else "missing", []).append(rank)
         if len(ranks) > 1:
             lines.append(
                 f"  {name}: {', '.join(f'{value} on {named_ranks(holders)}' for value, holders in ranks.items())}"
@@ -45,9 +47,9 @@ def check_values_match(subject: str, values: Mapping[str, Any], world: World) ->
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
     raise ValueError(
-        f"{subject}, so they would not take the same steps, or would wait for each other forever:\n"
-        + "\n".join(lines or ["  the order"])
-        + "\nPass the same values on every rank."
+        f"{subject}, so the ranks would take different steps, or wait for each other forever:\n"
+        + "\n".join(lines or ["  the same values, in a different order"])
+        + f"\n{fix}"
     )
 
 
@@ -73,7 +75,7 @@ def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
             values[f"loader {number}, {name}"] = getattr(loader, name, None)
         for name in ("sampler", "batch_sampler"):
             values[f"loader {number}, {name}"] = type(getattr(loader, name, None)).__name__
-    check_values_match("the ranks have different loaders", values, world)
+    check_values_match("the ranks have different loaders", values, world, "Create the same loaders on every rank.")
 
 
 def check_model_matches(model: nn.Module, world: World) -> None:
@@ -92,11 +94,13 @@ def check_model_matches(model: nn.Module, world: World) -> None:
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise ValueError(
-            f"{type(model).__name__}.{lazy} belongs to a lazy layer without weights, and {world.size} ranks need them "
-            "before the first batch. Run a batch through the model when it is built (in __init__ or configure_model)."
+            f"{type(model).__name__}.{lazy} belongs to a lazy layer, which has no weights yet, but {world.size} ranks "
+            "need its weights before the first batch. Run a batch through the model when it is built (in __init__ or "
+            "configure_model)."
         )
     values = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         shape = f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
         values[name] = f"{shape}, trained" if tensor.requires_grad else shape
-    check_values_match(f"the {type(model).__name__} differs between the ranks", values, world)
+    name = type(model).__name__
+    check_values_match(f"the {name} differs between the ranks", values, world, f"Build the same {name} on every rank.")

@@ -55,7 +55,7 @@ def revision(folder: str) -> str:
     if not commit:
         return ""
     changed = _run_git(folder, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit} and changes since" if changed else commit
+    return f"{commit}, with uncommitted changes" if changed else commit
 
 
 def _run_git(folder: str, *arguments: str) -> str:

@@ -63,7 +63,10 @@ class GeneralTracker:
         needed = ("name", "requires_logging_directory", "tracker")
         missing = [name for name in needed if name not in dir(self)]
         if missing and not _blank:
-            raise NotImplementedError(f"{type(self).__name__} lacks {', '.join(missing)}. Define them in the class.")
+            raise NotImplementedError(
+                f"{type(self).__name__} does not define {', '.join(missing)}. A tracker must define "
+                f"{', '.join(needed[:-1])} and {needed[-1]}. Add what is missing to the class."
+            )
 
     def start(self) -> None:
         """Start the tracker. `Accelerator.init_trackers` calls it."""
@@ -384,7 +387,7 @@ class ClearMLTracker(RunTracker):
             ValueError: If neither ``data`` nor ``dataframe`` is passed.
         """
         if dataframe is None and data is None:
-            raise ValueError(f"log_table({table_name!r}) got no table. Pass data=, or dataframe=.")
+            raise ValueError(f"log_table({table_name!r}) got no table. Pass data= or dataframe=.")
         table = dataframe if dataframe is not None else ([columns, *data] if columns else data)  # type: ignore[misc]
         logger = self.task.get_logger()
         logger.report_table(title=table_name, series=table_name, table_plot=table, iteration=step, **kwargs)
@@ -467,12 +470,14 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ValueError(
-            f"{tracker_class!r} is not a subclass of GeneralTracker. Pass a subclass to register_tracker_class."
+            f"tracker_class={tracker_class!r} must be a subclass of GeneralTracker. Pass the class itself, not its "
+            "name or an instance."
         )
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name or not hasattr(tracker_class, "requires_logging_directory"):
         raise ValueError(
-            f"{tracker_class.__name__} lacks the class attribute name or requires_logging_directory. Define both."
+            f"{tracker_class.__name__} must have the class attributes name (a non-empty string) and "
+            "requires_logging_directory. Define both."
         )
     if name in _registered or name in _LOGGERS:
         warn(f"a tracker named {name!r} is already registered. {tracker_class.__name__} replaces it.")
@@ -530,7 +535,7 @@ def _to_tracker(value: Any) -> GeneralTracker:
     if all(hasattr(value, name) for name in ("name", "tracker", "log", "finish", "requires_logging_directory")):
         return value  # it already has this form
     raise TypeError(
-        f"log_with={value!r} is not a tracker. Pass one of {', '.join(_LOGGERS)}, a GeneralTracker or a logger of "
+        f"log_with={value!r} is not a tracker. Pass one of {', '.join(_LOGGERS)}, a GeneralTracker or a logger from "
         "treadle.loggers."
     )
 
@@ -618,9 +623,8 @@ class Trackers:
         for name in options:
             if name not in {*self.sources, *_LOGGERS, *_PEERS, *_registered}:
                 requested = ", ".join(self.sources) or "no tracker"
-                raise ValueError(
-                    f"init_kwargs names {name!r}, but log_with names {requested}.{nearest(name, self.sources)}"
-                )
+                hint = nearest(name, self.sources) or f" Remove {name!r} from init_kwargs."
+                raise ValueError(f"init_kwargs names {name!r}, but log_with names {requested}.{hint}")
         # No collective is used, because scripts also call this in ``if accelerator.is_main_process:``.
         self.started = [make(project_name, dict(options.get(name, {}))) for name, make in self.sources.items()]
         for tracker in self._on_this_rank():
@@ -671,7 +675,8 @@ class Trackers:
         if not self.started and not self._world.is_main and name in self.sources:
             return _Silent()
         names = [str(tracker.name) for tracker in self.started]  # type: ignore[attr-defined]
-        raise ValueError(f"{name!r} is not a started tracker. The started trackers are {names}.{nearest(name, names)}")
+        hint = f" Started: {', '.join(names)}.{nearest(name, names)}" if names else " Call init_trackers first."
+        raise ValueError(f"{name!r} is not a started tracker.{hint}")
 
     def finish(self) -> None:
         """Finish all trackers. Must be called on all ranks."""

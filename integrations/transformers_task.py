@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..common.messages import nearest
+from ..common.messages import name_type, nearest
 from ..common.optional import require
 from ..common.validation import check_bool, choose
 from ..trainer import TaskModule
@@ -114,8 +114,9 @@ class TransformersTask(TaskModule):
         if isinstance(model, str | os.PathLike):
             built = _load_model(model, auto_class, dict(model_options or {}))
         elif auto_class is not None or model_options:
+            names = " and ".join(["auto_class"] * (auto_class is not None) + ["model_options"] * bool(model_options))
             raise ValueError(
-                "auto_class and model_options load a model by its name, but model is an object. Pass the object only."
+                f"{names} can only be used with a model's name, but model is {name_type(model)}. Remove {names}."
             )
         else:
             built = model
@@ -197,7 +198,9 @@ class TransformersTask(TaskModule):
         together = self.trainer.accelerator.strategy.sharded and self.trainer.world_size > 1
         tokens = self.model.generate(**inputs, **self.hparams.generation, synced_gpus=together)
         if self.tokenizer is None:
-            raise ValueError("generation needs a tokenizer, which converts tokens to texts. Pass tokenizer.")
+            raise ValueError(
+                "generation needs a tokenizer, which converts tokens to texts. Pass tokenizer to the task."
+            )
         if not self.model.config.is_encoder_decoder:  # decoder-only models return the prompt too
             tokens = tokens[:, inputs["input_ids"].shape[1] :]
         return self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
@@ -216,7 +219,7 @@ class TransformersTask(TaskModule):
         groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
         if not groups:
-            raise ValueError("no parameter of the model requires a gradient. Unfreeze at least one to train.")
+            raise ValueError("no parameter of the model requires a gradient. Unfreeze at least one parameter.")
         optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, **dict(options.optimizer_options or {}))
         return {"optimizer": optimizer, "lr_scheduler": self._make_scheduler(optimizer)}
 
@@ -290,8 +293,9 @@ class TransformersTask(TaskModule):
         """Return the loss of a batch, or 0 if all of its labels are ignored."""
         loss: Tensor | None = getattr(outputs, "loss", None)
         if loss is None:
+            fix = "Use a model class that computes a loss" if "labels" in batch else "Add 'labels' to the batch"
             raise ValueError(
-                f"{type(self.model).__name__} returned no loss for a batch with {', '.join(batch)}. Add labels."
+                f"{type(self.model).__name__} returned no loss for a batch with {', '.join(batch)}. {fix}."
             )
         # The mean of a batch whose labels are all ignored is NaN.
         return loss if count is None else torch.where(count > 0, loss, torch.zeros_like(loss))
@@ -311,11 +315,15 @@ class TransformersTask(TaskModule):
         name = choose("lr_scheduler", options.lr_scheduler, [kind.value for kind in SchedulerType])
         steps, warmup = self.trainer.estimated_stepping_batches, options.warmup_steps
         has_length, extra = math.isfinite(steps), dict(options.scheduler_options or {})
-        if not has_length and (0 < warmup < 1 or (name not in _WITHOUT_LENGTH and "num_stable_steps" not in extra)):
+        if not has_length and 0 < warmup < 1:
             raise ValueError(
-                f"lr_scheduler={name!r} with warmup_steps={warmup} needs the length of the run, which is "
-                "unknown. Set Trainer(max_steps=...), or use lr_scheduler='constant', or "
-                "'constant_with_warmup' with a number of steps."
+                f"warmup_steps={warmup} is a fraction of the run, whose length is unknown. Set Trainer(max_steps=...), "
+                "or pass an integer."
+            )
+        if not has_length and name not in _WITHOUT_LENGTH and "num_stable_steps" not in extra:
+            raise ValueError(
+                f"lr_scheduler={name!r} needs the length of the run, which is unknown. Set Trainer(max_steps=...), or "
+                "use 'constant' or 'constant_with_warmup'."
             )
         scheduler = get_scheduler(
             name,
@@ -361,7 +369,10 @@ def _load_model(name: str | os.PathLike[str], auto_class: str | None, options: d
             "'AutoModelForSequenceClassification', 'AutoModelForSeq2SeqLM', ..."
         )
     if auto_class not in known:
-        raise ValueError(f"auto_class={auto_class!r} is not a class of transformers.{nearest(auto_class, known)}")
+        raise ValueError(
+            f"auto_class={auto_class!r} must be the name of an AutoModelFor... class from transformers, such as "
+            f"'AutoModelForCausalLM'.{nearest(auto_class, known)}"
+        )
     return getattr(transformers, auto_class).from_pretrained(name, **options)
 
 
@@ -383,7 +394,7 @@ def _describe_adapter(adapter: Any) -> dict[str, Any]:
     """Return a peft configuration as plain data for checkpoints."""
     values = dict(adapter) if isinstance(adapter, Mapping) else adapter.to_dict()
     if "peft_type" not in values:
-        raise ValueError("adapter={...} has no 'peft_type'. Add one, such as 'LORA', or pass a LoraConfig(...).")
+        raise ValueError("adapter={...} has no 'peft_type'. Add 'peft_type': 'LORA', or pass a LoraConfig(...).")
     plain = {
         name: sorted(v) if isinstance(v, set | frozenset) else getattr(v, "value", v) for name, v in values.items()
     }

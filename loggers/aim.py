@@ -81,7 +81,8 @@ class AimLogger(ServiceLogger):
         self._repo = None if repo is None else os.path.expandvars(os.path.expanduser(os.fspath(repo)))
         if log_model and artifacts_uri is None and self._is_remote:
             raise ValueError(
-                f"log_model={log_model!r} needs artifacts_uri with the remote repository {repo!r}. Set artifacts_uri."
+                f"log_model={log_model!r} cannot store checkpoints in the remote repository {repo!r}. Set "
+                "artifacts_uri to a storage for checkpoints."
             )
         self._run_name = run_name
         self._artifacts_uri = artifacts_uri

@@ -85,7 +85,8 @@ class CometLogger(ServiceLogger):
         if online is not None:
             check_bool("online", online)
         if experiment_config is not None and kwargs:
-            raise ValueError(f"experiment_config=... contradicts {', '.join(kwargs)}. Set them in experiment_config.")
+            names = ", ".join(kwargs)
+            raise ValueError(f"experiment_config=... replaces {names}. Set {names} in experiment_config instead.")
         texts = {"api_key": api_key, "workspace": workspace, "project": project, "mode": mode}
         super().__init__(
             name=project,

@@ -108,7 +108,8 @@ class DirectoryLogger(Logger):
         check_version(version)
         if self._experiment is not None and version != self._version:
             raise ValueError(
-                f"version={version!r} cannot replace {self._version!r} while files are open. Call finalize() first."
+                f"version={version!r} cannot replace version={self._version!r} while the logger's files are open. Call "
+                "finalize() first."
             )
         self._version = version
 
@@ -178,9 +179,9 @@ def check_version(version: int | str | None) -> int | str | None:
         ValueError: If it is negative.
     """
     if version is not None and (isinstance(version, bool) or not isinstance(version, int | str)):
-        raise TypeError(f"version={version!r} must be a number, a directory name or None, not {name_type(version)}.")
+        raise TypeError(f"version={version!r} must be an integer, a directory name or None, not {name_type(version)}.")
     if isinstance(version, int) and version < 0:
-        raise ValueError(f"version={version} is negative. Pass a number of at least 0, or None for the next free one.")
+        raise ValueError(f"version={version} must be at least 0. Pass None for the next free number.")
     return version
 
 

@@ -177,7 +177,8 @@ class MLFlowLogger(Logger):
         if self._artifact_location not in (None, experiment.artifact_location):
             warnings.warn(
                 f"artifact_location={self._artifact_location!r} is ignored, because experiment "
-                f"{self._experiment_name!r} exists and stores its artifacts in {experiment.artifact_location}.",
+                f"{self._experiment_name!r} exists and stores its artifacts in {experiment.artifact_location}. Remove "
+                "artifact_location, or pass another experiment_name.",
                 stacklevel=4,
             )
         return str(experiment.experiment_id)
@@ -314,12 +315,12 @@ def _check_store(uri: str) -> None:
         if switch is not None and not switch.get():
             raise ValueError(
                 f"tracking_uri={uri!r} needs file storage, which this version of MLflow disables. Pass the address of "
-                "a server or tracking_uri='sqlite:///mlflow.db' (pip install mlflow), or set "
-                "MLFLOW_ALLOW_FILE_STORE=true."
+                "a server as tracking_uri, or pass tracking_uri='sqlite:///mlflow.db' (pip install mlflow), or set the "
+                "environment variable MLFLOW_ALLOW_FILE_STORE=true."
             )
     elif uri.startswith(DATABASES) and not is_installed("sqlalchemy"):
         raise ModuleNotFoundError(
-            f"tracking_uri={uri!r} needs the full mlflow package, not only mlflow-skinny: pip install mlflow"
+            f"tracking_uri={uri!r} needs the full mlflow package, not only mlflow-skinny. Run pip install mlflow."
         )
 
 

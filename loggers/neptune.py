@@ -73,7 +73,7 @@ class NeptuneLogger(ServiceLogger):
         api_key = options.pop("api_token", api_key) or os.environ.get("GOODSEED_API_KEY")
         mode = options.pop("mode", None)
         if mode is not None and mode not in STORAGES:
-            raise ValueError(f"mode={mode!r} must be one of {', '.join(STORAGES)}.")
+            raise ValueError(f"mode={mode!r} must be one of {', '.join(map(repr, STORAGES))}.")
         with_id, custom_id = options.pop("with_id", None), options.pop("custom_id", None)
         check_options("goodseed.Run", options)
         storage = STORAGES[mode] if mode is not None else os.environ.get("GOODSEED_STORAGE")
@@ -128,7 +128,7 @@ class NeptuneLogger(ServiceLogger):
     def _write_row(self, run: Any, row: dict[str, float], step: int) -> None:
         missing = [name for name, value in row.items() if math.isnan(value)]
         for name in missing:
-            warn(f"GoodSeed cannot store NaN. Values of {name} that are NaN are omitted.")
+            warn(f"GoodSeed cannot store {name}={row[name]}, so the value is omitted.")
         run.log_metrics({name: value for name, value in row.items() if name not in missing}, step=step)
 
     def _write_params(self, run: Any, params: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..common.messages import nearest
 from ..common.mirror import flush
 from ..common.validation import check_bool
 from .directory import DirectoryLogger
@@ -71,7 +72,8 @@ class TensorBoardLogger(DirectoryLogger):
         for option in kwargs:
             if option not in WRITER_OPTIONS:
                 raise TypeError(
-                    f"{option}={kwargs[option]!r} is not an argument. SummaryWriter accepts {WRITER_OPTIONS}."
+                    f"{option}={kwargs[option]!r} is not an argument of SummaryWriter, which accepts "
+                    f"{', '.join(WRITER_OPTIONS)}.{nearest(option, WRITER_OPTIONS)}"
                 )
         self._sub_dir = None if sub_dir is None else os.path.expandvars(os.path.expanduser(os.fspath(sub_dir)))
         self._log_graph = log_graph
@@ -173,7 +175,7 @@ class TensorBoardLogger(DirectoryLogger):
             input_array = getattr(model, "example_input_array", None)
         if input_array is None:
             warnings.warn(
-                "log_graph=True needs an input to trace the model. Set `example_input_array` on the model, or pass "
+                "log_graph=True needs an input to trace the model. Set the model's example_input_array, or pass "
                 "log_graph=False.",
                 stacklevel=2,
             )
@@ -184,7 +186,7 @@ class TensorBoardLogger(DirectoryLogger):
         except Exception as error:
             warnings.warn(
                 f"the model's graph is not recorded, because tracing {type(model).__name__} failed: {error}. "
-                "Pass log_graph=False if it cannot be traced.",
+                "Pass log_graph=False if the model cannot be traced.",
                 stacklevel=2,
             )
 

@@ -37,7 +37,8 @@ def as_number(name: str, value: Any) -> float:
     if isinstance(number, numbers.Real):
         return int(number) if isinstance(number, numbers.Integral) else float(number)
     raise TypeError(
-        f"metric {name!r} is {value!r} ({type(value).__name__}), but must be one number. Pass float(value)."
+        f"metric {name!r} is {value!r}, but must be one number, not {name_type(value)}. Pass a number or a tensor with "
+        "one element."
     )
 
 
@@ -57,7 +58,7 @@ def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float 
     result: dict[str, float | dict[str, float]] = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
-            raise TypeError(f"metric name {name!r} must be a non-empty string. Pass str(name).")
+            raise TypeError(f"metric name {name!r} must be a non-empty string, such as 'loss'.")
         if isinstance(value, Mapping):
             result[prefix + name] = {str(key): as_number(f"{name}/{key}", inner) for key, inner in value.items()}
         else:
@@ -142,5 +143,5 @@ def check_step(step: Any) -> int:
     except TypeError:
         raise TypeError(f"step={step!r} must be an integer. Pass int(step).") from None
     if step < 0:
-        raise ValueError(f"step={step} is negative. Pass a step of at least 0.")
+        raise ValueError(f"step={step} must be at least 0.")
     return int(step)

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from ..common.messages import name_type
+from ..common.messages import name_type, nearest
 from ..common.optional import require
 from ..common.validation import check_bool
 from ._services import Uploads, check_arguments
@@ -92,7 +92,10 @@ class WandbLogger(Logger):
         if offline and kwargs.setdefault("mode", "offline") != "offline":
             raise ValueError(f"offline=True contradicts mode={kwargs['mode']!r}. Pass only one of them.")
         if offline and log_model:
-            raise ValueError(f"log_model={log_model!r} needs uploads, but this run is offline. Remove one of them.")
+            raise ValueError(
+                f"log_model={log_model!r} needs uploads, which an offline run does not make. Remove log_model, or log "
+                "online."
+            )
         _check_init(kwargs)
         self._save_dir = os.path.expandvars(os.path.expanduser(os.fspath(directory)))
         self._requested = {"name": name, "project": project, "id": _choose_argument("version", version, "id", id)}
@@ -129,8 +132,8 @@ class WandbLogger(Logger):
     def version(self, version: int | str | None) -> None:
         if self._experiment is not None and version != self._experiment.id:
             raise ValueError(
-                f"version={version!r} cannot replace {self._experiment.id!r} while the run is open. Call finish() "
-                "first."
+                f"version={version!r} cannot replace version={self._experiment.id!r} while the run is open. Call "
+                "finish() first."
             )
         self._version = version
 
@@ -323,11 +326,14 @@ class WandbLogger(Logger):
         options: dict[str, Sequence[Any]],
     ) -> None:
         if not isinstance(values, list):
-            raise TypeError(f"{argument_name}={values!r} must be a list, not {name_type(values)}. Pass [value].")
+            raise TypeError(
+                f"{argument_name}={values!r} must be a list, not {name_type(values)}. Pass {argument_name}=[...]."
+            )
         for option, option_values in options.items():
             if len(option_values) != len(values):
                 raise ValueError(
-                    f"{option} has {len(option_values)} items for {len(values)} {argument_name}. Pass one for each."
+                    f"{option} has length {len(option_values)}, but {argument_name} has length {len(values)}. Pass "
+                    "lists of the same length."
                 )
         if process_rank() == 0:
             import wandb
@@ -425,7 +431,10 @@ def _check_init(options: dict[str, Any]) -> None:
     valid = inspect.signature(wandb.init).parameters
     for option, value in options.items():
         if option not in valid:
-            raise TypeError(f"{option}={value!r} is not an argument. wandb.init accepts {', '.join(valid)}.")
+            raise TypeError(
+                f"{option}={value!r} is not an argument of wandb.init, which accepts {', '.join(valid)}."
+                f"{nearest(option, valid)}"
+            )
 
 
 def _make_id() -> str:

@@ -142,7 +142,8 @@ class ParallelismConfig:
         for name in ("tp_handler", "cp_handler", "sp_handler", "cp_backend", "sp_backend"):
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name}= is not supported, because the sizes describe the layout completely. Remove it."
+                    f"{name}={getattr(self, name)!r} is not supported, because the sizes describe the layout "
+                    f"completely. Remove {name}."
                 )
 
     @property
@@ -161,9 +162,10 @@ class ParallelismConfig:
         """
         if self.total_size != world.size:
             raise ValueError(
-                f"parallelism_config needs {self.dp_replicate_size} (dp_replicate) x {self.dp_shard_size} (dp_shard) "
-                f"x {self.tp_size} (tp) = {self.total_size} processes, but the world size is {world.size}. Change the "
-                f"sizes, or start {self.total_size} processes."
+                f"parallelism_config needs a world size of {self.total_size} (dp_replicate_size="
+                f"{self.dp_replicate_size} x dp_shard_size={self.dp_shard_size} x tp_size={self.tp_size}), but the "
+                f"world size is {world.size}. Change the sizes, or start {self.total_size} "
+                f"process{'es' * (self.total_size > 1)}."
             )
 
     @property
@@ -191,11 +193,11 @@ _ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "param_init_fn": (None,),
 }
 _ALTERNATIVES = {
-    "cpu_ram_efficient_loading": "Build the model in accelerator.init_module() and load a checkpoint",
-    "param_init_fn": "Build the model in accelerator.init_module()",
-    "state_dict_type": "Remove it: any strategy can load what save_state, save_model and get_state_dict produce",
-    "state_dict_config": "Remove it: any strategy can load what save_state, save_model and get_state_dict produce",
-    "optim_state_dict_config": "Remove it: any strategy can load what save_state writes",
+    "cpu_ram_efficient_loading": "Remove it, build the model in accelerator.init_module() and load a checkpoint",
+    "param_init_fn": "Remove it, and build the model in accelerator.init_module()",
+    "state_dict_type": "Remove it: any strategy can load the output of save_state, save_model and get_state_dict",
+    "state_dict_config": "Remove it: any strategy can load the output of save_state, save_model and get_state_dict",
+    "optim_state_dict_config": "Remove it: any strategy can load the output of save_state",
 }
 
 
@@ -266,11 +268,11 @@ class FullyShardedDataParallelPlugin:
             if getattr(value, "name", value) not in accepted:
                 alternative = _ALTERNATIVES.get(name)
                 raise ValueError(f"{name}={value!r} is not supported. {alternative or 'Remove it'}.")
-        sharding = self.sharding_strategy
+        argument, sharding = "sharding_strategy", self.sharding_strategy
         if sharding is None and isinstance(self.reshard_after_forward, str | Enum):
-            sharding, self.reshard_after_forward = self.reshard_after_forward, None
+            argument, sharding, self.reshard_after_forward = "reshard_after_forward", self.reshard_after_forward, None
         name = str(getattr(sharding, "name", sharding or "FULL_SHARD")).upper().lstrip("_")
-        self._sharding = choose("sharding_strategy", name, _SHARDING)
+        self._sharding = choose(argument, name, _SHARDING)
         self._wrap = self._build_wrap_policy()
 
     def _build_wrap_policy(self) -> Any:
@@ -285,7 +287,7 @@ class FullyShardedDataParallelPlugin:
         if policy in (None, "size_based_wrap") and self.min_num_params:
             return self.min_num_params
         if policy == "size_based_wrap":
-            raise ValueError("auto_wrap_policy='size_based_wrap' needs min_num_params. Set it too.")
+            raise ValueError("auto_wrap_policy='size_based_wrap' needs min_num_params. Set min_num_params, too.")
         return (lambda _: False) if policy == "no_wrap" else "auto"
 
     def strategy(self, world: World, parallelism: ParallelismConfig | None = None) -> Strategy:
@@ -353,7 +355,10 @@ def choose_strategy(
         name
         for name, value in (
             ("strategy", None if isinstance(strategy, str) and strategy == "auto" else strategy),
-            ("fsdp_plugin or parallelism_config", plugin or (parallelism if parallelism and parallelism.shards else 0)),
+            (
+                "parallelism_config" if plugin is None else "fsdp_plugin",
+                plugin or (parallelism if parallelism and parallelism.shards else 0),
+            ),
             ("DistributedDataParallelKwargs", replicas),
         )
         if value
@@ -362,7 +367,8 @@ def choose_strategy(
         strategy_arguments.remove("strategy")
     if len(strategy_arguments) > 1:
         raise ValueError(
-            f"{' and '.join(strategy_arguments)} each configure the layout of the model. Pass only one of them."
+            f"{', '.join(strategy_arguments[:-1])} and {strategy_arguments[-1]} each configure the layout of the "
+            "model. Pass only one of them."
         )
     if plugin is not None:
         return plugin.strategy(world, parallelism)

@@ -69,8 +69,9 @@ class StrategyAliases:
         prepared = self.prepared[1]
         if len(optimizers) != len(prepared):
             raise ValueError(
-                f"strategy.optimizers got {len(optimizers)} optimizers, but configure_optimizers returned "
-                f"{len(prepared)}. Pass the same number."
+                f"strategy.optimizers can't be set to a list of length {len(optimizers)}, because "
+                f"configure_optimizers returned {len(prepared)} optimizer{'s' * (len(prepared) != 1)}. Assign a list "
+                f"of length {len(prepared)}."
             )
         for slot, optimizer in zip(prepared, optimizers, strict=True):
             slot.replace(optimizer)

@@ -93,7 +93,7 @@ class Precision:
         if needs_bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             warn(
                 f"precision={self.name!r}, but {torch.cuda.get_device_name(device)} does not support bfloat16 in "
-                "hardware and emulates it, which is many times slower. Use '16-mixed' or '32-true'."
+                "hardware, so torch emulates bfloat16, which is many times slower. Use '16-mixed' or '32-true'."
             )
 
     def cast(self, batch: Any) -> Any:

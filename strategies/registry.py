@@ -63,15 +63,16 @@ def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[
     if device is None:
         return accelerator, devices
     if accelerator not in ("auto", device.type) and (accelerator, device.type) != ("gpu", "cuda"):
+        kind = "cuda" if accelerator == "gpu" else accelerator
         raise ValueError(
             f"strategy={type(strategy).__name__}({str(device)!r}) contradicts accelerator={accelerator!r}. Remove "
-            "accelerator, or create the strategy for such a device."
+            f"accelerator, or create the strategy with a {kind} device."
         )
     chosen = [0 if device.index is None else device.index] if device.type == "cuda" else 1
     if devices not in ("auto", 1, "1", -1, "-1", chosen):
         raise ValueError(
-            f"strategy={type(strategy).__name__}({str(device)!r}) contradicts devices={devices!r}, because it uses "
-            "one device. Remove devices."
+            f"strategy={type(strategy).__name__}({str(device)!r}) contradicts devices={devices!r}, because the "
+            f"strategy uses only the device {str(device)!r}. Remove devices."
         )
     return device.type, chosen
 

@@ -45,7 +45,10 @@ def simulated_world(size: int, rank: int, device: Any, resized: Callable[[Tensor
         ValueError: If this process is already in a process group.
     """
     if dist.is_initialized():
-        raise ValueError("this process is in a process group, but a plan needs its own. Make the plan before the run.")
+        raise ValueError(
+            "this process already has a process group, but a plan creates a simulated one. Make the plan before the "
+            "run, or in another process."
+        )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     before = rank_zero_only.rank  # type: ignore[attr-defined]

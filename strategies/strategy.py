@@ -127,8 +127,9 @@ class Strategy(StrategyAliases):
         """
         if self.sharded or self.world.size > 1:
             raise ValueError(
-                f"strategy={self.name!r} can't run a task with automatic_optimization=False, because it reduces "
-                "gradients, or gathers the model, once for the whole training_step. Use 'ddp', or DDP(zero=True)."
+                f"strategy={self.name!r} can't run a task with automatic_optimization=False, because the strategy "
+                "reduces gradients or gathers the model once per training_step. Use strategy='ddp' or "
+                "strategy=DDP(zero=True)."
             )
         return self.wrap(module)
 
@@ -275,8 +276,8 @@ class Strategy(StrategyAliases):
         """
         if self.world.size > 1:
             raise ValueError(
-                f"strategy={self.name!r} can't step separately on each process. Use 'ddp', which has a full replica "
-                "on each."
+                f"LocalSGD needs a full copy of the model on each process, which strategy={self.name!r} does not keep. "
+                "Use strategy='ddp'."
             )
         return nullcontext()
 
@@ -470,7 +471,7 @@ class Strategy(StrategyAliases):
         """
         if self.world.size == 1:
             return None
-        raise ValueError(f"strategy={self.name!r} is not supported in a plan. Use 'ddp' or 'fsdp'.")
+        raise ValueError(f"strategy={self.name!r} is not supported in a plan. Use strategy='ddp' or strategy='fsdp'.")
 
     @property
     def reduces_unused_gradients(self) -> bool:
@@ -517,12 +518,12 @@ class Strategy(StrategyAliases):
             ValueError: If this strategy does not have a setting.
         """
         settings = {
-            "shards to replicate": replicate,
-            "activations to recompute": recompute,
-            "parameters to gather": gather,
+            "replicate shards": replicate,
+            "recompute activations": recompute,
+            "gather parameters in another dtype": gather,
         }
-        for setting in (setting for setting, value in settings.items() if value is not None):
-            raise ValueError(f"strategy={self.name!r} has no {setting}. Use 'fsdp'.")
+        for action in (action for action, value in settings.items() if value is not None):
+            raise ValueError(f"strategy={self.name!r} can't {action}. Use strategy='fsdp'.")
         return copy.copy(self)
 
     # -- agreement of the processes ------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from ..common.messages import nearest
-from ..common.validation import choose
+from ..common.messages import name_type, nearest
 
 # One or several names or classes, a number of parameters, or a function of a module.
 Policy = str | type[nn.Module] | Collection[type[nn.Module] | str] | int | Callable[..., bool]
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _NAMES = ("auto", "parts")
+_RULE = "must be 'auto', 'parts', module classes, a number of parameters or a function of a module"
 
 
 def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module]:
@@ -42,9 +42,7 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
     if isinstance(classes, Collection) and all(isinstance(name_or_class, str | type) for name_or_class in classes):
         return _choose_by_class(model, classes, flag)
     if not callable(policy):
-        raise TypeError(
-            f"{flag}={policy!r} must be 'auto', module classes, a number of parameters or a function of a module."
-        )
+        raise TypeError(f"{flag}={policy!r} {_RULE}, not {name_type(policy)}.")
     size = _read_min_size(policy)
     if size is not None:
         return _choose_by_size(model, size, flag)
@@ -163,9 +161,11 @@ def _choose_by_class(model: nn.Module, classes: Collection[Any], flag: str) -> l
             isinstance(name_or_class, type) and any(issubclass(kind, name_or_class) for kind in kinds)
         ):
             name = name_or_class if isinstance(name_or_class, str) else name_or_class.__name__
+            names = sorted({kind.__name__ for kind in kinds - {type(model)}})
+            listed = f" Its module classes are {', '.join(names[:8])}{', ...' * (len(names) > 8)}." if names else ""
             raise ValueError(
-                f"{flag} names {name}, but {type(model).__name__} has no such module."
-                f"{nearest(name, sorted(kind.__name__ for kind in kinds))}"
+                f"{flag} names {name}, but {type(model).__name__} has no module of this class."
+                f"{nearest(name, names) or listed}"
             )
     types = tuple(entry for entry in classes if isinstance(entry, type))
     names = [entry for entry in classes if isinstance(entry, str)]
@@ -174,7 +174,9 @@ def _choose_by_class(model: nn.Module, classes: Collection[Any], flag: str) -> l
 
 def _choose_by_size(model: nn.Module, least: int, flag: str) -> list[nn.Module]:
     if least < 1:
-        raise ValueError(f"{flag}={least} must be a number of parameters, at least 1.")
+        raise ValueError(
+            f"{flag}={least} must be at least 1: it is the minimum number of parameters of a selected module."
+        )
     chosen: list[nn.Module] = []
     covered: set[Any] = set()
     for part in _list_inner_first(model):
@@ -208,7 +210,10 @@ def check_policy(policy: Any, flag: str) -> Any:
         TypeError: If the policy is a bool.
     """
     if isinstance(policy, bool):
-        raise TypeError(f"{flag}={policy!r} must be 'auto', module classes, a number of parameters or a function.")
-    if isinstance(policy, str) and policy.islower():
-        choose(flag, policy, _NAMES)
+        raise TypeError(f"{flag}={policy!r} {_RULE}, not a bool.")
+    if isinstance(policy, str) and policy.islower() and policy not in _NAMES:
+        raise ValueError(
+            f"{flag}={policy!r} must be 'auto', 'parts' or the name of a module class.{nearest(policy, _NAMES)} To "
+            "select a class with a lower-case name, pass the class instead of the name."
+        )
     return policy

@@ -28,13 +28,13 @@ def check_limit(name: str, value: Limit) -> int | float:
     Raises:
         ValueError, TypeError: If the value is invalid; the message states the flag, its value and the rule.
     """
-    rule = "it must be a whole number of batches of at least 0, or a fraction of the epoch from 0.0 to 1.0"
+    rule = "must be a whole number of batches, or a fraction of the epoch from 0.0 to 1.0"
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r}: {rule}.")
+        raise TypeError(f"{name}={value!r} {rule}.")
     if not value >= 0 or (isinstance(value, float) and value > 1.0):
-        raise ValueError(f"{name}={value!r}: {rule}.")
+        raise ValueError(f"{name}={value!r} {rule}.")
     return value
 
 
@@ -61,8 +61,8 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
     count = int((total or 0) * limit)
     if limit > 0 and total and not count:
         raise ValueError(
-            f"{name}={limit} of {total} batches is less than one batch. Pass a larger fraction, or the integer 1 for "
-            "one batch."
+            f"{name}={limit} of {total} {'batch' if total == 1 else 'batches'} is less than one batch. Pass a larger "
+            "fraction, or the integer 1 for one batch."
         )
     return count
 
@@ -120,7 +120,7 @@ def check_clipping(name: str, value: float | None) -> float | None:
     """
     if value is None or (value == 0 and not isinstance(value, bool)):
         return None
-    return check_positive(name, value, "or None to disable it")
+    return check_positive(name, value, "or None to disable clipping")
 
 
 def check_batches(name: str, value: int | bool) -> int:
@@ -147,7 +147,7 @@ def check_interval(name: str, value: int | float | None) -> int | float:
         ValueError, TypeError: If the value is invalid; the message states the flag, its value and the rule.
     """
     if value is not None and not value:
-        raise ValueError(f"{name}={value!r} must be more than 0. limit_val_batches=0 disables validation.")
+        raise ValueError(f"{name}={value!r} must be more than 0. To disable validation, set limit_val_batches=0.")
     return check_limit(name, value)
 
 
@@ -213,19 +213,19 @@ MATMUL_PRECISIONS = ("highest", "high", "medium")
 """Precisions of float32 matrix products; see `torch.set_float32_matmul_precision`."""
 
 _ABSENT = {
-    "model_registry": "pass a path as ckpt_path of fit",
+    "model_registry": "pass a checkpoint's path to fit as ckpt_path",
     "suggest_integrations": "remove it, because Treadle suggests no integrations",
     "weights_save_path": "pass dirpath to ModelCheckpoint",
     "resume_from_checkpoint": "pass ckpt_path to fit",
-    "checkpoint_callback": "use enable_checkpointing",
+    "checkpoint_callback": "set enable_checkpointing",
     "gpus": "use accelerator='gpu' and devices",
     "num_processes": "use devices",
     "tpu_cores": "TPUs are not supported",
     "ipus": "IPUs are not supported",
     "auto_select_gpus": "use devices",
     "progress_bar_refresh_rate": "use callbacks=[TQDMProgressBar(refresh_rate=...)]",
-    "weights_summary": "use enable_model_summary, or callbacks=[ModelSummary(max_depth=...)]",
-    "replace_sampler_ddp": "use use_distributed_sampler",
+    "weights_summary": "set enable_model_summary, or callbacks=[ModelSummary(max_depth=...)]",
+    "replace_sampler_ddp": "set use_distributed_sampler",
     "amp_backend": "use precision",
     "amp_level": "use precision",
     "auto_lr_find": "use callbacks=[LearningRateFinder()]",
@@ -283,7 +283,7 @@ def refuse_with_barebones(**flags: Any) -> None:
     for name, value in flags.items():
         if value:
             raise ValueError(
-                f"Trainer(barebones=True, {name}={value!r}): barebones disables {name}. Remove one of them."
+                f"barebones=True cannot be combined with {name}={value!r:.100}. Remove one of the two flags."
             )
 
 
@@ -310,7 +310,7 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
             precision = plugin
         elif isinstance(plugin, TorchSyncBatchNorm):
             if sync_batchnorm:
-                raise ValueError("sync_batchnorm=True and TorchSyncBatchNorm() are the same setting. Pass only one.")
+                raise ValueError("sync_batchnorm=True and TorchSyncBatchNorm() set the same option. Pass only one.")
             sync_batchnorm = True
         elif not isinstance(plugin, LaunchEnvironment):  # a LaunchEnvironment is detected in any case
             raise TypeError(
@@ -335,8 +335,8 @@ def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:
         strategy.sync_batchnorm = True
     elif enabled and strategy.world.size > 1:
         raise ValueError(
-            f"sync_batchnorm=True needs strategy='ddp', not {strategy.name!r}. Remove it, and convert the layers in "
-            "the task."
+            f"sync_batchnorm=True needs strategy='ddp', not {strategy.name!r}. Remove it, and convert the task's "
+            "layers with torch.nn.SyncBatchNorm.convert_sync_batchnorm."
         )
 
 
@@ -355,7 +355,10 @@ def parse_compilation(setting: Any) -> TorchDynamoPlugin | None:
         for name in setting:
             if name not in valid_names:
                 raise TypeError(
-                    f"compile={{{name!r}: ...}} is not an argument of torch.compile.{nearest(name, valid_names)}"
+                    f"compile={{{name!r}: ...}}: torch.compile has no argument {name!r}.{nearest(name, valid_names)} "
+                    f"The arguments are {', '.join(valid_names)}."
                 )
         return TorchDynamoPlugin(**{"backend": "inductor", **setting})
-    return TorchDynamoPlugin(backend="inductor") if check_bool("compile", setting) else None
+    if not isinstance(setting, bool):
+        raise TypeError(f"compile={setting!r} must be True, False or a dict of arguments of torch.compile.")
+    return TorchDynamoPlugin(backend="inductor") if setting else None

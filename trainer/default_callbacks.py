@@ -63,8 +63,11 @@ def choose_callbacks(
         # A callback that saves only after an error does not replace one that saves during the run.
         present = [c for c in callbacks if isinstance(c, kind) and not isinstance(c, OnExceptionCheckpoint)]
         # A callback with a keeper saves nothing in the run's folder, so the flag does not concern it.
-        if enabled is False and any(not getattr(callback, "keeper", "") for callback in present):
-            raise ValueError(f"{flag}=False contradicts the {kind.__name__} in callbacks. Remove one of them.")
+        saving = next((callback for callback in present if not getattr(callback, "keeper", "")), None)
+        if enabled is False and saving is not None:
+            raise ValueError(
+                f"{flag}=False contradicts the {type(saving).__name__} in callbacks. Remove one of the two."
+            )
         if not present and enabled is not False and (enabled or in_folder or kind is not RunReport):
             callbacks.append(default())
     if collects_garbage and not any(isinstance(callback, GarbageCollection) for callback in callbacks):
@@ -95,16 +98,17 @@ def as_callbacks(label: str, value: Any) -> list[Callback]:
         ValueError: If an object is listed twice.
     """
     if value is not None and not isinstance(value, Callback) and not _is_several(value):
-        raise TypeError(f"{label} must be a treadle.Callback or a list of them, not {value!r}.")
+        hint = f" Pass {value.__name__}() instead of the class." if isinstance(value, type) else ""
+        raise TypeError(f"{label} must be a treadle.Callback or a list of Callbacks, not {value!r}.{hint}")
     callbacks = [] if value is None else [value] if isinstance(value, Callback) else list(value)
     for number, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
-            hint = " Instantiate it with ()." if isinstance(callback, type) else ""
-            raise TypeError(f"{label} must be treadle.Callback objects, not {callback!r}.{hint}")
+            hint = f" Pass {callback.__name__}() instead of the class." if isinstance(callback, type) else ""
+            raise TypeError(f"{label} must be a treadle.Callback or a list of Callbacks, not {callback!r}.{hint}")
         if any(callback is previous for previous in callbacks[:number]):
             raise ValueError(
-                f"{label} has the same {type(callback).__name__} object twice, so every hook would run twice. Remove "
-                "one."
+                f"{label} contains the same {type(callback).__name__} object twice, so every hook would run twice. "
+                "Remove the second one."
             )
     return callbacks
 
@@ -130,10 +134,13 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
     loggers = list(requested) if not isinstance(requested, Logger) and _is_several(requested) else [requested]
     for number, logger in enumerate(loggers):
         if not isinstance(logger, Logger):
-            raise TypeError(f"logger must be True, False, a treadle.loggers.Logger or a list of them, not {logger!r}.")
+            raise TypeError(
+                f"logger must be True, False, a treadle.loggers.Logger or a list of Loggers, not {logger!r}."
+            )
         if any(logger is previous for previous in loggers[:number]):
             raise ValueError(
-                f"logger has the same {type(logger).__name__} object twice, so it would get each row twice. Remove one."
+                f"logger contains the same {type(logger).__name__} object twice, so it would get each row twice. "
+                "Remove the second one."
             )
     return loggers
 

@@ -33,15 +33,13 @@ class LoopView:
         if name in self._flags:
             return getattr(self._trainer, name)
         raise AttributeError(
-            f"{self._place} has no {name!r}, only Lightning's limits and progress. Use trainer.current_epoch, "
-            "trainer.global_step, trainer.train_dataloader and callbacks instead."
+            f"{self._place} has no attribute {name!r}, only Lightning's limits and progress. Use "
+            "trainer.current_epoch, trainer.global_step, trainer.train_dataloader and callbacks instead."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self._flags:
-            raise AttributeError(
-                f"{self._place}.{name} cannot be set. Use a callback or a flag of the Trainer instead."
-            )
+            raise AttributeError(f"{self._place}.{name} cannot be set. Use a callback or a Trainer flag instead.")
         setattr(self._trainer, name, value)
 
 

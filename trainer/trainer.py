@@ -213,7 +213,7 @@ class Trainer(LightningAliases):
         self.barebones = arguments.check_bool("barebones", barebones)
         if barebones:
             arguments.refuse_with_barebones(
-                fast_dev_run=fast,
+                fast_dev_run=fast_dev_run,
                 logger=logger,
                 enable_checkpointing=enable_checkpointing,
                 enable_progress_bar=enable_progress_bar,
@@ -362,7 +362,9 @@ class Trainer(LightningAliases):
         """
         warn_of_code(weights_only)
         if check_schedule(schedule) is not None and ckpt_path is None:
-            raise ValueError(f"schedule={schedule!r} applies to a resume only. Set ckpt_path too, or remove schedule.")
+            raise ValueError(
+                f"schedule={schedule!r} applies only to a resumed run. Set ckpt_path too, or remove schedule."
+            )
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         began = time.time()
         stage = Stage(self, "fit", model, loaders, datamodule, ckpt_path)
@@ -482,7 +484,7 @@ class Trainer(LightningAliases):
         loaders = sources.evaluation(kind)
         if not loaders:
             raise ValueError(
-                f"{stage} has no dataloader. Pass one or a datamodule, or define {kind}_dataloader in the task."
+                f"{stage} has no dataloader. Pass dataloaders or a datamodule, or define {kind}_dataloader in the task."
             )
         check_step(task, stage)
         self.accelerator.prepare_model(task, evaluation_mode=True, by_parts=True)

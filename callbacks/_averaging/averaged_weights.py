@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -217,10 +217,10 @@ class Averages:
         """
         saved = state_dict["weights"]
         if saved and saved.keys() != self.values.keys():
-            other = sorted(saved.keys() ^ self.values.keys())
             raise ValueError(
-                f"the checkpoint's averaged weights do not match the model: only one of the two has "
-                f"{', '.join(other[:5])}. Load it into the same model with the same use_buffers."
+                f"the checkpoint's averaged weights do not match the model: "
+                f"{_describe_difference(saved.keys(), self.values.keys())}. Use the model and the use_buffers of the "
+                "run that saved the checkpoint."
             )
         for name, value in saved.items():
             average = self.values[name]
@@ -263,8 +263,8 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
     strategy = trainer.accelerator.strategy
     if getattr(strategy, "local_steps", None) is not None:
         raise ValueError(
-            f"{name} cannot run with DDP(local_sgd_steps), because between two synchronizations each process trains "
-            "its own model. Remove one of them."
+            f"{name} cannot run with DDP(local_sgd_steps={strategy.local_steps.every}), because each process trains "
+            f"its own model between two synchronizations. Remove {name} or local_sgd_steps."
         )
     place = None if device is None else torch.device(device)
     if place is None or not strategy.sharded or place.type == trainer.accelerator.device.type:
@@ -275,6 +275,15 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
             "sharded model are on the device of its shards. Remove device."
         )
     return None
+
+
+def _describe_difference(saved: Set[str], current: Set[str]) -> str:
+    """Return the names that only the checkpoint or only the model has, as text."""
+    parts = []
+    for owner, names in (("the checkpoint", sorted(saved - current)), ("the model", sorted(current - saved))):
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        parts += [f"only {owner} has {', '.join(names[:5])}{more}"] if names else []
+    return "; ".join(parts)
 
 
 def find_saved_averages(opened: OpenCheckpoint) -> Mapping[str, Any] | None:
@@ -306,8 +315,8 @@ def averaged_weights(path: Path | str) -> dict[str, Tensor]:
     saved = find_saved_averages(opened)
     if saved is None or not saved["weights"]:
         raise ValueError(
-            f"{path} has no averaged weights: it was saved before the first update, or without an averaging callback. "
-            "Use a checkpoint that has them."
+            f"{path} has no averaged weights: it was saved without an averaging callback, or before its first update. "
+            "Pass a later checkpoint of a run with such a callback."
         )
     weights: dict[str, Tensor] = opened.read_part(model_part(0))
     return weights | dict(_cast(saved["weights"], weights))

@@ -37,10 +37,11 @@ class Averaging(Callback):
         Raises:
             ValueError: If the run does not support averaging, or another callback also averages.
         """
-        if sum(isinstance(callback, Averaging) for callback in trainer.callbacks) > 1:
+        names = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, Averaging)]
+        if len(names) > 1:
             raise ValueError(
-                "callbacks contains two callbacks that average weights, but only one of them can set the final "
-                "weights. Remove one."
+                f"callbacks contains {len(names)} callbacks that average weights ({', '.join(names)}), but only one "
+                "callback can set the final weights. Keep one of them."
             )
         self._averages = Averages(task, buffers, resolve_averages_device(trainer, device, type(self).__name__, strict))
         self._ended, self._latest_epoch = False, -1

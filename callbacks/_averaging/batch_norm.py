@@ -41,7 +41,10 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
     if not layers or trainer.sources is None or trainer.steps is None:
         return
     accelerator, loader = trainer.accelerator, trainer.sources.train
-    announce(f"reading the training data once more to update the statistics of {len(layers)} BatchNorm layers")
+    announce(
+        f"reading the training data once more to update the statistics of {len(layers)} BatchNorm "
+        f"layer{'s' * (len(layers) > 1)}"
+    )
     before = [[buffer.clone() for buffer in layer.buffers()] for layer in layers]
     momenta = [layer.momentum for layer in layers]
     order = None if accelerator.stream is None else accelerator.stream.get_state()
@@ -63,8 +66,8 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
             for buffer, value in zip(layer.buffers(), buffers, strict=True):
                 buffer.copy_(value)
         warn(
-            "the training dataloader yields no batches a second time, so BatchNorm keeps the statistics of the last "
-            "epochs."
+            "the training dataloader yielded no batches in a second pass, so the BatchNorm layers keep the statistics "
+            "of the trained weights, not of their averages. Use a dataset that can be read more than once."
         )
 
 

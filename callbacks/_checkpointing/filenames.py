@@ -35,11 +35,17 @@ def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str
     def fill(match: re.Match[str]) -> str:
         name, spec = match.group(1), match.group(2) or ""
         if name not in values:
-            warn(f"the checkpoint name {template!r} uses {name!r}, which is not logged.{nearest(name, values)}")
+            warn(
+                f"the checkpoint name {template!r} uses {name!r}, which is not logged, so it is written as 0."
+                f"{nearest(name, values)}"
+            )
         try:
             text = format(values.get(name, 0), spec)
         except ValueError as error:
-            raise ValueError(f"the checkpoint name {template!r} cannot be formatted: {error}.") from error
+            raise ValueError(
+                f"the checkpoint name {template!r} cannot be formatted: {error}. Change the format of {name!r}, for "
+                f"example to {{{name}:.2f}}."
+            ) from error
         return text if equals is None else f"{name.replace('/', '_')}{equals}{text}"
 
     return _FIELD.sub(fill, template)
@@ -64,7 +70,9 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
     if filename is None:
         return
     if not isinstance(filename, str):
-        raise TypeError(f"filename={filename!r} must be a template such as '{{epoch}}-{{val_loss:.2f}}'.")
+        raise TypeError(
+            f"filename={filename!r} must be a string such as '{{epoch}}-{{val_loss:.2f}}', not {name_type(filename)}."
+        )
     if os.path.isabs(filename) or ".." in Path(filename).parts:
         raise ValueError(f"filename={filename!r} must not leave dirpath. Pass the directory as dirpath.")
     parts = filename.split("/")
@@ -75,7 +83,8 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
         )
     if re.search("[{}]", _FIELD.sub("", filename)):
         raise ValueError(
-            f"filename={filename!r} has a brace that is not part of a field. Write {{epoch}} or {{val_loss:.2f}}."
+            f"filename={filename!r} has a brace that is not part of a field. Write a field as {{epoch}} or "
+            "{val_loss:.2f}."
         )
 
 

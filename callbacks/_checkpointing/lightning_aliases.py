@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
 
 # Lightning methods that Treadle never calls, with replacements.
-_SAVE = "override _save_checkpoint(trainer, filepath) or check_monitor_top_k"
-_REMOVE = "a checkpoint is removed once its successor is in place"
+_SAVE = "Override _save_checkpoint(trainer, filepath) or check_monitor_top_k instead."
+_FORMAT = "Override format_checkpoint_name instead."
+_REMOVE = "Remove the method: a checkpoint is deleted once its successor is complete."
 _NEVER_CALLED = {
     "_save_topk_checkpoint": _SAVE,
     "_save_last_checkpoint": _SAVE,
@@ -25,8 +26,8 @@ _NEVER_CALLED = {
     "_save_model": _SAVE,
     "_update_best_and_save": _SAVE,
     "_should_skip_saving_checkpoint": _SAVE,
-    "_get_metric_interpolated_filepath_name": "override format_checkpoint_name",
-    "_format_checkpoint_name": "override format_checkpoint_name",
+    "_get_metric_interpolated_filepath_name": _FORMAT,
+    "_format_checkpoint_name": _FORMAT,
     "_remove_checkpoint": _REMOVE,
     "_del_model": _REMOVE,
 }
@@ -48,7 +49,7 @@ class CheckpointAliases:
         """Warn about each overridden method of ``base`` that Treadle never calls."""
         for name, instead in _NEVER_CALLED.items():
             if getattr(type(self), name, None) is not getattr(base, name, None):
-                warn(f"{type(self).__name__} overrides {name}, which is never called: {instead}.")
+                warn(f"{type(self).__name__} overrides {name}, which Treadle never calls. {instead}")
 
     @property
     def _every_n_train_steps(self) -> int:

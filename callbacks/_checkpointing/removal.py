@@ -30,7 +30,7 @@ def remove(path: str, directory: str, resumed: AnyPath | None) -> bool:
             return False
         store.remove(path)
     except (OSError, ValueError) as error:  # the new checkpoint is saved, so a leftover must not end the run
-        warn(f"cannot delete {path}, which is no longer among the checkpoints to keep: {error}")
+        warn(f"{path} is no longer among the checkpoints to keep, but cannot be deleted: {error}")
         return False
     return True
 

@@ -143,7 +143,7 @@ class Summary:
             f"{_format_count(*self._total_count)} parameters: {_format_count(*self._trainable_count)} trainable, "
             f"{_format_count(*self._frozen_count)} frozen; "
             f"{self.model_size * 1e6 / 2**20:,.1f} MiB; "
-            f"{modes['train']} modules in train mode, {modes['eval']} in eval mode"
+            f"{modes['train']} module{'s' * (modes['train'] != 1)} in train mode, {modes['eval']} in eval mode"
         )
         return f"{text}; {self.total_flops:,} FLOPs for the example input" if self.measured else text
 
@@ -203,8 +203,8 @@ def summarize(
         except Exception as error:
             measured = False
             warn(
-                f"the model raised {type(error).__name__} on example_input_array, so the summary shows no sizes: "
-                f"{str(error).rstrip('.')}. Fix or remove example_input_array."
+                f"the model failed on example_input_array, so the summary shows neither FLOPs nor input and output "
+                f"sizes: {type(error).__name__}: {str(error).rstrip('.')}. Fix or remove example_input_array."
             )
     layers = list(rows.values())
     if direct_parameters := list(module.parameters(recurse=False)):

@@ -84,12 +84,13 @@ class Throughput:
             before = self._rows[-1]
             if before.keys() - {"flops"} != row.keys() - {"flops"}:
                 raise ValueError(
-                    f"update() got {sorted(row)} after {sorted(before)}. Pass the same arguments in every call."
+                    f"update() got {', '.join(sorted(row))}, but the previous call got {', '.join(sorted(before))}. "
+                    "Pass the same arguments in every call."
                 )
             for name in row.keys() & before.keys() - {"flops"}:
                 if not row[name] > before[name]:
                     raise ValueError(
-                        f"{name}={row[name]} must exceed the last total, {before[name]}. Pass cumulative totals."
+                        f"{name}={row[name]} must exceed the previous total, {before[name]}. Pass cumulative totals."
                     )
         self._rows.append(row)
 

@@ -182,7 +182,7 @@ class DrawnBar(ProgressBar):
         done = trainer.progress.batch
         if not self._terminal:
             position, values = self._describe_position(trainer, done), self.get_metrics(trainer, task)
-            self._write_line(position, done, self.total_train_batches, values, "left of the epoch")
+            self._write_line(position, done, self.total_train_batches, values, "left in the epoch")
             return
         self._due = time.monotonic() + self._every
         if always or done - self._shown >= self._batches:

@@ -60,7 +60,7 @@ class ProgressBar(BestEffortCallback):
             TypeError: Before a stage has been set up.
         """
         if self._trainer is None:
-            raise TypeError(f"{type(self).__name__}.trainer is not set before a stage begins.")
+            raise TypeError(f"{type(self).__name__}.trainer is not set before a stage begins. Read it in a hook.")
         return self._trainer
 
     # -- methods that may be overridden --------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         elif equals or word.startswith("~"):
             options.overrides.append(word)
         elif word.endswith((".yaml", ".yml")):
-            raise ConfigError(f"{COMMAND_LINE}: {word}: a file needs --config before it. Write --config {word}.")
+            raise ConfigError(f"{COMMAND_LINE}: {word}: a configuration file needs --config. Write --config {word}.")
         else:
             raise ConfigError(f"{COMMAND_LINE}: {word}: expected key.path=value, or a file after --config.")
     if options.from_run is not None:
@@ -190,8 +190,8 @@ def read_earlier_config(place: str | Path) -> tuple[str, str]:
         return str(folder), _read_checkpoint_config(folder)
     file = folder / CONFIG if folder.is_dir() else folder
     if not file.is_file():
-        problem = f"has no {CONFIG} and is not a checkpoint" if folder.is_dir() else "there is no such file or folder"
-        raise ConfigError(f"--from-run {place}: {problem}.")
+        problem = f"has no {CONFIG} and is not a checkpoint" if folder.is_dir() else "does not exist"
+        raise ConfigError(f"--from-run {place} {problem}. Pass a run's number, NAME/NUMBER or folder, or a checkpoint.")
     return str(file), read_text(local_folder(folder) / CONFIG if isinstance(file, RemotePath) else file)
 
 
@@ -207,7 +207,7 @@ def _read_checkpoint_config(folder: AnyPath) -> str:
     except (ValueError, OSError) as error:
         raise ConfigError(f"--from-run {error}") from error
     raise ConfigError(
-        f"--from-run {folder}: this checkpoint contains no configuration, because its run was not started from one. "
+        f"--from-run {folder}: this checkpoint contains no configuration, because its run was started without one. "
         "Use --config FILE."
     )
 
@@ -236,7 +236,7 @@ def report_error(program: str, error: ConfigError) -> int:
     time.sleep(GRACE * sum(_read_nonzero_ranks()))
     problems = ["\n".join(map(make_printable, problem.splitlines())) for problem in error.problems]
     if len(problems) > 1:
-        print("\n  ".join([f"{program}: {len(problems)} problems", *problems]), file=sys.stderr)
+        print("\n  ".join([f"{program}: {len(problems)} problems:", *problems]), file=sys.stderr)
     else:
         print(f"{program}: {problems[0]}", file=sys.stderr)
     return 2

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ...common.messages import format_count
 from ...common.remote_path import absolute, as_path
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def export(
         write_atomically(target, lambda beside: write_file(Path(beside), tensors, aliases))
     size = sum(nbytes(tensor) for tensor in tensors.values())
     without = f", without values that are not tensors: {', '.join(left_out)}" if left_out else ""
-    return f"{target}: {len(stored)} tensors, {size:,} bytes{without}"
+    return f"{target}: {format_count(len(stored), 'tensor')}, {format_count(size, 'byte')}{without}"
 
 
 def _is_folder(output: str | Path) -> bool:
@@ -136,7 +137,7 @@ def _is_folder(output: str | Path) -> bool:
     if suffix in _OTHER_ENDINGS:
         raise ValueError(
             f"{target}: weights are written as safetensors, so a file's name must end in .safetensors. "
-            "To create a folder of this name, add a slash at its end."
+            f"To create a folder with this name, write {target}/."
         )
     return suffix != ".safetensors"
 

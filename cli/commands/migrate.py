@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from ...common.messages import format_count
 from ...common.optional import require
 
 if TYPE_CHECKING:
@@ -86,9 +87,9 @@ def format_summary(migration: Migration, is_written: bool) -> str:
     by_hand = [finding for finding in migration.findings if finding.by_hand]
     differs = [finding for finding in migration.findings if not finding.by_hand]
     count = len(migration.changes)
-    numbers = f"{count} of {migration.count} files {'changed' if is_written else 'would change'}"
+    numbers = f"{count} of {format_count(migration.count, 'file')} {'changed' if is_written else 'would change'}"
     if count and not is_written:
-        numbers += "; --write changes them"
+        numbers += f"; --write changes {'it' if count == 1 else 'them'}"
     return _format_list(NEEDS_A_HAND, by_hand) + _format_list(DIFFERS, differs) + f"{numbers}.\n"
 
 

@@ -45,7 +45,8 @@ def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--config", action="append", metavar="FILE", help="a run's configuration; if repeated, later files win")
+    words = "a run's configuration; may be repeated, later files take precedence"
+    add("--config", action="append", metavar="FILE", help=words)
     add(
         "--model", metavar="NAME", help="instead of --config: gpt-162m, llama-1b, 7b, 8b, 70b, 405b, trained with AdamW"
     )
@@ -158,7 +159,7 @@ def _check_options(options: argparse.Namespace) -> None:
             raise ValueError(f"{name} applies to --model only. With --config, set it in the configuration.")
     elif options.overrides:
         raise ValueError(
-            f"the override {options.overrides[0]!r} needs --config. Remove the override, or pass --config."
+            f"the override {options.overrides[0]!r} needs --config. Remove it, or pass --config instead of --model."
         )
 
 

@@ -148,7 +148,9 @@ class _PlannedRun:
         trainer, data = self.trainer, self.checked.build_datamodule()
         task = self._make_task()
         if not task.automatic_optimization:
-            raise ValueError("automatic_optimization=False can't be planned, because the task controls its own steps.")
+            raise ValueError(
+                "automatic_optimization=False can't be planned, because the task takes the optimizer steps itself."
+            )
         trainer.task, trainer.datamodule = task, data
         if data is not None:
             data.trainer = trainer
@@ -162,7 +164,10 @@ class _PlannedRun:
         self.batch = next(iter(loader), None)
         trainer.accelerator.close_loaders()
         if self.batch is None:
-            raise ValueError(f"{type(self.source).__name__} yields no batch, but a plan needs one for its shapes.")
+            raise ValueError(
+                f"the training dataloader ({name_type(self.source)}) yields no batch, but a plan needs the shapes of a "
+                "batch. Check the dataset."
+            )
         self.size = _count_samples(self.source, self.batch)
 
     def _count_batches(self) -> int | None:
@@ -223,8 +228,11 @@ class _PlannedRun:
         output = step(batch, 0) if indexed else step(batch)
         value = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(value, Tensor) or not value.requires_grad:
-            description = "a tensor without a graph" if isinstance(value, Tensor) else type(output).__name__
-            raise ValueError(f"training_step returned {description}, but a plan needs a loss that requires gradients.")
+            detached = "a tensor that does not require grad"
+            raise ValueError(
+                f"training_step returned {detached if isinstance(value, Tensor) else name_type(output)}, but a plan "
+                "needs a loss tensor with requires_grad=True, returned alone or under 'loss' in a dict."
+            )
         return value
 
     def make_optimizer(self, _: Iterable[nn.Parameter]) -> Optimizer:
@@ -237,7 +245,9 @@ class _PlannedRun:
         assert task is not None
         optimizers, schedulers = configure(task)
         if not optimizers:
-            raise ValueError("configure_optimizers returned None, so nothing is trained and there is no step to plan.")
+            raise ValueError(
+                "configure_optimizers returned None, so there is no optimizer step to plan. Return an optimizer."
+            )
         self.trainer.accelerator.optimizers[:] = optimizers  # type: ignore[assignment]
         self.trainer.lr_scheduler_configs = schedulers
         return optimizers[0]
@@ -351,8 +361,8 @@ def _read_leading_size(batch: Any) -> int:
         elif isinstance(value, list | tuple):
             pending[:0] = value
     raise ValueError(
-        f"the number of samples in {name_type(batch)} is unknown, because it contains no tensor. Set "
-        "batch_size of the DataLoader."
+        f"the number of samples in the batch ({name_type(batch)}) is unknown, because the batch contains no tensor. "
+        "Pass batch_size=... to the DataLoader."
     )
 
 

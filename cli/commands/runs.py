@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...callbacks.reporting import format_duration
-from ...common.messages import nearest
+from ...common.messages import format_count, nearest
 from ...common.remote_path import as_path
 from ...trainer.runs import Run, index
 from ..config import DEFAULT, make_printable
@@ -145,7 +145,8 @@ def _list(options: argparse.Namespace) -> str:
     if options.json:
         return json.dumps([run.summary() for run in runs], indent=2)
     if not runs:
-        return f"no such runs in {options.dir}" if options.name or options.state else f"no runs in {options.dir}"
+        kind = f"{options.state} runs" if options.state else "runs"
+        return f"no {kind}{f' named {options.name!r}' if options.name else ''} in {options.dir}"
     rows = [("run", "state", "began", "took", "steps", "epochs", "best", "parameters"), *map(_format_row, runs)]
     if not any(run.parameters for run in runs):  # no run is a trial of a sweep
         rows = [row[:-1] for row in rows]
@@ -195,7 +196,8 @@ def _filter_by_name(runs: list[Run], name: str | None) -> list[Run]:
 def _check(option: str, value: str, valid: Iterable[str]) -> None:
     names = list(valid)
     if value not in names:
-        raise ValueError(f"{option} {value!r} is not one of {', '.join(names)}.{nearest(value, names)}")
+        choices = f"is not one of {', '.join(names)}" if len(names) > 1 else f"must be {names[0]!r}"
+        raise ValueError(f"{option} {value!r} {choices}.{nearest(value, names) if len(names) > 1 else ''}")
 
 
 # -- one run -------------------------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ def _check(option: str, value: str, valid: Iterable[str]) -> None:
 
 def _show(options: argparse.Namespace) -> str:
     if options.width is not None and not _NARROWEST <= options.width <= 1000:
-        raise ValueError(f"--width {options.width} is not between {_NARROWEST} and 1000 characters.")
+        raise ValueError(f"--width {options.width} must be between {_NARROWEST} and 1000 characters.")
     directory = as_path(options.dir)
     if options.name is not None:
         _filter_by_name(index.find(directory), options.name)  # raises an error if no run has the name
@@ -294,6 +296,8 @@ def _select_charts(charts: dict[str, dict[str, Any]], metrics: list[str] | None)
     if not metrics:
         return charts
     valid_names = [name for curves in charts.values() for name in curves]
+    if not valid_names:
+        raise ValueError(f"--metric {metrics[0]!r} can't be drawn, because the run has no curves. Remove --metric.")
     for name in metrics:
         _check("--metric", name, valid_names)
     chosen = {
@@ -355,7 +359,7 @@ def _tabulate_comparison(comparison: Comparison) -> Iterator[list[str]]:
             yield from (empty, [title, *empty[1:]])
             yield from ([f"  {name}", *map(_cut_cell, cells)] for name, cells in rows.items())
     if comparison.shared_config:
-        yield from (empty, [f"{comparison.shared_config:,} further configuration values are the same"])
+        yield from (empty, [f"the same in all runs: {format_count(comparison.shared_config, 'configuration value')}"])
 
 
 def _cut_cell(text: str) -> str:

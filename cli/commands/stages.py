@@ -190,8 +190,8 @@ def _refuse_saved_secrets(config: Config, owners: Mapping[str, TaskModule | Data
             ):
                 raise ConfigError(
                     f"{config.find_source(format_path(path))}: {format_path(path)} contains a secret, "
-                    "which save_hyperparameters() would write to checkpoints and logs. Exclude it "
-                    f"with ignore={[path[1]]!r}."
+                    "which save_hyperparameters() would write to checkpoints and logs. Exclude it with "
+                    f"save_hyperparameters(ignore={[path[1]]!r})."
                 )
 
 
@@ -262,7 +262,7 @@ def _open_run_folder(
     file = as_path(earlier) / CONFIG
     if not file.is_file():
         raise ConfigError(
-            f"--from-run {earlier} is not a run folder (it has no {CONFIG}), but ckpt_path={word} requires one. Name "
+            f"--from-run {earlier} is not a run folder (it has no {CONFIG}), but ckpt_path={word} resumes a run. Name "
             "the run's folder to resume it, or set ckpt_path=CHECKPOINT to start a new run."
         )
     for key in ("run.name", "run.dir"):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...common.messages import format_count
 from ...common.optional import require
 from ..config import ConfigError
 from .command_line import report_error, say
@@ -136,7 +137,7 @@ def _run(
     configs.check_all()
     if dry:
         keys = ", ".join(parameter.key for parameter in sweep.parameters)
-        many = f"{sweep.trials} trials by {sweep.method.kind}, {sweep.processes} at a time"
+        many = f"{format_count(sweep.trials, 'trial')} by {sweep.method.kind}, {sweep.processes} at a time"
         say(f"sweep {sweep.name}: {many}, over {keys}")
         return 0
     devices, gpus = configs.find_devices()

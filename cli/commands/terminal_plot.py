@@ -42,7 +42,7 @@ def plot(
     drawn = {name: points for name, points in chart.lines.items() if points[0]}
     heading = f"{title} (logarithmic)" if chart.logarithmic else title
     if not drawn:
-        return f"{heading}: no finite value among {chart.missing:,}" if chart.missing else f"{heading}: nothing"
+        return f"{heading}: no finite value among {chart.missing:,}" if chart.missing else f"{heading}: no values"
     values = next(iter(drawn.values()))[1]
     if len(drawn) == 1 and not chart.missing and len(values) > 1 and len(set(values)) == 1:
         return f"{title}: {format_number(values[0])} throughout"

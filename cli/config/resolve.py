@@ -219,7 +219,7 @@ def parse_override_value(text: str, source: str = COMMAND_LINE) -> Value:
         source: The source of the value. Default: the command line.
     """
     if text[0] in "[{\"'":
-        parsed = parse(text, "its value", lines=False)
+        parsed = parse(text, "the value", lines=False)
         assert parsed is not None
         return _replace_sources(parsed, lambda _: source)
     try:
@@ -285,16 +285,16 @@ def _find_reference_error(text: str) -> str | None:
         resolver = _RESOLVER.match(text, opened.start())
         if resolver is None and _REFERENCE.match(text, opened.start()) is None:
             if "${" in text[opened.end() :].partition("}")[0]:
-                return ": a reference can't be nested in the key of another. Write out that key."
-            return f" is not a reference. {_REFERENCE_HINT}"
+                return ": a reference can't be nested in the key of another reference. Write out the key."
+            return f" contains an invalid reference. {_REFERENCE_HINT}"
         if resolver is not None and _REFUSED.match(resolver[1]):
             return f": {resolver[1]!r} is not supported. Use ${{section.key}} or ${{oc.env:NAME,default}}."
         if resolver is not None and resolver[1] == "oc.env" and not _VARIABLE.match(text, opened.end() - 2):
-            return ": the variable's name must be literal, as in ${oc.env:NAME} or ${oc.env:NAME,default}."
+            return ": write the variable's name without quotes or references: ${oc.env:NAME} or ${oc.env:NAME,default}."
     try:
         OmegaConf.create([text])
     except OmegaConfBaseException as error:
-        return f" is not a reference: {_get_first_line(error)}. {_REFERENCE_HINT}"
+        return f" contains an invalid reference: {_get_first_line(error)}. {_REFERENCE_HINT}"
     return None
 
 
@@ -306,9 +306,9 @@ def _refuse_idle(root: Value, targets: set[Path], explicit: Container[str]) -> N
         if alone and not any(path[: len(target)] == target for target in targets):
             valid_targets = [format_path(target) for target in targets if target[:1] == ("vars",)]
             raise ConfigError(
-                f"{value.source}: {format_path(path)}={value.data!r}: no reference uses it."
-                f"{nearest(format_path(path), valid_targets)} "
-                "In the configuration of an earlier run, references are replaced by their values. Set those instead."
+                f"{value.source}: {format_path(path)}={value.data!r} has no effect, because no reference uses it."
+                f"{nearest(format_path(path), valid_targets)} Remove it. The configuration of an earlier run contains "
+                "values instead of references: set the keys that contain these values."
             )
 
 
@@ -369,7 +369,7 @@ class _References:
             if extent > MOST_EXPANDED:
                 raise ConfigError(
                     f"{value.source}: {format_path(path)}={value.data!r:.100} expands to more than "
-                    f"{MOST_EXPANDED:,} values."
+                    f"{MOST_EXPANDED:,} values, the limit for a configuration."
                 )
 
     def measure_extent(self, path: Path) -> int:
@@ -379,7 +379,10 @@ class _References:
         value = self.values[path]
         if path in self.open:
             circle = " -> ".join(format_path(step) for step in [*self.open[self.open.index(path) :], path])
-            raise ConfigError(f"{value.source}: {format_path(path)}: circular references: {circle}.")
+            raise ConfigError(
+                f"{value.source}: {format_path(path)}: the references are circular: {circle}. Replace one of them with "
+                "a value."
+            )
         self.open.append(path)
         extent = 1 + sum(self.measure_extent((*path, key)) for key in _list_keys(value.data))
         if isinstance(value.data, str):

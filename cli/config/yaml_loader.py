@@ -60,7 +60,7 @@ def read(file: str | Path) -> Value:
     """
     value = parse(read_text(file), str(file))
     if value is None or value.data is None:
-        raise ConfigError(f"{file}: the file is empty; it needs sections, such as `trainer:`.")
+        raise ConfigError(f"{file}: the file is empty, but needs sections with keys, such as `trainer:`.")
     return value
 
 
@@ -83,7 +83,9 @@ def read_text(file: str | Path) -> str:
             raise ConfigError(f"{file}: the file has more than {MOST_BYTES:,} bytes, the limit for a configuration.")
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: the file is not UTF-8 text (byte {error.start}).") from error
+        raise ConfigError(
+            f"{file}: the file is not UTF-8 text: the byte at offset {error.start:,} is invalid. Save it as UTF-8."
+        ) from error
     except OSError as error:
         raise ConfigError(f"{file!s:.200}: can't be read: {error.strerror}.") from error
 
@@ -107,13 +109,15 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
         raise ConfigError(f"{_format_place(name, mark, lines)}: {_explain_error(error, text)}") from error
     except yaml.reader.ReaderError as error:
         place = f"{name}:{text.count(chr(10), 0, error.position) + 1}" if lines else name
-        raise ConfigError(f"{place}: the character #x{error.character:04x} is not allowed in YAML.") from error
+        raise ConfigError(
+            f"{place}: the character #x{error.character:04x} is not allowed in YAML. Remove it."
+        ) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: {' '.join(str(error).split())}.") from error
     except RecursionError as error:
         raise ConfigError(
-            f"{name}: the YAML is nested too deeply, or an alias refers to an anchor that contains it. Flatten it, or "
-            "remove the alias."
+            f"{name}: the YAML is nested too deeply, or an alias refers to an anchor that contains the alias. Flatten "
+            "the YAML, or remove the alias."
         ) from error
     if lines and value is not None and not isinstance(value.data, dict | None):
         kind = "list" if isinstance(value.data, list) else "single value"
@@ -133,7 +137,8 @@ class _NodeReader:
         self.count += 1
         if self.count > MOST_VALUES:
             raise ConfigError(
-                f"{source}: the YAML has more than {MOST_VALUES:,} values after its aliases are expanded."
+                f"{source}: with its aliases expanded, the YAML has more than {MOST_VALUES:,} values, the limit for a "
+                "configuration."
             )
         if isinstance(node, yaml.MappingNode):
             self._check_tag(node, ("map",), source)
@@ -153,11 +158,13 @@ class _NodeReader:
                 continue
             key = self.read_value(key_node).data
             if isinstance(key, bool) or not isinstance(key, str | int):
-                shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
-                raise ConfigError(f"{place}: a key must be a word or an integer, not {shown}.")
+                shown = "a list or a mapping."
+                if isinstance(key_node, yaml.ScalarNode):
+                    shown = f"{key_node.value}. Quote it." if key_node.value else "empty."
+                raise ConfigError(f"{place}: a key must be a word or an integer, not {shown}")
             absent = isinstance(item, yaml.ScalarNode) and item.tag == _PLAIN and not item.value
             if node.flow_style and absent and ":" in str(key):
-                raise ConfigError(f"{place}: {key!r} is a key without a value: put a space after its ':'.")
+                raise ConfigError(f"{place}: {key!r} is a key without a value. Put a space after the ':'.")
             if key in pairs:
                 raise ConfigError(
                     f"{place}: the key {key!r} appears twice, first in {pairs[key].source}. Keep one of them."
@@ -170,7 +177,9 @@ class _NodeReader:
         pairs: dict[Any, Value] = {}
         for mapping_node in mapping_nodes:
             if not isinstance(mapping_node, yaml.MappingNode):
-                raise ConfigError(f"{place}: '<<' needs an alias of a mapping, or a list of such aliases.")
+                raise ConfigError(
+                    f"{place}: '<<' needs an alias for a mapping, as in '<<: *name', or a list of aliases."
+                )
             pairs = self._read_pairs(mapping_node) | pairs
         return pairs
 
@@ -185,7 +194,7 @@ class _NodeReader:
         if kind != _PLAIN:
             self._check_tag(node, tuple(_KINDS), source)
             if not isinstance(data, _KINDS[kind]):
-                raise ConfigError(f"{source}: {text[:40]!r} does not match its tag '!!{kind}'.")
+                raise ConfigError(f"{source}: {text[:40]!r} does not match its tag '!!{kind}'. Remove the tag.")
         return Value(data, source, text if not isinstance(data, str) else None)
 
     def _check_tag(self, node: yaml.Node, allowed: tuple[str, ...], source: str) -> None:
@@ -207,7 +216,7 @@ def _explain_error(error: yaml.MarkedYAMLError, text: str) -> str:
     if "'\\t'" in problem:
         return "a tab is not allowed here; indent YAML with spaces."
     if "but found '<scalar>'" in problem:
-        return "text follows the end of a value: quote all of it, or fix the indentation."
+        return "text follows the end of a value: quote the whole value, or fix the indentation."
     if "scanning an alias" in str(error.context):
         return "text that begins with '*' must be quoted."
     if "cannot start any token" in problem:
@@ -215,7 +224,7 @@ def _explain_error(error: yaml.MarkedYAMLError, text: str) -> str:
     if "expected <block end>" in problem:
         return "the indentation does not match the lines above."
     if "single document" in str(error.context):
-        return "a second document begins ('---'); one file is one configuration."
+        return "a second document begins here ('---'), but a file contains one configuration. Remove the second one."
     if "undefined alias" in problem:
         return f"{problem}: an anchor '&name' must come before its alias '*name'."
     if "mapping values are not allowed" in problem:
@@ -227,7 +236,7 @@ def _explain_error(error: yaml.MarkedYAMLError, text: str) -> str:
 def _describe_missing(path: Path) -> str:
     """Return the reason why a path is not a readable file, with a suggestion."""
     if path.is_dir():
-        return "this is a folder. Name the file in it."
+        return "this is a folder. Name a file in it."
     try:
         names = sorted(sibling.name for sibling in path.parent.iterdir() if sibling.suffix in (".yaml", ".yml"))
     except OSError:

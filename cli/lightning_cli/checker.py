@@ -261,5 +261,9 @@ def look_up(configs: Namespace, key: str) -> Any:
         elif not isinstance(value, Namespace | dict) and hasattr(value, part):
             value = getattr(value, part)
         else:
-            raise ConfigError(f"a link uses --{key}, but {type(value).__name__} has no {part!r}.")
+            holder = "the configuration" if isinstance(value, Namespace | dict) else type(value).__name__
+            raise ConfigError(
+                f"the link from --{key} can't be applied, because {holder} has no {part!r}. Correct the source in "
+                "link_arguments."
+            )
     return value

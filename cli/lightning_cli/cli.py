@@ -316,8 +316,9 @@ class LightningCLI:
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Trainer:
         if "callbacks" not in config:
             warn(
-                f"{self.trainer_class.__qualname__} has no argument 'callbacks', so the callbacks of the settings, of "
-                "trainer_defaults and of save_config_callback are not used. Add the argument to it."
+                f"{self.trainer_class.__qualname__} has no argument 'callbacks', so callbacks from the settings, "
+                "trainer_defaults and save_config_callback are not used. Add the argument 'callbacks' to "
+                f"{self.trainer_class.__qualname__}."
             )
             return self.trainer_class(**config)
         config["callbacks"] = [
@@ -371,7 +372,7 @@ class LightningCLI:
             scheduler = self._get_class_settings(parser._lr_schedulers[schedulers[0]][0], schedulers[0])
         if type(self.model).configure_optimizers is not TaskModule.configure_optimizers:
             warn(
-                f"{type(self.model).__name__}.configure_optimizers is not used: --{optimizers[0]} replaces it. "
+                f"{type(self.model).__name__}.configure_optimizers is not used, because --{optimizers[0]} replaces it. "
                 "Remove that option, or pass LightningCLI(auto_configure_optimizers=False)."
             )
         configure = self.configure_optimizers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NoReturn, Protocol
 
@@ -97,6 +97,22 @@ def read_command_line(parser: Parser, words: list[str], base: Namespace | None =
     return config
 
 
+def check_option_names(names: Sequence[str]) -> None:
+    """Check the names of an option.
+
+    Args:
+        names: Names of the option, such as ``("-b", "--batch_size")``.
+
+    Raises:
+        ValueError: If there is no name, or a name does not begin with a dash.
+    """
+    if not names:
+        raise ValueError("add_argument() needs the name of an option, such as '--batch_size'.")
+    for name in names:
+        if not name.startswith("-"):
+            raise ValueError(f"add_argument({name!r}): positional arguments are not supported. Name it --{name}.")
+
+
 def choose_subcommand(parser: Parser, root: Value) -> str:
     """Return the subcommand that files or the environment name.
 
@@ -187,7 +203,7 @@ class _Reader:
             return parser.place(root, key, self._read_several())
         if text is None:
             if not self.words or self.words[0].startswith("--"):
-                raise ConfigError(f"{COMMAND_LINE}: {written} needs a value: {written}=VALUE or {written} VALUE.")
+                raise ConfigError(f"{COMMAND_LINE}: {written} needs a value. Write {written}=VALUE or {written} VALUE.")
             text = self.words.pop(0)
         if key in parser.config_keys:
             return self._merge_text(root, text) if "{" in text else parser.merge_file(root, text)

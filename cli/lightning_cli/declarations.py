@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
+from ...common.messages import add_article
 from ...trainer import arguments
 from ...trainer.core import REQUIRED, Argument, Signature, signature
 from ..config import COMMAND_LINE, Value
-from ..config.instantiate import ObjectRecipe, PlainRecipe, Recipe
+from ..config.instantiate import ObjectRecipe, PlainRecipe, Recipe, format_value
 from .checker import SettingsChecker
 from .settings import Path, find_class, find_shape, is_word, make_default, make_settings
 
@@ -70,7 +71,8 @@ class Option:
         if self.choices is not None and value.data not in self.choices:
             if value.text not in self.choices:
                 choices = ", ".join(map(str, self.choices))
-                checker.report(value, path, f"={value.data!r} must be one of {choices}.")
+                one_of = "is not one of" if len(self.choices) > 1 else "must be"
+                checker.report(value, path, f"={format_value(value, checker.secrets)} {one_of} {choices}.")
                 return None
             value = Value(value.text, value.source)
         if self.convert is not None and isinstance(value.data, str | int | float) and value.source != "default":
@@ -148,7 +150,8 @@ class ClassGroup:
             return self._check_subclass(checker, value, path)
         value = Value({}, COMMAND_LINE) if value is None or value.data is None else value
         if not isinstance(value.data, dict):
-            checker.report(value, path, f"={value.data!r} must be a mapping of {self.bases[0].__name__}'s arguments.")
+            shown = format_value(value, checker.secrets)
+            checker.report(value, path, f"={shown} must be a mapping with the arguments of {self.bases[0].__name__}.")
             return None
         named = value.data.get("class")
         entries = {
@@ -157,7 +160,8 @@ class ClassGroup:
             if key != "class" and not (key in self.ignored_nulls and item.data is None)
         }
         if named is not None and find_class(named.data) is not self.bases[0]:
-            checker.report(named, path, f" is always a {self.bases[0].__name__}. Remove class_path={named.data!r}.")
+            words = f" is always {add_article(self.bases[0].__name__)}. Remove class_path={named.data!r}."
+            checker.report(named, path, words)
             return None
         takes, target = self.get_signature(), self.bases[0]
         before = len(checker.problems)

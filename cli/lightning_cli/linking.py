@@ -33,7 +33,8 @@ def apply_link(
     given = None if section is None else find_value(section, path)
     sources = " and ".join(f"--{source}" for source in link.sources)
     if given is not None and path and given.source not in ("linked", "configuration", "default"):
-        checker.report(given, link.path, f" is set by a link from {sources}. Set the source instead.")
+        noun = "source" if len(link.sources) == 1 else "sources"
+        checker.report(given, link.path, f" is set by a link from {sources}. Set the {noun} instead.")
         return section
     if path and isinstance(declared, ClassGroup) and declared.subclass_mode:
         if section is None or section.data is None:

@@ -23,7 +23,7 @@ from ..commands import report_error
 from ..config import ConfigError, Value, parse, resolve_references
 from ..config.instantiate import ObjectRecipe, Recipe
 from .checker import SettingsChecker, look_up, make_arguments, make_config, supply
-from .command_line import choose_subcommand, read_command_line
+from .command_line import check_option_names, choose_subcommand, read_command_line
 from .declarations import ClassGroup, Declared, Link, Option, find_owner, order_by_links, read_return_annotation
 from .help import format_help
 from .linking import apply_link, remove_target
@@ -96,7 +96,7 @@ class LightningArgumentParser:
         usage: str | None = None,
     ) -> None:
         if parser_mode not in _PARSER_MODES:
-            raise ValueError(f"parser_mode={parser_mode!r} must be one of {', '.join(_PARSER_MODES)}.")
+            raise ValueError(f"parser_mode={parser_mode!r} is not one of {', '.join(_PARSER_MODES)}.")
         self.description, self.epilog, self.usage = description, epilog, usage
         self.prog = prog or sys.argv[0].rpartition("/")[2]
         self.env_prefix, self.default_env = env_prefix, default_env
@@ -149,18 +149,17 @@ class LightningArgumentParser:
         Raises:
             ValueError: If the argument is positional or the action is unknown.
         """
-        if not names or not all(name.startswith("-") for name in names):
-            raise ValueError(f"add_argument{names!r}: positional arguments are not supported. Name it --{names[0]}.")
+        check_option_names(names)
         key = dest or max(names, key=len).lstrip("-").replace("-", "_")
         self.aliases |= dict.fromkeys(names, key)
         if action is ActionConfigFile:
             self.config_keys.append(key)
             return
         if action in _FLAG_ACTIONS:
-            self.constants[key], default = _FLAG_ACTIONS[action][0], _FLAG_ACTIONS[action][1]
+            self.constants[key], default = _FLAG_ACTIONS[action]
             type = bool
         elif action not in (None, "store"):
-            raise ValueError(f"add_argument({names[0]!r}, action={action!r}): use store_true, store_false or a type.")
+            raise ValueError(f"add_argument({names[0]!r}): action={action!r} is not supported. Pass type=... instead.")
         annotation: Any = Any if type is None else type
         convert = annotation if inspect.isroutine(annotation) else None
         if nargs not in (None, "?"):
@@ -406,7 +405,7 @@ class LightningArgumentParser:
         """
         sources = (source,) if isinstance(source, str) else tuple(source)
         if apply_on not in ("parse", "instantiate"):
-            raise ValueError(f"link_arguments(apply_on={apply_on!r}) must be 'parse' or 'instantiate'.")
+            raise ValueError(f"link_arguments: apply_on={apply_on!r} must be 'parse' or 'instantiate'.")
         if len(sources) > 1 and compute_fn is None:
             raise ValueError(f"link_arguments({sources}, {target!r}) needs compute_fn to combine several values.")
         for key in (*sources, target):

@@ -242,7 +242,9 @@ def place(
     if isinstance(value.data, list):
         number = int(key) if str(key).isdecimal() else len(value.data) - 1
         if not 0 <= number < len(value.data):
-            raise ConfigError(f"{'.'.join(map(str, path[:done]))} contains {len(value.data)} items; '+=' adds one.")
+            name, size = ".".join(map(str, path[:done])), len(value.data)
+            contents = f"has length {size}, and its indices start at 0" if size else "is empty"
+            raise ConfigError(f"{name}.{key}: the list {contents}. Use '{name}+=...' to append an item.")
         rest = done + 1 if str(key).isdecimal() else done
         item = place(value.data[number], path, new, lambda _: None, add, rest)
         return replace(value, data=[*value.data[:number], item, *value.data[number + 1 :]])

@@ -152,7 +152,7 @@ def describe_missing(module: str, name: str) -> str:
     """
     peer = split_peer(module)
     answer = None if peer is None else find_answer(peer, name)
-    return f"{module}.{name}: {answer or 'has no counterpart in Treadle.'}"
+    return f"{module}.{name} has no counterpart in Treadle." if answer is None else f"{module}.{name}: {answer}"
 
 
 def look_up(module: str, name: str) -> Any:

@@ -16,6 +16,7 @@ from ...callbacks.reporting import (
     render_document,
     render_section,
 )
+from ...common.messages import format_count
 from .comparison import Comparison, Rows
 
 _MARK = "<!-- written by treadle runs compare -->"
@@ -37,7 +38,9 @@ def write_page(comparison: Comparison, path: Path) -> None:
         OSError: If the file cannot be written.
     """
     if path.exists() and not _is_comparison(path):
-        raise ValueError(f"{path} exists and is not a comparison of runs, so it is not replaced. Pass --output FILE.")
+        raise ValueError(
+            f"{path} exists and is not a comparison of runs, so it is not replaced. Pass --output with another file."
+        )
     part = path.with_name(f".{path.name}.tmp")
     try:
         part.write_text(render_page(comparison), encoding="utf-8", errors="replace")
@@ -74,7 +77,8 @@ def render_page(comparison: Comparison) -> str:
     ]
     for name, rows in sections.items():
         body.append(render_section(name, _render_rows(rows, line_styles) if rows else "<p>None.</p>"))
-    body.append(f"<p>{comparison.shared_config:,} further configuration values are the same.</p>")
+    shared = format_count(comparison.shared_config, "configuration value")
+    body.append(f"<p>The same in all runs: {shared}.</p>")
     return f"{_MARK}\n{render_document(title, body, make_chart_script(charts), _STYLE)}"
 
 

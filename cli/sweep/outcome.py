@@ -59,7 +59,7 @@ def judge(folder: Path, status: int | None = None) -> Outcome:
         return Outcome(End.CUT_SHORT, error=str(error))
     steps = int(run.facts.get("steps", 0))
     if status is not None and (ended_by := _find_signal(status)) is not None:
-        return Outcome(End.CUT_SHORT, error=f"{ended_by.name} ended its process", steps=steps)
+        return Outcome(End.CUT_SHORT, error=f"{ended_by.name} ended the process", steps=steps)
     if run.state == "pruned":
         return Outcome(End.PRUNED, steps=steps)
     if status == 0 or run.state == "finished":  # a run that had nothing left to train does not write it again
@@ -69,11 +69,11 @@ def judge(folder: Path, status: int | None = None) -> Outcome:
         metric = run.facts.get("objective", {}).get("metric", "the metric")
         return Outcome(End.FAILED, error=f"{metric} is {'missing' if value is None else value}", steps=steps)
     if status is None and not run.state.startswith("failed"):
-        return Outcome(End.CUT_SHORT, error=f"its run was {run.state}", steps=steps)
+        return Outcome(End.CUT_SHORT, error=f"the run was {run.state}", steps=steps)
     if run.state.startswith("failed"):
         words = str(run.facts.get("error") or run.state.removeprefix("failed: "))
     else:  # the process did not reach the point at which a run records its errors
-        words = f"its process ended with status {status}:\n{read_tail(folder)}"
+        words = f"the process ended with status {status}:\n{read_tail(folder)}"
     return Outcome(End.FAILED, error=words, steps=steps)
 
 

@@ -21,10 +21,10 @@ _FLOATS = ("uniform", "float", "q_uniform", "log_uniform_values", "loguniform")
 _INTEGERS = ("int_uniform", "int")
 _LOGARITHMIC = ("log_uniform_values", "loguniform")
 _DISTRIBUTIONS = (*_CATEGORICAL, "constant", *_FLOATS, *_INTEGERS)
-_MOST_GRID_VALUES = 100_000
+MOST_GRID_VALUES = 100_000
 _REFUSED = {
     "log_uniform": "its min and max are exponents. Use log_uniform_values, which takes the values themselves.",
-    "probabilities": "not supported, because every value is equally likely. Remove it.",
+    "probabilities": "every value is equally likely, so probabilities are not supported. Remove them.",
 }
 
 
@@ -96,7 +96,7 @@ class Parameter:
             return [space.low] if space.low == space.high else None
         low, distance = Decimal(str(space.low)), Decimal(str(step))
         count = math.floor((Decimal(str(space.high)) - low) / distance) + 1
-        if count > _MOST_GRID_VALUES:
+        if count > MOST_GRID_VALUES:
             return None
         return [(int if space.integer else float)(low + number * distance) for number in range(count)]
 
@@ -133,10 +133,8 @@ def parse_parameters(section: Value, problems: list[str]) -> list[Parameter]:
     for parameter in parameters:
         inside = [key for key in keys if key.startswith(f"{parameter.key}.")]
         if inside or keys.count(parameter.key) > 1:
-            other = inside[0] if inside else "the same key"
-            problems.append(
-                f"{parameter.source}: parameters: {parameter.key} and {other} set the same value. Keep one of them."
-            )
+            clash = f"and {inside[0]} set the same value" if inside else "is set twice"
+            problems.append(f"{parameter.source}: parameters: {parameter.key} {clash}. Keep one of them.")
     return parameters
 
 
@@ -171,7 +169,7 @@ def _parse_space(value: Value) -> Choices | Range:
         if distribution in _REFUSED:
             raise ConfigError(f"distribution={distribution!r}: {_REFUSED[distribution]}")
         hint = nearest(distribution, _DISTRIBUTIONS)
-        raise ConfigError(f"unknown distribution {distribution!r}.{hint} Use one of {', '.join(_DISTRIBUTIONS)}.")
+        raise ConfigError(f"distribution={distribution!r} is not one of {', '.join(_DISTRIBUTIONS)}.{hint}")
     if "values" in words:
         _refuse_others(words, "values", distribution, _CATEGORICAL)
         return _parse_choices(words["values"])
@@ -179,9 +177,9 @@ def _parse_space(value: Value) -> Choices | Range:
         _refuse_others(words, "value", distribution, ("constant",))
         return Choices((words["value"],))
     if distribution in _CATEGORICAL:
-        raise ConfigError(f"distribution={distribution} needs values.")
+        raise ConfigError(f"distribution={distribution!r} needs values. Add them, as in values: [0.1, 0.01].")
     if distribution == "constant":
-        raise ConfigError("distribution=constant needs a value.")
+        raise ConfigError("distribution='constant' needs a value. Add it, as in value: 0.1.")
     if "min" not in words or "max" not in words:
         raise ConfigError("a parameter needs values, or min and max.")
     return _parse_range(words, distribution)
@@ -196,7 +194,7 @@ def _read_words(entries: Mapping[Any, Value]) -> dict[str, Value]:
         if known not in _WORDS:
             hint = nearest(word, (*_WORDS, *_SYNONYMS))
             raise ConfigError(
-                f"a parameter has no {word!r}.{hint} It has values, or min, max, step, log, distribution."
+                f"a parameter has no key {word!r}.{hint} Its keys are values, or min, max, step, log and distribution."
             )
         if known in words:
             raise ConfigError(f"{word} and {known} mean the same. Keep one of them.")
@@ -209,12 +207,12 @@ def _refuse_others(words: Mapping[str, Value], kept: str, distribution: Any, all
     if others:
         raise ConfigError(f"{kept} and {others[0]} can't be combined. Keep one of them.")
     if distribution not in (None, *allowed):
-        raise ConfigError(f"distribution={distribution} takes min and max, not {kept}.")
+        raise ConfigError(f"distribution={distribution!r} takes min and max, not {kept}. Remove {kept}.")
 
 
 def _parse_choices(value: Value) -> Choices:
     if not isinstance(value.data, list) or not value.data:
-        raise ConfigError("values must be a list of at least one value.")
+        raise ConfigError(f"values={to_plain(value)!r} must be a list of at least one value.")
     labels: list[Any] = []
     for label in Choices(tuple(value.data)).labels:
         if label in labels:  # 1, 1.0 and true are the same value in a study
@@ -227,24 +225,25 @@ def _parse_range(words: Mapping[str, Value], distribution: str | None) -> Range:
     numbers: dict[str, Number] = {}
     for word in ("min", "max", "step"):
         if word in words and words[word].data is not None:
-            number = words[word].data
+            number = to_plain(words[word])
             if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
                 raise ConfigError(f"{word}={number!r} must be a finite number.")
             numbers[word] = number
     if "min" not in numbers or "max" not in numbers:
-        raise ConfigError("min and max must be numbers.")
-    log = words["log"].data if "log" in words else distribution in _LOGARITHMIC
+        raise ConfigError("min and max must be numbers, not null.")
+    log = to_plain(words["log"]) if "log" in words else distribution in _LOGARITHMIC
     if not isinstance(log, bool):
         raise ConfigError(f"log={log!r} must be true or false.")
     whole = all(isinstance(number, int) for number in numbers.values())
     integer = distribution in _INTEGERS or (distribution is None and whole)
     low, high, step = numbers["min"], numbers["max"], numbers.get("step")
     if integer and not whole:
-        raise ConfigError(f"distribution={distribution} takes integers for min, max and step.")
+        floats = ", ".join(f"{word}={number}" for word, number in numbers.items() if not isinstance(number, int))
+        raise ConfigError(f"distribution={distribution!r} takes integers for min, max and step, not {floats}.")
     if low > high:
         raise ConfigError(f"min={low} must not be larger than max={high}.")
     if log and low <= 0:
-        raise ConfigError(f"min={low} must be larger than 0 for a logarithm.")
+        raise ConfigError(f"min={low} must be larger than 0, because values are drawn on a logarithmic scale.")
     if log and step is not None:
         raise ConfigError("log and step can't be combined. Keep one of them.")
     if distribution == "q_uniform" and step is None:

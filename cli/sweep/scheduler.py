@@ -20,7 +20,7 @@ from types import FrameType
 from optuna.trial import FrozenTrial, TrialState
 
 from ...callbacks.reporting import format_duration, format_number
-from ...common.messages import warn
+from ...common.messages import format_count, warn
 from ...engine.preemption import requeue_job
 from ...trainer.runs import holder, index
 from ..config import ConfigError, make_printable
@@ -88,17 +88,20 @@ class Scheduler:
         trials = self.study.list_trials()
         if is_new and trials:
             raise ConfigError(
-                f"{self.sweep.file}: storage: {self.study.place} has a study {self.sweep.name!r} with {len(trials)} "
-                f"trials, but {self.folder.path} has none of their runs. Give the sweep another name."
+                f"{self.sweep.file}: storage: {self.study.place} contains a study {self.sweep.name!r} with "
+                f"{format_count(len(trials), 'trial')}, but {self.folder.path} contains no runs of this study. Give "
+                "the sweep another name (name: ..., or name=... on the command line)."
             )
         if not trials and self.folder.has_runs():
             raise ConfigError(
-                f"{self.sweep.file}: {self.folder.path} has runs of the sweep, but its study is not in the storage. "
-                "Set storage to the one that the sweep was started with, or give the sweep another name."
+                f"{self.sweep.file}: {self.folder.path} contains runs of the sweep, but the study in "
+                f"{self.study.place} has no trials. Set storage to the one with which the sweep was started, or give "
+                "the sweep another name (name: ..., or name=... on the command line)."
             )
         ended = sum(trial.state.is_finished() for trial in trials)
-        begun = f"; {ended} have ended, {len(trials) - ended} will be continued" if trials else ""
-        _say(f"sweep {self.sweep.name}: {self.sweep.trials} trials by {self.sweep.method.kind}{begun}")
+        begun = f"; ended: {ended}, to be continued: {len(trials) - ended}" if trials else ""
+        count = format_count(self.sweep.trials, "trial")
+        _say(f"sweep {self.sweep.name}: {count} by {self.sweep.method.kind}{begun}")
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -247,7 +250,7 @@ class Scheduler:
             if count < _MOST_KILLS:
                 _say(f"{label}: {outcome.error} after step {outcome.steps:,}")
                 return
-            error = f"{outcome.error} {count} times without progress; the machine may lack memory"
+            error = f"{outcome.error} {count} times without progress; the machine may be out of memory"
             outcome = Outcome(End.FAILED, error=error, steps=outcome.steps)
         if outcome.end is End.ELSEWHERE:
             _say(f"{label}: running in another process")
@@ -281,7 +284,7 @@ class Scheduler:
         try:
             self.folder.write(REPORT, Report(self.study, self.folder.path).render())
         except OSError as error:
-            warn(f"the sweep's report could not be written: {error}")
+            warn(f"the sweep's report can't be written: {error}")
         ended = time.monotonic()
         self._report_due = ended + max(_REPORT_EVERY, 20 * (ended - began))
 
@@ -308,12 +311,12 @@ class Scheduler:
             if self._signal.name == "SIGUSR1":
                 requeue_job()
                 self._signal = signal.SIGTERM
-            _say(f"the same command continues the sweep; {left} trials are left")
+            _say(f"the same command continues the sweep, with {format_count(left, 'trial')} left")
             return 128 + self._signal
         if remote := {host for host in self._elsewhere.values() if host != socket.gethostname()}:
-            _say(f"{len(self._elsewhere)} trials are still running on {', '.join(sorted(remote))}")
+            _say(f"still running on {', '.join(sorted(remote))}: {format_count(len(self._elsewhere), 'trial')}")
         if counts[TrialState.FAIL] and not (counts[TrialState.COMPLETE] or counts[TrialState.PRUNED]):
-            _say(f"every trial has failed. The first error: {self._first_error or 'see the report'}")
+            _say(f"no trial has succeeded. The first error: {self._first_error or 'see the report'}")
             return 1
         return 0
 

@@ -256,8 +256,9 @@ def _build(kind: type[T], options: Mapping[str, Any], choice: Choice, key: str) 
     valid = [name for name in inspect.signature(kind).parameters if name not in ours]
     for name in options:
         if name not in (*valid, *ours):
-            has = f"{nearest(name, valid)} It has {', '.join(valid) or 'no options'}."
-            raise ConfigError(f"{choice.source}: {key}: {choice.kind} has no {name!r}.{has}")
+            names = f"{'options are' if len(valid) > 1 else 'option is'} {', '.join(valid)}"
+            has = f"{nearest(name, valid)} Its {names}." if valid else " It takes no options. Remove it."
+            raise ConfigError(f"{choice.source}: {key}: {choice.kind} has no option {name!r}.{has}")
     try:
         return kind(**options)
     except (ValueError, TypeError) as error:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ...common.messages import nearest
 from ...trainer.runs import check_name
 from ..config import SECTIONS, ConfigError, Value, merge_sources, read, resolve_references, to_plain
-from .parameters import Parameter, parse_parameters
+from .parameters import MOST_GRID_VALUES, Parameter, parse_parameters
 
 KEYS = {
     "config": "the configuration of every trial: a file, a mapping, or a list of these",
@@ -53,6 +53,7 @@ _ELSEWHERE = {
     "entity": "loggers are set in the configuration",
     "direction": "the goal is part of the metric, as in metric: {name: ..., goal: ...}",
 }
+_METRIC_EXAMPLE = "metric: {name: val_loss, goal: minimize}"
 _CONTINUABLE = ("trials", "processes", "max_failures")
 """Keys whose values may change between two sessions of one sweep."""
 
@@ -218,7 +219,7 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
         hint = f": {_ELSEWHERE[key]}. Remove it." if key in _ELSEWHERE else f".{nearest(key, KEYS)}"
         if key in SECTIONS:
             hint = ": it is a section of the configuration. Put it below 'config'."
-        problems.append(f"{entries.pop(key).source}: a sweep has no {key!r}{hint}")
+        problems.append(f"{entries.pop(key).source}: a sweep has no key {key!r}{hint}")
     base = _read_base(entries.pop("config", None), Path(file).parent, of_config, defaults)
     parameters = entries.pop("parameters", None)
     values = resolve_references(Value(entries, str(file))).data
@@ -232,20 +233,22 @@ def _read_base(
     sources: list[str | Path | Value] = []
     for item in [] if value is None else value.data if isinstance(value.data, list) else [value]:
         if not isinstance(item.data, str | dict):
-            raise ConfigError(f"{item.source}: config: {item.data!r} must be a file, a mapping, or a list of these.")
+            raise ConfigError(
+                f"{item.source}: config={to_plain(item)!r} must be a file, a mapping, or a list of files and mappings."
+            )
         path = folder / item.data if isinstance(item.data, str) else item
         if isinstance(path, Path) and not path.is_file():
             raise ConfigError(
-                f"{item.source}: config: there is no file {str(path)!r}. Paths are relative to this file."
+                f"{item.source}: config: the file {str(path)!r} does not exist. Paths are relative to the sweep file."
             )
         sources.append(path)
     base = merge_sources(sources, overrides, defaults=defaults)
     for key, words in (
         ("ckpt_path", "each trial resumes from its own checkpoints"),
-        ("schedule", "it applies to a resume only"),
+        ("schedule", "each trial resumes with its own schedule"),
     ):
         if key in base.data and base.data[key].data is not None:
-            raise ConfigError(f"{base.data[key].source}: {key}: {words}. Remove it.")
+            raise ConfigError(f"{base.data[key].source}: {key} can't be set in a sweep, because {words}. Remove it.")
     return base
 
 
@@ -279,7 +282,10 @@ class _Reader:
         else:
             parameters = parse_parameters(section, self.problems)
         if method is None:
-            self.problems.append(f"{self.file}: there is no method. Add method: grid, random or tpe.")
+            if self._get("method") is None:
+                self.problems.append(
+                    f"{self.file}: there is no method. Add one of 'method: grid', 'method: random' and 'method: tpe'."
+                )
             method = Choice("random")
         sweep = Sweep(
             file=self.file,
@@ -322,8 +328,8 @@ class _Reader:
             return "runs"
         if not isinstance(directory.data, str) or "://" in directory.data:
             self.problems.append(
-                f"{directory.source}: run.dir={directory.data!r} must be a local folder, because the trials of a sweep "
-                "are locked and their study is stored there. Upload them afterwards."
+                f"{directory.source}: run.dir={to_plain(directory)!r} must be a local folder, because it contains the "
+                "sweep's locks and study. Upload the folder after the sweep."
             )
             return "runs"
         return directory.data
@@ -356,7 +362,8 @@ class _Reader:
         kind = options.pop("type", options.pop("method", None))
         kind = synonyms.get(str(kind), kind)
         if kind not in names:
-            self._report(key, f"={kind!r} is not one of {', '.join(names)}.{nearest(kind, names)}")
+            words = f"{'.type' if isinstance(plain, dict) else ''}={kind!r} is not one of {', '.join(names)}."
+            self._report(key, words + nearest(kind, names))
             return None
         return Choice(
             str(kind), {_OPTION_SYNONYMS.get(name, name): item for name, item in options.items()}, value.source
@@ -366,21 +373,23 @@ class _Reader:
         value = self.values.get("metric")
         plain = None if value is None else to_plain(value)
         if not isinstance(plain, dict):
-            where = self.file if value is None else value.source
-            self.problems.append(f"{where}: metric must be a mapping such as {{name: val_loss, goal: minimize}}.")
+            if plain is None:
+                self.problems.append(f"{self.file}: there is no metric. Add {_METRIC_EXAMPLE}.")
+            else:
+                self._report("metric", f"={plain!r} must be a mapping, such as {_METRIC_EXAMPLE}.")
             return Metric()
         words = {"goal": plain.get("direction", plain.get("mode")), "take": "best", **plain}
         words = {word: item for word, item in words.items() if word not in ("direction", "mode")}
         words["goal"] = _GOAL_SYNONYMS.get(str(words["goal"]), words["goal"])
         for word in words:
             if word not in ("name", "goal", "take"):
-                self._report("metric", f" has no {word!r}.{nearest(word, ('name', 'goal', 'take'))}")
+                self._report("metric", f" has no key {word!r}.{nearest(word, ('name', 'goal', 'take'))}")
         if not isinstance(words.get("name"), str) or not words["name"]:
-            self._report("metric", f": name={words.get('name')!r} must be the name of a logged value.")
+            self._report("metric", f".name={words.get('name')!r} must be the name of a logged value, such as val_loss.")
         for word, names in (("goal", GOALS), ("take", TAKES)):
             if words[word] not in names:
                 hint = nearest(words[word], names)
-                self._report("metric", f": {word}={words[word]!r} is not one of {', '.join(names)}.{hint}")
+                self._report("metric", f".{word}={words[word]!r} is not one of {', '.join(names)}.{hint}")
         goal: Goal = "maximize" if words["goal"] == "maximize" else "minimize"
         return Metric(str(words.get("name")), goal, str(words["take"]))
 
@@ -395,7 +404,8 @@ class _Reader:
             values = parameter.list_grid()
             if values is None:
                 self.problems.append(
-                    f"{parameter.source}: parameters: {parameter.key}: a grid needs a list of values, or a step."
+                    f"{parameter.source}: parameters: {parameter.key}: a grid needs a list of values, or min, max and "
+                    f"step, with at most {MOST_GRID_VALUES:,} values."
                 )
             count *= len(values or [0])
         return count if trials is None else min(trials, count)
@@ -406,5 +416,5 @@ class _Reader:
             if parameter.key.partition(".")[0] in ("run", "ckpt_path", "schedule"):
                 self.problems.append(
                     f"{parameter.source}: parameters: {parameter.key} can't be varied, because the sweep decides where "
-                    "its trials are kept and what they resume from."
+                    "its trials are saved and what they resume from. Remove it."
                 )

@@ -110,7 +110,7 @@ class SweepFolder:
         """
         file, description = self.path / DESCRIPTION, self.sweep.describe()
         anew = (
-            f"To start again, give the sweep another name (name: ..., or name=... on the command line), or delete "
+            f"To start over, give the sweep another name (name: ..., or name=... on the command line), or delete "
             f"{os.path.relpath(self.path)}."
         )
         is_new = not file.is_file()
@@ -128,8 +128,8 @@ class SweepFolder:
                 )
         elif self.has_runs():
             raise ConfigError(
-                f"{self.sweep.file}: {os.path.relpath(self.path)} has runs that are not trials of a sweep. Give "
-                "the sweep another name: name: ..., or name=... on the command line."
+                f"{self.sweep.file}: {os.path.relpath(self.path)} contains runs that are not trials of a sweep. Give "
+                "the sweep another name (name: ..., or name=... on the command line)."
             )
         self.write(DESCRIPTION, json.dumps(description, indent=2, ensure_ascii=False))
         return is_new

@@ -39,7 +39,8 @@ def _read_assignment(folder: Path) -> Assignment | None:
     try:
         metric = Metric(**json.loads((folder.parent / DESCRIPTION).read_text(encoding="utf-8"))["metric"])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        warn(f"{folder} is a trial of a sweep that can't be read, so the trial's value is not recorded: {error}")
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        warn(f"{folder.parent / DESCRIPTION} can't be read, so the value of trial {folder} is not recorded: {reason}")
         return None
     return Assignment(str(folder), os.getpid(), metric.name, metric.mode, metric.take)
 
@@ -127,7 +128,7 @@ class TrialCallback(PruningCallback):
             # At the run's end there is nothing to save. Optuna, which counts from 0, does not get there either.
             return not _is_over(trainer) and bool(retry(self._trial.should_prune))
         except StorageInternalError as error:  # an error of the storage should not end the trial
-            warn(f"the sweep's study can't be reached, so this trial is not pruned at {number}: {error}")
+            warn(f"the sweep's study can't be reached, so this trial continues without a pruning decision: {error}")
             return False
 
     def _note(self, trainer: Trainer, value: float, number: int) -> None:

@@ -45,7 +45,9 @@ class TrialConfigs:
         first = {parameter.key: next(parameter.list_samples()) for parameter in self.sweep.parameters}
         problems = self._list_problems(first)
         if self._get_flags().get("fast_dev_run"):
-            problems.append(f"{self.sweep.file}: trainer.fast_dev_run keeps no runs. Use --dry-run to check a sweep.")
+            problems.append(
+                f"{self.sweep.file}: trainer.fast_dev_run keeps no runs. Remove it; --dry-run checks a sweep."
+            )
         if not problems:
             for parameter in self.sweep.parameters:
                 for value in list(parameter.list_samples())[1:]:

@@ -237,7 +237,8 @@ class AlignDevicesHook(ModelHook):
             return self.execution_device
         if self.execution_device is None:
             raise ValueError(
-                "a hook with offload=True needs execution_device, the device to which the weights are moved. Pass it."
+                "offload=True requires execution_device, the device to which the weights are moved for the forward "
+                "pass. Pass execution_device."
             )
         return resolve(self.execution_device)
 

@@ -22,6 +22,7 @@ from ...engine.big_models import (
     resolve,
     set_tensor,
 )
+from ...engine.checkpoint.safetensors_file import abbreviate
 from ...engine.weights import open_weights
 from .offload_files import load_offloaded_weight
 
@@ -205,10 +206,10 @@ def check_tied_parameters_on_same_device(
         missing = [name for name, device in devices.items() if device is None]
         if missing:
             raise ValueError(
-                f"device_map has no device for {missing[0]!r}. Add one, or add '' for everything that is not named."
+                f"device_map has no device for {missing[0]!r}. Add an entry for it, or an entry '' for all other names."
             )
         if len(set(devices.values())) > 1:
-            warn(f"device_map puts tied parameters on different devices: {devices}. Put them on the same device.")
+            warn(f"device_map assigns tied parameters to different devices: {devices}. Assign them to the same device.")
 
 
 def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
@@ -304,10 +305,16 @@ def set_module_tensor_to_device(
     owner = module.get_submodule(path)
     if name not in owner._parameters and name not in owner._buffers:
         names = [*owner._parameters, *owner._buffers]
-        raise ValueError(f"{type(owner).__name__} has no parameter or buffer {name!r}.{nearest(name, names)}")
+        raise ValueError(
+            f"tensor_name={tensor_name!r}: {type(owner).__name__} has no parameter or buffer {name!r}."
+            f"{nearest(name, names)}"
+        )
     old: Tensor = getattr(owner, name)
     if type(old).__name__ in _QUANTIZED or fp16_statistics is not None:
-        raise ValueError(f"{tensor_name}: weights of bitsandbytes move with their module. Use module.to(device).")
+        value_text = f"tensor_name={tensor_name!r} is" if fp16_statistics is None else "fp16_statistics is for"
+        raise ValueError(
+            f"{value_text} a bitsandbytes weight, which can only be moved with its module. Use module.to(device)."
+        )
     target = _as_torch_device(device)
     ties = _find_ties(tied_params_map, value, old)
     shared = next((tie[device] for tie in ties if device in tie), None)
@@ -347,14 +354,14 @@ def _convert(
     assert not isinstance(dtype, str)
     if value is None:
         if old.is_meta and target.type != "meta":
-            raise ValueError(f"{name} is on device meta and has no values to put on {target}. Pass value.")
+            raise ValueError(f"{name!r} is on device meta, so it has no values to move to {target}. Pass value.")
         new_dtype = dtype if target.type == "meta" and _follows_dtype(old) else None
         return old.detach().to(device=target, dtype=new_dtype or old.dtype, non_blocking=non_blocking)
     value = torch.as_tensor(value)
     if value.shape != old.shape:
         raise ValueError(
-            f"{name} has shape {list(old.shape)}, but value has shape {list(value.shape)}. Pass values of the "
-            "parameter's shape."
+            f"value has shape {list(value.shape)}, but {name!r} has shape {list(old.shape)}. Pass a value of the same "
+            "shape."
         )
     new_dtype = old.dtype if dtype is None else dtype if _follows_dtype(value) else value.dtype
     return value.to(device=target, dtype=new_dtype, non_blocking=non_blocking)
@@ -429,7 +436,10 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
                     state[f"{path}.{key}" if path else key] = tensor.to("cpu")
     names = list(model.state_dict())
     if missing := [name for name in names if name not in state]:
-        warn(f"the state has no values for {missing}, which are on device meta.")
+        warn(
+            f"the state dict omits tensors on device meta, which have no values: {abbreviate(missing)}. Load the "
+            "model's weights first."
+        )
     return {name: state[name] for name in names if name in state}
 
 

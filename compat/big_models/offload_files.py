@@ -55,8 +55,8 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     size, needed = os.path.getsize(weight_file), shape.numel() * dtype.itemsize
     if size != needed:
         raise ValueError(
-            f"{weight_file} has {size} bytes, but {weight_info['dtype']} of shape {list(shape)} takes {needed}. "
-            "Offload the weights again."
+            f"{weight_file} has {size:,} bytes, but weight_info (dtype {weight_info['dtype']}, shape {list(shape)}) "
+            f"requires {needed:,}. Offload the weights again."
         )
     weight = torch.empty(shape, dtype=dtype)
     with open(weight_file, "rb") as file:
@@ -168,7 +168,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         if key in self.state_dict:
             return self.state_dict[key]
         if key not in self.index:
-            raise KeyError(f"no offloaded weight is called {key!r}.{nearest(key, self.all_keys)}")
+            raise KeyError(f"there is no offloaded weight with the name {key!r}.{nearest(key, self.all_keys)}")
         info = self.index[key]
         if info.get("safetensors_file") is not None:
             # Some devices cannot load every dtype directly, so the tensor is moved after it has been loaded into
@@ -179,7 +179,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             return tensor.to(device=self.device or "cpu", dtype=dtype)
         if self.save_folder is None:
             raise ValueError(
-                f"the index has no safetensors_file for {key!r}. Pass save_folder, the folder that contains {key}.dat."
+                f"index has no safetensors_file for {key!r}, and save_folder is not set. Pass save_folder, the folder "
+                f"that contains {key}.dat."
             )
         return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", info)
 

@@ -126,7 +126,7 @@ def _as_mapping(hparams: Any) -> Mapping[str, Any]:
 def _check_folder(file: _File) -> None:
     folder = os.path.dirname(file) or "."
     if not os.path.isdir(folder):
-        raise RuntimeError(f"the folder {folder!r} of {os.fspath(file)!r} does not exist. Create it first.")
+        raise RuntimeError(f"the folder {folder!r} for {os.fspath(file)!r} does not exist. Create it first.")
 
 
 __getattr__ = find_peer_names(__name__)

@@ -160,7 +160,7 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
-            raise IndexError(f"there is no block {index} among {len(self)} blocks")
+            raise IndexError(f"index={index} must be at least 0 and less than the number of blocks, {len(self)}.")
         start = index * self.block_size
         return self.data[start : start + self.block_size], self.data[start + 1 : start + self.block_size + 1]
 

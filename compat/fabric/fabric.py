@@ -72,7 +72,10 @@ class Fabric:
     ) -> None:
         precision, sync_batchnorm = unpack_plugins(plugins, precision, False)
         if sync_batchnorm:
-            raise ValueError("Fabric does not convert layers. Pass strategy=DDP(sync_batchnorm=True) instead.")
+            raise ValueError(
+                "plugins=TorchSyncBatchNorm() is not supported, because Fabric does not convert layers. Pass "
+                "strategy=DDP(sync_batchnorm=True) instead."
+            )
         spawns = isinstance(strategy, str) and strategy in _SPAWNING
         self._options: dict[str, Any] = {
             "accelerator": accelerator,
@@ -98,8 +101,8 @@ class Fabric:
     def _accelerator(self) -> Accelerator:
         if self._opened is None:
             raise RuntimeError(
-                f"this Fabric runs in {self._process_count} processes, which fabric.launch(function) starts. Use it "
-                "inside the function, which receives it as its first argument."
+                f"this Fabric runs in {self._process_count} processes, which fabric.launch(function) starts. Use the "
+                "Fabric inside the function, which receives it as its first argument."
             )
         return self._opened
 
@@ -162,12 +165,18 @@ class Fabric:
         """
         if function is None:
             if self._opened is None:
-                raise TypeError(f"launch() has to start {self._process_count} processes. Pass a function to run.")
+                raise TypeError(f"launch() must start {self._process_count} processes. Pass the function to run.")
             return None
         if not callable(function):
-            raise TypeError(f"launch takes a function, not {function!r}. Write launch(train), without calling it.")
+            raise TypeError(
+                f"launch takes a function, not {name_type(function)}. Pass the function without calling it, as in "
+                "launch(train)."
+            )
         if not inspect.signature(function).parameters:
-            raise TypeError(f"launch({function.__name__}) calls it with the Fabric, so it must accept an argument.")
+            name = getattr(function, "__name__", None) or name_type(function)
+            raise TypeError(
+                f"{name} has no parameters, but launch passes the Fabric as the first argument. Add a parameter for it."
+            )
         if self._opened is not None:
             return function(self, *args, **kwargs)
         with tempfile.TemporaryDirectory() as folder:
@@ -313,7 +322,7 @@ class Fabric:
             ValueError: If the model has been set up already.
         """
         if is_wrapped(module):
-            raise ValueError(f"this {type(unwrap(module)).__name__} is already set up. Pass each model once.")
+            raise ValueError(f"this {type(unwrap(module)).__name__} is already set up. Set up each model only once.")
         accelerator = self._accelerator
         prepared = accelerator.prepare_model(module, move_to_device)
         accelerator.models.clear()  # a script may set up and release any number of models, for example one per fold
@@ -338,7 +347,9 @@ class Fabric:
 
     def _setup_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         if isinstance(optimizer, PreparedOptimizer):
-            raise ValueError(f"this {type(optimizer.optimizer).__name__} is already set up. Pass each optimizer once.")
+            raise ValueError(
+                f"this {type(optimizer.optimizer).__name__} is already set up. Set up each optimizer only once."
+            )
         prepared = self._accelerator.prepare_optimizer(optimizer)
         self._accelerator.optimizers.clear()
         return prepared
@@ -411,9 +422,10 @@ class Fabric:
             RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is True.
         """
         if (clip_val is None) == (max_norm is None):
-            raise ValueError(
-                f"clip_gradients takes either clip_val={clip_val} or max_norm={max_norm}. Pass exactly one of them."
-            )
+            limits = "neither clip_val nor max_norm"
+            if clip_val is not None:
+                limits = f"both clip_val={clip_val} and max_norm={max_norm}"
+            raise ValueError(f"clip_gradients got {limits}. Pass exactly one of them.")
         accelerator = self._accelerator
         accelerator.unscale_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -424,7 +436,8 @@ class Fabric:
         norm = accelerator.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
-                f"the gradients' norm is {norm.item()}. Pass error_if_nonfinite=False to continue regardless."
+                f"the gradient norm is {norm.item()}, but it must be finite. Pass error_if_nonfinite=False to continue "
+                "regardless."
             )
         return norm
 
@@ -440,7 +453,10 @@ class Fabric:
         """
         wrapper = getattr(module, "_orig_mod", module)
         if not isinstance(wrapper, FabricModule):
-            raise TypeError("no_backward_sync takes a model that is set up. Call model = fabric.setup(model) first.")
+            raise TypeError(
+                f"no_backward_sync takes a model that is set up, but got {name_type(module)} that is not. Call "
+                "model = fabric.setup(model) first."
+            )
         return self._accelerator.no_sync(wrapper._forward_module) if enabled else nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -502,10 +518,16 @@ class Fabric:
             ValueError: If a filter's name is not in ``state``, or ``state`` has the optimizer of a sharded model.
         """
         filters = {} if filter is None else filter
-        if not isinstance(filters, Mapping) or not all(map(callable, filters.values())):
-            raise TypeError(f"filter={filter!r} must be a dict of functions.")
+        if not isinstance(filters, Mapping):
+            raise TypeError(f"filter must be a dict of functions, not {name_type(filters)}.")
+        for name, keeps in filters.items():
+            if not callable(keeps):
+                raise TypeError(f"filter[{name!r}] must be a function, not {name_type(keeps)}.")
         if unknown := sorted(set(filters) - set(state)):
-            raise ValueError(f"filter has {unknown}, which are not in state. state has {sorted(state)}.")
+            raise ValueError(
+                f"filter has keys that are not in state: {unknown}. The keys of state are {sorted(state)}. Rename or "
+                "remove them."
+            )
         with self._accelerator.world.together():
             plain = {name: self._to_state(name, value) for name, value in state.items()}
             for name, keeps in filters.items():
@@ -519,8 +541,9 @@ class Fabric:
             return self._accelerator.get_state_dict(value._forward_module)
         if isinstance(value, Optimizer) and self.strategy.sharded:
             raise ValueError(
-                f"state[{name!r}] is the optimizer of a sharded model, which does not fit into one file. Use "
-                "fabric.accelerator.save_state(folder), with the objects that treadle.Accelerator has prepared."
+                f"state[{name!r}] is the optimizer of a sharded model, whose state can't be saved to one file. "
+                "Prepare the model and the optimizer with treadle.Accelerator instead of Fabric, and save both with "
+                "accelerator.save_state(folder)."
             )
         return value.state_dict() if hasattr(value, "state_dict") else value
 
@@ -551,8 +574,8 @@ class Fabric:
         missing = sorted((state or {}).keys() - saved.keys())
         if missing and strict:
             raise KeyError(
-                f"{os.fspath(path)!r} has no {missing}. It has {sorted(saved)}. Pass strict=False to skip the missing "
-                "names."
+                f"{os.fspath(path)!r} lacks the keys {missing} of state. Its keys are {sorted(saved)}. Pass "
+                "strict=False to load the others."
             )
         for name in (state or {}).keys() & saved.keys():
             assert state is not None

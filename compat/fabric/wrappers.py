@@ -22,7 +22,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ...common.messages import name_type
+from ...common.messages import name_type, nearest
 from ...engine import Accelerator, move_data_to_device
 from ...engine.optim import PreparedOptimizer
 from ...strategies import World
@@ -89,14 +89,17 @@ class FabricModule(nn.Module):
             ValueError: If the method is ``forward`` itself.
         """
         if not isinstance(method, MethodType | str):
-            raise TypeError(f"mark_forward_method takes a method or its name, not {method!r}.")
+            raise TypeError(
+                f"mark_forward_method takes a method or its name, not {name_type(method)}. Pass the method's name."
+            )
         name = method if isinstance(method, str) else method.__name__
         if name == "forward":
             raise ValueError(
                 "mark_forward_method('forward') is not needed, because calling the model runs forward. Remove the call."
             )
         if not inspect.ismethod(getattr(self._original_module, name, None)):
-            raise AttributeError(f"{type(self._original_module).__name__} has no method {name!r} to mark.")
+            similar = nearest(name, dir(type(self._original_module)))
+            raise AttributeError(f"{type(self._original_module).__name__} has no method {name!r} to mark.{similar}")
         self._forward_methods.add(name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,8 +150,8 @@ def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) ->
 
     def refuse(*_: Any) -> None:
         raise RuntimeError(
-            f"{type(module).__name__}.{name}() calls layers without passing through the strategy. Use "
-            f"model.mark_forward_method({name!r}) after fabric.setup()."
+            f"{type(module).__name__}.{name}() calls layers, but is not marked to run through the strategy as forward "
+            f"does. Call model.mark_forward_method({name!r}) after fabric.setup()."
         )
 
     @wraps(method)
@@ -181,9 +184,12 @@ class FabricDataLoader:
 
     def __init__(self, loader: Any, world: World, device: torch.device | None, shared: bool) -> None:
         if isinstance(loader, FabricDataLoader):
-            raise ValueError("this DataLoader is already set up. Pass each DataLoader once.")
+            raise ValueError("this DataLoader is already set up. Set up each DataLoader only once.")
         if not isinstance(loader, DataLoader):
-            raise TypeError(f"setup_dataloaders takes DataLoaders, not {name_type(loader)}.")
+            fix = "Pass a torch.utils.data.DataLoader."
+            if isinstance(loader, list | tuple):
+                fix = "Pass its items as separate arguments: setup_dataloaders(*loaders)."
+            raise TypeError(f"setup_dataloaders takes DataLoaders, not {name_type(loader)}. {fix}")
         is_stream = isinstance(loader.dataset, IterableDataset)
         if shared and world.size > 1 and not is_stream and not isinstance(loader.sampler, DistributedSampler):
             loader = _share(loader, world)
@@ -231,8 +237,8 @@ def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
     """Return a copy of a dataloader that reads this rank's share, in Lightning's order."""
     if loader.batch_sampler is not None and not hasattr(loader.batch_sampler, "sampler"):
         raise TypeError(
-            f"{type(loader.batch_sampler).__name__} has no attribute 'sampler' to shard. Use "
-            "setup_dataloaders(..., use_distributed_sampler=False), and let it yield this rank's batches."
+            f"{type(loader.batch_sampler).__name__} has no attribute 'sampler' to shard. Make it yield only this "
+            "rank's batches, and pass use_distributed_sampler=False to setup_dataloaders."
         )
     inner: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler.sampler
     options = {

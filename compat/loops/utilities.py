@@ -18,4 +18,5 @@ def check_finite_loss(loss: Tensor | None) -> None:
         ValueError: If the loss contains NaN or infinity.
     """
     if loss is not None and not torch.isfinite(loss).all():
-        raise ValueError(f"The loss returned in `training_step` is {loss}.")
+        value = f"is {loss.item()}" if loss.numel() == 1 else "contains NaN or infinity"
+        raise ValueError(f"the loss that training_step returned {value}, but it must be finite.")

@@ -49,7 +49,8 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
         self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
         if self.total_size and not self.num_samples:
             raise ValueError(
-                f"rank {self.rank} of {self.num_replicas} gets none of the {self.total_size} samples. Use fewer ranks."
+                f"rank {self.rank} gets no samples, because num_replicas={self.num_replicas} exceeds the length of the "
+                f"dataset, {self.total_size}. Use a smaller num_replicas."
             )
 
     def __iter__(self) -> Iterator[Any]:

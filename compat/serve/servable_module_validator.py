@@ -85,11 +85,14 @@ class ServableModuleValidator(Callback):
     def _validate(self, task: Any) -> None:
         if not isinstance(task, ServableModule):
             raise TypeError(
-                f"ServableModuleValidator needs a task that is also a ServableModule, not {name_type(task)}."
+                f"ServableModuleValidator needs a task that is also a ServableModule, not {name_type(task)}. Add "
+                f"ServableModule to the base classes of {type(task).__name__}."
             )
         payload = task.configure_payload()
         if "body" not in payload:
-            raise ValueError(f"configure_payload returned {list(payload)}, but it must contain 'body'.")
+            raise ValueError(
+                f"configure_payload returned a dict with the keys {list(payload)}, but it must contain 'body'."
+            )
         server = ThreadingHTTPServer((self.host, self.port), _make_handler(task))
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -137,7 +140,7 @@ def _make_handler(model: ServableModule) -> type[BaseHTTPRequestHandler]:
         with torch.no_grad():
             results = model.serve_step(**arguments)
         if not isinstance(results, dict):
-            raise TypeError(f"serve_step returned {name_type(results)}, but it must return a dict.")
+            raise TypeError(f"serve_step returned {name_type(results)}. It must return a dict of tensors by name.")
         return {name: serializers.get(name, lambda value: value)(value) for name, value in results.items()}
 
     class Handler(BaseHTTPRequestHandler):

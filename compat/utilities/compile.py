@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...common.messages import name_type
 from ...trainer import TaskModule
 from ...trainer.loop.stage import uncompiled
 
@@ -21,7 +22,10 @@ def from_compiled(model: Any) -> TaskModule:
     """
     task = uncompiled(model)
     if task is model or not isinstance(task, TaskModule):
-        raise ValueError(f"from_compiled takes the result of torch.compile for a TaskModule, not a {_name(model)}.")
+        raise ValueError(
+            f"from_compiled got {_describe(model)}, but takes the result of torch.compile(task), where task is a "
+            "TaskModule."
+        )
     return task
 
 
@@ -36,9 +40,16 @@ def to_uncompiled(model: Any) -> TaskModule:
     """
     task = uncompiled(model)
     if not isinstance(task, TaskModule) or task.__dict__.pop("_compiler", None) is None:
-        raise ValueError(f"to_uncompiled takes a compiled TaskModule, not a {_name(model)} that is not compiled.")
+        raise ValueError(
+            f"to_uncompiled got {_describe(model)}, but takes the result of torch.compile(task) or from_compiled, "
+            "where task is a TaskModule."
+        )
     return task
 
 
-def _name(model: Any) -> str:
-    return type(model).__name__
+def _describe(model: Any) -> str:
+    """Return the type of a value, with its article and whether it is a compiled module."""
+    inner = getattr(model, "_modules", {}).get("_orig_mod")
+    if inner is not None:
+        return f"a compiled {type(inner).__name__}"
+    return f"{name_type(model)} that is not compiled" if isinstance(model, TaskModule) else name_type(model)

@@ -14,7 +14,7 @@ from ...strategies import Strategy
 
 __all__ = ["extract_batch_size", "has_iterable_dataset", "has_len", "has_len_all_ranks", "sized_len"]
 
-_GIVE = "Pass it as self.log(..., batch_size=...), or simplify the batch."
+_GIVE = "Determine the batch size without extract_batch_size."
 
 
 def extract_batch_size(batch: Any) -> int:
@@ -34,12 +34,13 @@ def extract_batch_size(batch: Any) -> int:
         first = next(sizes, None)
         differs = first is not None and any(size != first for size in sizes)
     except RecursionError:
-        raise RecursionError(f"the batch contains itself, so its size is unknown. {_GIVE}") from None
+        raise RecursionError(f"the batch contains itself, so the batch size is unknown. {_GIVE}") from None
     if first is None:
-        raise ValueError(f"the batch is {name_type(batch)} without tensors, so its size is unknown. {_GIVE}")
+        raise ValueError(f"the batch ({name_type(batch)}) contains no tensors, so the batch size is unknown. {_GIVE}")
     if differs:
         warn(
-            f"tensors of the batch differ in length, so its size is taken as {first}, that of the first tensor. {_GIVE}"
+            f"tensors in the batch differ in length, so the length of the first tensor, {first}, is used as the batch "
+            f"size. {_GIVE}"
         )
     return first
 
@@ -84,7 +85,10 @@ def has_len(dataloader: object) -> bool:
     """
     length = sized_len(dataloader)
     if length == 0:
-        warn(f"{type(dataloader).__name__} has length 0, so it yields no batch.")
+        warn(
+            f"{type(dataloader).__name__} has length 0, so it yields no batches. Check its dataset, batch_size and "
+            "drop_last."
+        )
     return length is not None and _warn_of_claimed_length(dataloader)
 
 
@@ -93,8 +97,8 @@ def _warn_of_claimed_length(dataloader: object) -> bool:
     if has_iterable_dataset(dataloader):
         name = type(dataloader).__name__
         warn(
-            f"the IterableDataset of {name} has a length, which with workers is correct only if each worker reads its "
-            "own share."
+            f"the IterableDataset of {name} has a length, which is correct with num_workers > 0 only if each worker "
+            "reads its own share of the samples."
         )
     return True
 
@@ -121,7 +125,8 @@ def has_len_all_ranks(
     elif not length:
         if not allow_zero_length_dataloader_with_multiple_devices:
             raise RuntimeError(
-                f"{name} has no batches on rank {strategy.world.rank}. Provide at least one on every rank."
+                f"{name} has no batches on rank {strategy.world.rank}. Provide at least one batch on every rank, or "
+                "pass allow_zero_length_dataloader_with_multiple_devices=True."
             )
         warn(f"{name} has no batches on rank {strategy.world.rank}.")
     return _warn_of_claimed_length(dataloader)

@@ -242,7 +242,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
                 f"device_map names {name!r}, but the model has no such module or tensor.{nearest(name, valid_names)}"
             )
         if device != "disk":
-            resolve(device)
+            resolve(device, f"device_map[{name!r}]={device!r}", storage=True)
     missed = [name for name in tensors if look_up_device(device_map, name) is None]
     if missed:
         raise ValueError(
@@ -262,6 +262,6 @@ def _check_together(device_map: Mapping[str, Device], names: list[str], why: str
     for name in names:
         if (device := look_up_device(device_map, name)) != first:
             raise ValueError(
-                f"device_map puts {names[0]!r} on {first} and {name!r} on {device}, but they {why}. Put both on the "
-                "same device."
+                f"device_map assigns {names[0]!r} to {first!r} and {name!r} to {device!r}, but they {why}. Assign both "
+                "to the same device."
             )

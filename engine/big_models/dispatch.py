@@ -236,7 +236,7 @@ def resolve_main_device(device_map: Mapping[str, Device], main_device: Device | 
     """
     if main_device is None:
         main_device = next((device for device in device_map.values() if is_accelerator(device)), "cpu")
-    return resolve(main_device)
+    return resolve(main_device, f"main_device={main_device!r}")
 
 
 def dispatch(
@@ -313,7 +313,7 @@ def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -
         if tensors[names[0]].is_meta and not any(name in weights for name in names)
     ]
     if empty:
-        raise ValueError(f"the model has no values for {abbreviate(empty)}. Load a checkpoint that contains them.")
+        raise ValueError(f"the model has no values for {abbreviate(empty)}. Load a checkpoint with these values.")
 
 
 def _locate_values(
@@ -338,21 +338,21 @@ def _disk_weights(
         announce(
             "the values that were offloaded earlier "
             f"({'offload_index' if index is not None else Path(str(folder)) / INDEX}) replace the model's own values "
-            f"of {abbreviate(replaced)}."
+            f"for {abbreviate(replaced)}."
         )
     tensors = {name: tensor for name, tensor in tensors.items() if name not in covered}
     if offloaded and any(tensor.is_meta for tensor in tensors.values()):
         empty = [name for name, tensor in tensors.items() if tensor.is_meta]
         raise ValueError(
-            f"neither the model nor the offloaded weights have values for {abbreviate(empty)}. Load a checkpoint that "
-            "contains them."
+            f"neither the model nor the offloaded weights have values for {abbreviate(empty)}. Load a checkpoint with "
+            "these values."
         )
     if not tensors:
         return offloaded
     if folder is None:
         raise ValueError(
-            f"device_map puts {abbreviate(list(tensors))} on the disk, but offload_dir is not set. Set it to a folder "
-            "for their values."
+            f"device_map assigns {abbreviate(list(tensors))} to 'disk', but offload_dir is not set. Set offload_dir to "
+            "a folder for the offloaded weights."
         )
     weights = open_weights(folder) if any(tensor.is_meta for tensor in tensors.values()) else {}
     firsts = [names[0] for names in group_tied_names(tensors)]
@@ -362,7 +362,7 @@ def _disk_weights(
 
 def _resolve_execution_device(model: nn.Module, device: Device | None) -> torch.device:
     if device is not None:
-        return resolve(device)
+        return resolve(device, f"execution_device={device!r}")
     first_device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return torch.device("cpu") if first_device.type == "meta" else first_device
 

@@ -231,14 +231,14 @@ def _check_names(model: nn.Module, tensors: Mapping[str, Tensor], weights: Weigh
     if strict and differences:
         raise ValueError(f"the checkpoint {' and '.join(differences)}. To load what fits, pass strict=False.")
     if empty:
-        more = f" It has tensors that the model does not have: {abbreviate(unknown)}." if unknown else ""
+        more = f" The checkpoint has tensors that the model does not have: {abbreviate(unknown)}." if unknown else ""
         raise ValueError(
-            f"the checkpoint lacks {abbreviate(empty)}, and the model has no values for them.{more} Load a checkpoint "
-            "of this model."
+            f"neither the checkpoint nor the model has values for {abbreviate(empty)}.{more} Load a checkpoint of this "
+            "model."
         )
     if differences:
         warn(
-            f"the checkpoint {' and '.join(differences)}. The model's other values are not changed. Set strict=True "
+            f"the checkpoint {' and '.join(differences)}. Only the tensors that both have are loaded. Set strict=True "
             "to raise an error instead."
         )
 
@@ -246,4 +246,4 @@ def _check_names(model: nn.Module, tensors: Mapping[str, Tensor], weights: Weigh
 def _refuse_sharded(full_state_dict: Any, broadcast_from_rank0: Any) -> None:
     if not full_state_dict or broadcast_from_rank0:
         name = "broadcast_from_rank0=True" if broadcast_from_rank0 else "full_state_dict=False"
-        raise ValueError(f"{name} is not supported, because each process loads the full model. Remove it.")
+        raise ValueError(f"{name} is not supported, because each process loads the full model. Remove the argument.")

@@ -22,11 +22,12 @@ _UNITS = {"": 1, "B": 1} | {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, argument: str = "size") -> int:
     """Parse a size such as ``"1GB"`` (10**9 bytes) or ``"1.5GiB"`` (1.5 * 2**30 bytes), and return it in bytes.
 
     Args:
         size: A number of bytes, or text with a unit.
+        argument: The name of the argument, for the error.
 
     Raises:
         ValueError: If the size is negative or cannot be parsed.
@@ -37,8 +38,8 @@ def parse_bytes(size: int | str) -> int:
     # Some would read "Gb" as bits, others as a typing error for bytes.
     if match is None or match[2].upper() not in _UNITS or match[2].endswith("b"):
         raise ValueError(
-            f"memory {size!r} is not a size. Pass a number of bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB "
-            "or TiB."
+            f"{argument}={size!r} is not a size. Pass a number of bytes, or a number with KB, MB, GB, TB, KiB, MiB, "
+            "GiB or TiB, such as '1.5GiB'."
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
@@ -62,39 +63,47 @@ def accelerators() -> tuple[str, int]:
     return (current.type, count) if current is not None else ("", 0)
 
 
-def resolve(device: Device) -> torch.device:
+def resolve(device: Device, subject: str = "", storage: bool = False) -> torch.device:
     """Return the torch device for a value of a device map, except ``"disk"``.
 
     Args:
         device: The value, such as ``0``, ``"cuda:1"`` or ``"cpu"``.
+        subject: The argument and its value, for the error. Default: ``device=...``.
+        storage: Whether the argument may also be ``"disk"``, for the error.
 
     Raises:
         ValueError: If this machine has no such device.
     """
+    subject = subject or f"device={device!r}"
     kind, count = accelerators()
-    available = ", ".join([*(str(number) for number in range(count)), "'cpu'"])
+    available = _join([*map(str, range(count)), "'cpu'"], "or")
     if device == "disk":
-        raise ValueError(f"'disk' stores weights, but nothing can be computed there. Use one of {available}.")
+        raise ValueError(f"{subject} can't compute anything, because it only stores weights. Use {available}.")
     try:
         if isinstance(device, int) and not isinstance(device, bool):
             torch_device = torch.device(kind or "cuda", device)
         else:
             torch_device = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        hint = nearest(str(device), ["cpu", "disk"])
-        raise ValueError(f"{device!r} is not a valid device. Use one of {available}, 'disk'.{hint}") from error
+        hint = nearest(str(device), ["cpu", "disk"] if storage else ["cpu"])
+        valid = _join([*map(str, range(count)), "'cpu'", *["'disk'"] * storage], "or")
+        raise ValueError(f"{subject} is not a valid device. Use {valid}.{hint}") from error
     if torch_device.type in ("cpu", "meta"):
         return torch_device
     if torch_device.type != kind or (torch_device.index or 0) >= count:
         raise ValueError(
-            f"device {device!r} is not on this machine, which has {available}. "
-            "To plan for another machine, name its devices 'meta:0', 'meta:1', ..."
+            f"{subject} is not on this machine. Use {available}, or, to plan for another machine, name its "
+            "devices 'meta:0', 'meta:1', ..."
         )
     return (
         torch_device
         if torch_device.index is not None
         else torch.device(kind, torch.get_device_module(kind).current_device())
     )
+
+
+def _join(items: list[str], word: str) -> str:
+    return f"{', '.join(items[:-1])} {word} {items[-1]}" if len(items) > 1 else items[0]
 
 
 def is_accelerator(device: Device) -> bool:
@@ -122,8 +131,8 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
         return {**free, "cpu": available_memory()}
     for device in max_memory:
         if device != "disk":
-            resolve(device)
-    sizes = {device: parse_bytes(size) for device, size in max_memory.items()}
+            resolve(device, f"the max_memory key {device!r}", storage=True)
+    sizes = {device: parse_bytes(size, f"max_memory[{device!r}]") for device, size in max_memory.items()}
     last = {"cpu": 1, "disk": 2}
     return dict(sorted(sizes.items(), key=lambda item: last.get(str(item[0]).partition(":")[0], 0)))
 

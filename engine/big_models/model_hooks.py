@@ -207,7 +207,7 @@ class CpuOffload(ModelHook):
     ) -> None:
         if execution_device is None:
             execution_device = 0 if accelerators()[1] else "cpu"
-        self.execution_device = resolve(execution_device)
+        self.execution_device = resolve(execution_device, f"execution_device={execution_device!r}")
         self.prev_module_hook = prev_module_hook
 
     def init_hook(self, module: nn.Module) -> nn.Module:

@@ -72,7 +72,7 @@ def measure_tensors(
         ValueError: If a dtype does not exist, or if ``special_dtypes`` names a tensor that does not exist.
     """
     tensors, general = named_tensors(model), parse_dtype(dtype)
-    special = {name: parse_dtype(kind) for name, kind in (special_dtypes or {}).items()}
+    special = {name: parse_dtype(kind, f"special_dtypes[{name!r}]") for name, kind in (special_dtypes or {}).items()}
     for name in special:
         if name not in tensors:
             raise ValueError(
@@ -174,5 +174,8 @@ def check_class_names(model: nn.Module, argument: str, names: list[str] | str | 
     model_classes = set().union(*(list_class_names(module) for module in model.modules()))
     if requested and not requested & model_classes:
         name = min(requested)
-        warn(f"{argument}={sorted(requested)}, but the model has no such class.{nearest(name, model_classes)}")
+        warn(
+            f"{argument}={sorted(requested)} has no effect, because the model has no module of "
+            f"{'this class' if len(requested) == 1 else 'these classes'}.{nearest(name, model_classes)}"
+        )
     return requested

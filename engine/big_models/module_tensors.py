@@ -122,11 +122,12 @@ def set_tensor_by_names(model: nn.Module, names: list[str], tensor: Tensor) -> N
         set_tensor(model.get_submodule(path), last, tensor)
 
 
-def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def parse_dtype(dtype: torch.dtype | str | None, argument: str = "dtype") -> torch.dtype | None:
     """Return the dtype for a dtype or its name, such as ``"bfloat16"`` or ``"torch.bfloat16"``.
 
     Args:
         dtype: The dtype or its name; None is returned unchanged.
+        argument: The name of the argument, for the error.
 
     Raises:
         ValueError: If torch has no such dtype.
@@ -136,7 +137,8 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     resolved = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(resolved, torch.dtype):
         names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
-        raise ValueError(f"dtype={dtype!r} is not a dtype of torch.{nearest(str(dtype).removeprefix('torch.'), names)}")
+        hint = nearest(str(dtype).removeprefix("torch."), names) or " Use a dtype such as 'bfloat16'."
+        raise ValueError(f"{argument}={dtype!r} is not a torch dtype.{hint}")
     return resolved
 
 

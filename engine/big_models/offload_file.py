@@ -69,7 +69,7 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
             continue
         if folder is None:
             raise ValueError(
-                f"offload_index has no safetensors_file for {name!r}. Set offload_dir, the folder with {name}.dat."
+                f"offload_index has no safetensors_file for {name!r}. Set offload_dir to the folder with {name}.dat."
             )
         weights[name] = _open_raw_file(Path(folder).absolute() / f"{name}.dat", entry)
     return weights
@@ -79,7 +79,8 @@ def _open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
     dtype = getattr(torch, str(entry.get("dtype")), None)
     if not isinstance(dtype, torch.dtype) or "shape" not in entry:
         raise ValueError(
-            f"{path.parent / INDEX}: the entry {dict(entry)} lacks a torch dtype or a shape. Offload the weights again."
+            f"{path.parent / INDEX}: the entry of {path.stem!r}, {dict(entry)}, lacks a torch dtype or a shape. "
+            "Offload the weights again."
         )
     shape = torch.Size(entry["shape"])
     needed = shape.numel() * dtype.itemsize

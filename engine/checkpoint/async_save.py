@@ -117,9 +117,10 @@ class HostCopies:
         address, cudart = slab.data_ptr(), torch.cuda.cudart()
         error = int(cudart.cudaHostRegister(address, size, 0)) if size else 0
         if error:
+            reason = cudart.cudaGetErrorString(cudart.cudaError(error))
             announce(
-                f"an asynchronous save copies {size / 2**30:.1f} GiB through memory that could not be pinned (CUDA "
-                f"error {error}), so training waits for the copy."
+                f"an asynchronous save copies {size / 2**30:.1f} GiB through host memory that could not be pinned "
+                f"({reason}, CUDA error {error}), so training waits for the copy."
             )
         elif size:
             self._unpin = unpin = finalize(self, cudart.cudaHostUnregister, address)

@@ -28,6 +28,23 @@ BESIDE = re.compile(r"\.(.+)\.(part|old|gone)")
 """Names of directories next to a checkpoint while it is replaced or deleted."""
 
 
+SHARE_TARGET = "Save to a file system that all ranks share, and do not change the files during the save."
+"""Fix for a save whose files are not all there when it is committed."""
+
+
+def explain_refused_file(name: str) -> str:
+    """Return the error for something that a save_state pre-hook must not write into a checkpoint.
+
+    Args:
+        name: The path in the checkpoint.
+    """
+    if name == MANIFEST:
+        reason = "but this name is reserved for the checkpoint's own file. Use another name"
+    else:
+        reason = "which is neither a file nor a link. Write only files"
+    return f"a save_state pre-hook wrote {name}, {reason}."
+
+
 def beside(target: Path | str, suffix: str) -> Path:
     """Return the path of the next (``part``), the replaced (``old``) or the deleted (``gone``) version of ``target``.
 
@@ -288,7 +305,7 @@ def _carry_over(path: Path, target: Path, listed_files: Collection[str]) -> None
         filesystem.make_directory(place)
         place = _choose_free_path(place / os.path.basename(entry))
         if place.name != os.path.basename(entry):
-            warnings.warn(f"{target} now has its own {entry}; the previous file of this name is kept as {place.name}.")
+            warnings.warn(f"{target} has a new {entry}, so the previous file of this name is kept as {place.name}.")
         with suppress(FileNotFoundError):  # another process is doing the same
             filesystem.rename(path / entry, place)
         folders.add(place.parent)

@@ -17,11 +17,12 @@ _NAME = re.compile(r"checkpoint_(\d+)")
 _REPLACED = re.compile(r"\.checkpoint_(\d+)\.old")
 
 
-def _require_folder(project: ProjectConfiguration, method: str) -> AnyPath:
+def _require_folder(project: ProjectConfiguration, method: str, argument: str) -> AnyPath:
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         raise ValueError(
-            f"{method}() needs a directory. Pass one, or use "
-            "Accelerator(project_config=ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
+            f"{method} was called without {argument}, which requires automatic checkpoint naming. Pass {argument}, or "
+            "create Accelerator(project_config=ProjectConfiguration(project_dir=..., "
+            "automatic_checkpoint_naming=True))."
         )
     return as_path(project.project_dir) / "checkpoints"
 
@@ -39,13 +40,13 @@ def choose_next_target(project: ProjectConfiguration) -> AnyPath:
     Raises:
         ValueError: If checkpoints of a run that was not resumed exist and would be replaced.
     """
-    folder = _require_folder(project, "save_state")
+    folder = _require_folder(project, "save_state", "output_dir")
     numbers = _list_numbers(folder)
     if numbers and numbers[-1] >= project.iteration:
         raise ValueError(
             f"{folder} already has checkpoint_{numbers[-1]}, but this run would save checkpoint_{project.iteration}. "
-            "Resume from it with load_state(), or choose another project_dir (or ProjectConfiguration(iteration="
-            f"{numbers[-1] + 1}))."
+            "Resume with load_state(), choose another project_dir, or set ProjectConfiguration(iteration="
+            f"{numbers[-1] + 1})."
         )
     return folder / f"checkpoint_{project.iteration}"
 
@@ -69,15 +70,16 @@ def find_newest(
     opened = find_first_intact(world, _open_from_highest(project, resumable, skipped), skipped)
     with world.together():
         if opened is None and world.is_main:
-            folder = _require_folder(project, "load_state")
-            raise ValueError("; ".join([f"{folder} has no checkpoint that can be loaded", *skipped]) + ".")
+            folder = _require_folder(project, "load_state", "input_dir")
+            text = f"{folder} has no checkpoint that can be loaded. Pass input_dir, the path of a checkpoint."
+            raise ValueError("\n  ".join([text, *skipped]))
     assert opened is not None
     return opened, world.broadcast(skipped)
 
 
 def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: list[str]) -> Iterator[OpenCheckpoint]:
     """Yield the checkpoints that can be opened, highest number first; add messages about others to ``skipped``."""
-    folder = _require_folder(project, "load_state")
+    folder = _require_folder(project, "load_state", "input_dir")
     for number in sorted({*_list_numbers(folder), *_list_numbers(folder, _REPLACED)}, reverse=True):
         path = folder / f"checkpoint_{number}"
         try:
@@ -88,7 +90,7 @@ def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: 
         if opened.has(STATE) or not resumable:
             yield opened
         else:
-            skipped.append(f"{path}: it contains weights only, so no run can resume from it")
+            skipped.append(f"{path} contains only weights, so no run can resume from it.")
 
 
 def compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> int:
@@ -120,9 +122,11 @@ def drop_oldest(folder: AnyPath, limit: int) -> None:
     try:
         store.CheckpointStore(folder).recover()  # complete deletions that were interrupted by a kill
     except (OSError, ValueError) as error:
-        warn(f"remains of older checkpoints in {folder} can't be deleted: {error}. The next save tries again.")
+        reason = str(error).rstrip(".")
+        warn(f"remains of older checkpoints in {folder} can't be deleted: {reason}. The next save tries again.")
     for number in numbers[:-limit]:
         try:
             store.remove(folder / f"checkpoint_{number}")
         except (OSError, ValueError) as error:
-            warn(f"checkpoint_{number} in {folder} exceeds total_limit, but can't be deleted: {error}")
+            reason = str(error).rstrip(".")
+            warn(f"checkpoint_{number} in {folder} exceeds total_limit={limit}, but can't be deleted: {reason}.")

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...common.messages import warn
+from ...common.messages import named_ranks, warn
 from ...common.remote_path import AnyPath, RemotePath, absolute
 from ...strategies import World
 from ...strategies.distributed import is_sharded, whole
@@ -45,10 +45,13 @@ def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
     by_rank = world.gather_objects((socket.gethostname(), places))
     by_host: dict[str, list[str]] = {}
     if any(by_host.setdefault(host, paths) != paths for host, paths in by_rank):
-        listed = "; ".join(f"rank {rank}: {', '.join(paths)}" for rank, (_, paths) in enumerate(by_rank))
+        ranks: dict[str, list[int]] = {}
+        for rank, (_, paths) in enumerate(by_rank):
+            ranks.setdefault(", ".join(paths), []).append(rank)
+        listed = "; ".join(f"{named_ranks(numbers)}: {paths}" for paths, numbers in ranks.items())
         raise ValueError(
-            f"save_state got directories that differ by rank ({listed}). All ranks write into one checkpoint. Pass "
-            "the same path on every rank. If it contains a time, broadcast it from rank zero."
+            f"save_state got directories that differ by rank ({listed}), but all ranks write one checkpoint. Pass the "
+            "same path on every rank. If the path contains a time, broadcast it from rank zero."
         )
 
 
@@ -141,8 +144,8 @@ class Checkpointer:
         if not safe_serialization:
             raise ValueError(
                 "save_state(safe_serialization=False) is not supported: checkpoints are safetensors and JSON, never "
-                "pickle. For weights in torch's format, use accelerator.save(accelerator.get_state_dict(model), "
-                "'weights.pt')."
+                "pickle. Remove the argument. For weights in torch's format, use "
+                "accelerator.save(accelerator.get_state_dict(model), 'weights.pt')."
             )
         if isinstance(also, str | os.PathLike):
             raise TypeError(f"save_state(also={also!r}) must be a list of directories. Pass [{also!r}].")
@@ -160,7 +163,7 @@ class Checkpointer:
         if self.save_hooks and len(targets) > 1:
             raise ValueError(
                 "save_state(also=...) can't be combined with a save_state pre-hook, whose files would be in only one "
-                "of the checkpoints. Save one directory at a time."
+                "of the checkpoints. Save to one directory at a time."
             )
         copying = None
         with snapshot.discard_on_failure(accelerator, targets[0]), world.together():
@@ -243,7 +246,7 @@ class Checkpointer:
         if load_kwargs:
             raise ValueError(
                 f"load_state(load_kwargs={dict(load_kwargs)!r}) must be empty, because loading has no options. Remove "
-                "it."
+                "load_kwargs."
             )
         if input_dir is None:
             opened, skipped = automatic_naming.find_newest(world, project, state)

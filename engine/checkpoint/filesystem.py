@@ -58,6 +58,10 @@ FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|safetensors)")
 """Allowed names of a checkpoint's files. None of them can lead out of the directory."""
 
 
+RESTORE = "Copy or download the checkpoint again, or use another checkpoint."
+"""Fix for a damaged or incomplete checkpoint, at the end of an error message."""
+
+
 def is_inside(name: str) -> bool:
     """Return whether a path from `list_leaves` stays in its directory on every operating system.
 
@@ -336,7 +340,9 @@ def describe(path: Path) -> Entry:
         return {"bytes": file.tell(), DIGEST: digest.hexdigest()}
 
 
-def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bool, links: bool = False) -> None:
+def check_file(
+    directory: Path, name: str, entry: Mapping[str, Any], digests: bool, links: bool = False, fix: str = RESTORE
+) -> None:
     """Check one file of a directory against its entry.
 
     Args:
@@ -345,25 +351,27 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
         entry: The manifest's entry.
         digests: Also read the file and compare its digest.
         links: Allow links and files in subdirectories.
+        fix: The end of the error message.
 
     Raises:
         ValueError: If it is missing, not a plain file, or has another size or content.
     """
     if not (is_inside(name) if links else FILE.fullmatch(name)):
-        raise ValueError(f"{directory}: {name!r:.80} is not a valid name for a file of a checkpoint.")
+        raise ValueError(f"{directory}: {name!r:.80} is not a valid checkpoint file name. {fix}")
     try:
         is_link = links and (directory / name).is_symlink()
         actual: Entry = describe(directory / name) if is_link else {"bytes": _measure_file(directory / name)}
         if digests and not is_link and actual["bytes"] == entry["bytes"]:
             actual = describe(directory / name)
     except FileNotFoundError as error:
-        raise ValueError(f"{directory}: {name} is missing.") from error
+        raise ValueError(f"{directory}: {name} is missing. {fix}") from error
     except OSError as error:
-        raise ValueError(f"{directory}: {name} can't be read: {error.strerror or error}.") from error
+        raise ValueError(f"{directory}: {name} can't be read: {error.strerror or error}. {fix}") from error
     if actual["bytes"] != entry["bytes"]:
-        raise ValueError(f"{directory}: {name} has {actual['bytes']:,} bytes, but {entry['bytes']:,} were written.")
+        written = f"{entry['bytes']:,} were written"
+        raise ValueError(f"{directory}: {name} has {actual['bytes']:,} bytes, but {written}. {fix}")
     if digests and actual[DIGEST] != entry[DIGEST]:
-        raise ValueError(f"{directory}: {name} is not the file that was written (its digest differs).")
+        raise ValueError(f"{directory}: {name} is not the file that was written (its digest differs). {fix}")
 
 
 def mark(path: Path) -> Mark:
@@ -434,9 +442,17 @@ def _wrap_read_errors(path: AnyPath) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise ValueError(f"{path.parent}: {path.name} is missing, so this is not a complete checkpoint.") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path.parent}: {path.name} can't be read: {error}. Use another checkpoint.") from error
+        raise ValueError(
+            f"{path.parent}: {path.name} is missing, so this is not a complete checkpoint. Pass the path of a complete "
+            "checkpoint."
+        ) from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(
+            f"{path.parent}: {path.name} can't be read: {reason}. Check the file, its permissions and the disk."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.parent}: {path.name} can't be read: {error}. {RESTORE}") from error
 
 
 def _refuse_constant(text: str) -> Any:
@@ -475,6 +491,6 @@ def probe(directory: Path, nbytes: int = 0) -> None:
     if free < nbytes:
         text = (
             f"can't save checkpoints in {directory}: a checkpoint needs {nbytes:,} bytes, but only {free:,} are free. "
-            "Free space there."
+            "Free some space, or save to a larger disk."
         )
         raise OSError(errno.ENOSPC, text)

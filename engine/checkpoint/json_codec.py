@@ -119,18 +119,22 @@ def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -
         TypeError: If it is a subclass (other than a sharded tensor), sparse, quantized, without data (device ``meta``)
             or of a dtype that is not in `filesystem.CODES`.
     """
+    problem = ""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(tensor):
-        _refuse(tensor, place, "unwrap it into a plain torch.Tensor first")
-    if tensor.layout != torch.strided:
-        _refuse(tensor, place, "make it dense first with .to_dense()", f"{tensor.layout} tensor")
-    if tensor.device.type == "meta":
-        _refuse(tensor, place, "materialize it first", "tensor on device meta, which has no values,")
-    if not any_dtype and tensor.dtype not in CODES:
-        _refuse(tensor, place, "convert it first, or view it as another dtype", f"{tensor.dtype} tensor")
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        problem = f"is a tensor of class {kind}, but only plain tensors can be stored. Unwrap it into a torch.Tensor"
+    elif tensor.layout != torch.strided:
+        problem = f"is a {tensor.layout} tensor, but only dense tensors can be stored. Convert it with .to_dense()"
+    elif tensor.device.type == "meta":
+        problem = "is a tensor on device meta, which has no values that can be stored. Materialize it"
+    elif not any_dtype and tensor.dtype not in CODES:
+        problem = f"is a {tensor.dtype} tensor, but safetensors files can't contain this dtype. Convert it"
+    if problem:
+        raise TypeError(f"{place} {problem} first, or remove it from the state.")
 
 
 def _refuse(value: Any, place: str, fix: str, kind: str = "") -> NoReturn:
-    kind = kind or f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = kind or f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     raise TypeError(
         f"{place}: {'an' if kind[0] in 'aeioAEIO' else 'a'} {kind} can't be stored in a checkpoint. A checkpoint "
         "contains only data (numbers, text, bytes, None, dicts, lists, tuples, sets, tensors, numpy values, dtypes, "
@@ -272,7 +276,7 @@ class _Encoder:
     def _encode_array(self, value: torch.Tensor | np.ndarray, path: tuple[str, ...]) -> Any:
         if self._in_key:  # it is hashed by identity, which no file can preserve
             kind = f"{type(value).__name__} as a key or set element"
-            _refuse(value, _format_place(path), "use a name or a number there", kind)
+            _refuse(value, _format_place(path), "use a name or a number instead", kind)
         if isinstance(value, torch.Tensor):
             check_tensor(value, _format_place(path))
             return {"$tensor": self._name_tensor(value, path)}
@@ -356,16 +360,15 @@ class _Decoder:
         tag, content = next(iter(document.items()))
         reader = _READERS.get(tag) if len(document) == 1 else None
         if reader is None:
-            raise _Malformed(
-                f"{_format_place(path)}: {str(list(document))[:80]} is not a tag that this version of Treadle supports."
-            )
+            tags = ", ".join(document)[:80]
+            raise _Malformed(f"{_format_place(path)}: {tags!r} is not a tag that this version of Treadle supports.")
         inside = (*path, tag)
         try:
             return reader(self, content, inside)
         except _Malformed:
             raise
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-            raise _Malformed(f"{_format_place(inside)}: wrong content for this tag: {error}") from error
+            raise _Malformed(f"{_format_place(inside)}: invalid content for this tag: {error}") from error
 
     def _decode_items(self, content: Any, path: tuple[str, ...]) -> list[Any]:
         _require(type(content) is list, "it must be a list")

@@ -18,6 +18,7 @@ from ..optim import LoadedOptimizer, PreparedScheduler, optimizer_state, resume_
 from ..parameter_names import strip_compile_prefix
 from ..rng import isolated_random_state, set_random_state
 from . import model_check
+from .filesystem import RESTORE
 from .manifest import Manifest
 from .open_checkpoint import OpenCheckpoint
 from .safetensors_file import Stored
@@ -185,7 +186,7 @@ def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict
     # Checkpoints from before this was saved: each optimizer step advanced a schedule by one.
     if not isinstance(shared.setdefault("scheduler_advances", [1] * len(shared["schedulers"])), list):
         text = f"{opened.path}: part 'state' is damaged: scheduler_advances is not a list"
-        raise ValueError(f"{text}. Use another checkpoint.")
+        raise ValueError(f"{text}. {RESTORE}")
     _check_counts(accelerator, shared, opened, strict, asked)
     _check_kinds(accelerator, shared, opened.path, strict)
     _say_other_batches(accelerator, opened.manifest)
@@ -202,7 +203,7 @@ def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> Non
         if (place, steps) == (path, accelerator.steps) and not _is_identical_save(of_models, manifest):
             raise ValueError(
                 f"{opened.path} was replaced after the models were loaded from it. Load the models and the state "
-                "again, together."
+                "again in one load_state call."
             )
 
 
@@ -285,7 +286,7 @@ def _read_rank_state(accelerator: Accelerator, opened: OpenCheckpoint) -> RankSt
     path, name = opened.path, rank_part(accelerator.process_index)
     state = check_form(RankState, opened.read_part(name), path, name)
     if not all(isinstance(values, dict) for values in state["buffers"]):
-        raise ValueError(f"{path}: part {name!r} is damaged: buffers are not dicts. Use another checkpoint.")
+        raise ValueError(f"{path}: part {name!r} is damaged: the items of buffers are not dicts. {RESTORE}")
     return state
 
 
@@ -356,7 +357,8 @@ def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint,
         saved = _merge_optimizer_state(opened, number)
         names = optimizer_state.name_parameters(optimizer, accelerator.unwrapped_models)
         if lines := optimizer_state.list_differences(saved, optimizer, names):
-            text = (f"{path} was saved with a different optimizer:\n  ") + "\n  ".join(lines[:30])
+            more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
+            text = f"{path} was saved with a different optimizer:\n  " + "\n  ".join(lines[:30]) + more
             if strict:
                 raise ValueError(f"{text}\nTo load what fits, pass strict=False (in a task: strict_loading = False).")
             warn(f"{text}\nState that does not fit is not restored.")
@@ -391,8 +393,10 @@ def _choose_schedule(
     # with other groups.
     regrouped = [loaded for loaded in optimizers if loaded.groups != len(loaded.optimizer.param_groups)]
     if regrouped := [loaded for loaded in regrouped if resume_options.is_scheduled(accelerator, loaded.optimizer)]:
+        saved, current = regrouped[0].groups, len(regrouped[0].optimizer.param_groups)
         warn(
-            f"{path} has a different number of parameter groups, so the script's learning rates and schedules are used."
+            f"an optimizer has {saved} parameter group{'s' * (saved != 1)} in {path}, but {current} in the script, so "
+            "its learning rates and schedule come from the script."
         )
         resume_options.follow_script(accelerator, regrouped, state)
     if schedule is None:
@@ -420,29 +424,29 @@ def _check_counts(
         "models": (len(accelerator.models), len(state["reduction_orders"])),
         "optimizers": (len(accelerator.optimizers), optimizers),
         "schedulers": (len(accelerator.schedulers), len(state["schedulers"])),
-        "loaders": (sum(not loader.evaluation for loader in accelerator.loaders), len(state["loaders"])),
+        "training loaders": (sum(not loader.evaluation for loader in accelerator.loaders), len(state["loaders"])),
     }
     for kind, (prepared, saved) in pairs.items():
         if prepared == saved:
             continue
-        text = f"{path} contains {saved} {kind}, but this run has {prepared}"
+        text = f"{path} contains {saved} {kind[:-1] if saved == 1 else kind}, but this run has {prepared}"
         # If no object of a kind is prepared, none silently starts over: the script evaluates, or prepares it later.
         # Loaders may also be created for each epoch. A Trainer, which requests strict loading, has prepared all its
         # objects.
-        left_out = not asked and (kind == "loaders" or (prepared == 0 and kind != "models"))
+        left_out = not asked and (kind == "training loaders" or (prepared == 0 and kind != "models"))
         if not left_out and (strict or kind in ("models", "optimizers")):
-            raise ValueError(f"{text}. Prepare the same objects before loading it.")
+            raise ValueError(f"{text}. Prepare the same {kind} as the saved run before loading the checkpoint.")
         warn(
-            f"{text}, so they are not restored. To restore them, prepare the same objects before load_state. To load "
-            "only weights, call load_state(..., state=False)."
+            f"{text}, so {kind} are not restored. To restore them, prepare the same {kind} before load_state. To "
+            "load only weights, call load_state(..., state=False)."
         )
-        if kind == "loaders":
+        if kind == "training loaders":
             state["loaders"] = []
         else:
             for name in _OF_SCHEDULERS:
                 state[name] = []
     if len({len(state[name]) for name in _OF_SCHEDULERS}) > 1:
-        raise ValueError(f"{path}: part 'state' is damaged: some schedulers are missing. Use another checkpoint.")
+        raise ValueError(f"{path}: part 'state' is damaged: some schedulers are missing. {RESTORE}")
 
 
 def _check_kinds(accelerator: Accelerator, state: TrainState, path: AnyPath, strict: bool) -> None:
@@ -453,7 +457,7 @@ def _check_kinds(accelerator: Accelerator, state: TrainState, path: AnyPath, str
     registered = state["registered"]
     if missing := sorted(set(accelerator.checkpointer.registered) - set(registered)):
         lines.append(
-            f"no state for {', '.join(missing)}; its registered objects are {', '.join(registered) or '(none)'}"
+            f"registered objects: {', '.join(registered) or 'none'} in the checkpoint, which lacks {', '.join(missing)}"
         )
     if lines:
         text = (f"{path} was saved by a run with other objects:\n  ") + "\n  ".join(lines)
@@ -461,19 +465,20 @@ def _check_kinds(accelerator: Accelerator, state: TrainState, path: AnyPath, str
             raise ValueError(f"{text}\nTo load what fits, pass strict=False (in a task: strict_loading = False).")
         warn(f"{text}\nState that does not fit is not restored.")
     if left := sorted(set(registered) - set(accelerator.checkpointer.registered)):
-        warn(f"{path} has a state for {', '.join(left)}, which this run has not registered. It is ignored.")
+        warn(f"{path} contains state for {', '.join(left)}, which this run has not registered. This state is ignored.")
 
 
 def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
     current, saved = run_metadata(accelerator), manifest.info
     if saved.get("precision", current["precision"]) != current["precision"]:
         old, new = saved["precision"], current["precision"]
-        warn(f"the checkpoint was saved with precision {old}, but this run uses {new}, so the results will differ.")
+        warn(f"the checkpoint was saved with precision={old!r}, but this run uses {new!r}, so the results will differ.")
     if None in (current["global_batch_size"], saved.get("global_batch_size")):
         return
     if current["global_batch_size"] != saved["global_batch_size"]:
         new, old = (
-            f"{f['global_batch_size']} ({f['batch_size']} over {f['world_size']} processes, x {f['accumulate']})"
+            f"{f['global_batch_size']} (micro-batches of {f['batch_size']} over {f['world_size']} "
+            f"process{'es' * (f['world_size'] != 1)}, accumulation {f['accumulate']})"
             for f in (current, saved)
         )
         warn(

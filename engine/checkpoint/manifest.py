@@ -102,8 +102,8 @@ class Manifest:
         info, tensors = encode(noted, "info")
         if tensors:
             raise TypeError(
-                f"{next(iter(tensors))} is a tensor, which a manifest can't contain. Pass its .item(), or save it in "
-                "a part."
+                f"{next(iter(tensors))} is a tensor or an array, but info must not contain any. Pass its .item() or "
+                ".tolist(), or save it in a part."
             )
         counts = {name: getattr(self, name) for name in (*_COUNTS, "sequence")}
         folder = {"folder": self.folder} if self.folder else {}
@@ -128,12 +128,14 @@ def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
     format_version = document.get("format") if isinstance(document, dict) else None
     if type(format_version) is int and format_version > FORMAT:
         raise ValueError(
-            f"{path} has format {format_version}, but this version of Treadle reads up to {FORMAT}. Upgrade Treadle."
+            f"{path} has checkpoint format {format_version}, but this version of Treadle reads formats up to {FORMAT}. "
+            "Upgrade Treadle."
         )
     try:
         return replace(_parse(document), source=data)
     except ValueError as error:
-        raise ValueError(f"{path}: {name} is damaged: {error}. Use another checkpoint.") from error
+        reason = str(error).rstrip(".")
+        raise ValueError(f"{path}: {name} is damaged: {reason}. {filesystem.RESTORE}") from error
 
 
 def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
@@ -152,10 +154,13 @@ def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
         try:
             return (path / name).read_bytes(_MAX_BYTES)
         except FileNotFoundError as error:
-            raise ValueError(f"{path} has no {name}, so it is not a complete checkpoint.") from error
+            raise ValueError(
+                f"{path}: {name} is missing, so this is not a complete checkpoint. Pass the path of a complete "
+                "checkpoint."
+            ) from error
     if not path.is_dir():
         problem = "is a file" if path.exists() else "does not exist"
-        raise ValueError(f"{path} {problem}. A checkpoint is a directory with a {MANIFEST}.")
+        raise ValueError(f"{path} {problem}. A checkpoint is a directory with a {MANIFEST}. Pass such a directory.")
     return filesystem.read_bytes(path / name, _MAX_BYTES)
 
 
@@ -200,7 +205,7 @@ def _parse(document: Any) -> Manifest:
     version = document.get("format")
     _require(
         type(version) is int and 1 <= version <= FORMAT,
-        f"its format is {version!r:.40}, not a number from 1 to {FORMAT}",
+        f"its format is {version!r:.40}, but must be a positive integer",
     )
     counts = {name: document.get(name) for name in (*_COUNTS, "sequence")}
     for name, value in counts.items():
@@ -210,19 +215,19 @@ def _parse(document: Any) -> Manifest:
     folder = document.get("folder", "")
     _require(
         isinstance(folder, str) and (not folder or re.fullmatch(FOLDER, folder) is not None),
-        f"{folder!r:.40} is not a valid folder name",
+        f"its folder {folder!r:.40} is not a valid folder name",
     )
     others = document.get("others", {})
     _require(isinstance(others, dict), "its entry 'others' is not an object")
     for name in files:
         _require(
             name != MANIFEST and bool(filesystem.FILE.fullmatch(name)),
-            f"{name!r:.80} is not a valid name for a file of a checkpoint",
+            f"{name!r:.80} is not a valid checkpoint file name",
         )
     for name in others:
         _require(
             name not in files and name != MANIFEST and filesystem.is_inside(name),
-            f"{name!r:.80} is not a valid name for a file",
+            f"{name!r:.80} is not a valid file name",
         )
     for name, entry in (*files.items(), *others.items()):
         _require(isinstance(entry, dict), f"the entry of {name} is not an object")

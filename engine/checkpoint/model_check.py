@@ -18,6 +18,7 @@ from ...common.tensor_bytes import view_bytes
 from ...strategies import World
 from ...strategies.distributed import get_original_class, local, whole
 from ..parameter_names import strip_compile_prefix
+from .filesystem import RESTORE
 
 _NOTE = "modules"
 _FROZEN_NOTE = "frozen"
@@ -147,7 +148,7 @@ def read_frozen_note(noted: Mapping[str, str], path: AnyPath | str) -> dict[str,
     except ValueError:
         digests = None
     if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
-        raise ValueError(f"{path}: the list of frozen weights is damaged. Use another checkpoint.")
+        raise ValueError(f"{path}: the list of frozen weights is damaged. {RESTORE}")
     return digests
 
 
@@ -168,9 +169,9 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
         return
     more = f" and {len(other) - 5} more" if len(other) > 5 else ""
     text = (
-        f"{path} contains only trained weights, and {len(other)} of the {len(saved)} frozen weights that it omits "
-        f"have different values in this model: {', '.join(other[:5])}{more}. Build the model from the same pretrained "
-        "weights in the same precision"
+        f"{path} contains only trained weights, but this model has different values for frozen weights that the "
+        f"checkpoint omits ({len(other)} of {len(saved)}): {', '.join(other[:5])}{more}. Build the model from the same "
+        "pretrained weights in the same precision"
     )
     if strict:
         raise ValueError(f"{text}. To load it anyway, pass strict=False (in a task: strict_loading = False).")
@@ -242,7 +243,7 @@ def check_weights(
     lines += reshaped.values()
     untied = _find_untied(model, weights)
     lines += [
-        f"{name}: tied to {first_name} in the model, but different values in the checkpoint"
+        f"{name}: tied to {first_name} in the model, but has different values in the checkpoint"
         for name, first_name in untied.items()
     ]
     if not lines:

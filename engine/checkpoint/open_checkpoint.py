@@ -131,7 +131,10 @@ class OpenCheckpoint:
 
     def _compare(self, source: bytes) -> None:
         if source != self.manifest.source:
-            raise ValueError(f"{self.path} was replaced while it was read. Nothing was loaded from it. Load it again.")
+            raise ValueError(
+                f"{self.path} was replaced or deleted while it was being read. Nothing was loaded from it. Load it "
+                "again."
+            )
 
     def verify(self, world: World | None = None) -> None:
         """Check that every file has the committed content; each byte is read once. A second call has no effect.

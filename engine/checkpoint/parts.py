@@ -65,8 +65,8 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
     """
     if not _PART.fullmatch(name) or name == "manifest" or _SHARD.fullmatch(name):
         raise ValueError(
-            f"{name!r:.80} is not a valid name of a part. Use letters, digits, '_', '-' and '.', but neither "
-            "'manifest' nor an ending such as '-shard-1'."
+            f"the part name {name!r:.80} is not valid. A name must consist of letters, digits, '_', '-' and '.', must "
+            "not begin with '-' or '.', must not be 'manifest', and must not end like '-shard-00001'. Rename the part."
         )
     files: Files = {}
     header = {"format": "pt", **(notes or {})}
@@ -170,11 +170,15 @@ def list_part_files(name: str, files: Iterable[str]) -> list[str]:
     """
     part_files = []
     for file in files:
-        stem = file.rpartition(".")[0]
-        shard = _SHARD.fullmatch(stem)
-        if name == (shard[1] if shard else stem):
+        if name == _strip_shard(file.rpartition(".")[0]):
             part_files.append(file)
     return sorted(part_files)
+
+
+def _strip_shard(stem: str) -> str:
+    """Return the name of the part that a file without its ending belongs to."""
+    shard = _SHARD.fullmatch(stem)
+    return shard[1] if shard else stem
 
 
 @dataclass(frozen=True)
@@ -226,7 +230,8 @@ def _report_damage(path: AnyPath, name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: part {name!r} is damaged: {error}. Use another checkpoint.") from error
+        reason = str(error).rstrip(".") if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
+        raise ValueError(f"{path}: part {name!r} is damaged: {reason}. {filesystem.RESTORE}") from error
 
 
 def open_files(
@@ -247,7 +252,11 @@ def open_files(
     names = list_part_files(name, files)
     flat = bool(_MODEL.fullmatch(name))
     if not names or (not flat and f"{name}.json" not in names):
-        raise ValueError(f"{path} has no part {name!r}. Its files are {', '.join(sorted(files))}.")
+        parts = sorted({_strip_shard(file.rpartition(".")[0]) for file in files})
+        raise ValueError(
+            f"{path} has no part {name!r}. It contains {', '.join(parts)}. Load one of these, or use a checkpoint with "
+            f"{name!r}."
+        )
     for file in names:
         filesystem.check_file(folder, file, files[file], digests=False)
     stored, notes = open_tensors(folder / file for file in names if file.endswith(".safetensors"))
@@ -297,12 +306,18 @@ def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return a model's tensors, each tied tensor only once, and the other names of tied tensors."""
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"{part} is {name_type(state)}, but must be a flat dict of tensors, such as model.state_dict()."
+            f"part {part!r} is {name_type(state)}, but must be a flat dict of tensors. Pass model.state_dict()."
         )
     for name, tensor in state.items():
         if type(name) is not str or name == "__metadata__":
-            raise ValueError(f"{part}: {name!r} is not a valid name of a tensor in a safetensors file. Rename it.")
+            raise ValueError(
+                f"part {part!r} contains the tensor name {name!r}, but a name must be a str other than '__metadata__'. "
+                "Rename the tensor."
+            )
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{part}.{name} is {name_type(tensor)}, not a tensor. Store it in another part.")
+            raise TypeError(
+                f"{part}.{name} is {name_type(tensor)}, but part {part!r} must contain only tensors. Store the value "
+                "in another part."
+            )
         check_tensor(tensor, f"{part}.{name}")
     return split_tied(state)

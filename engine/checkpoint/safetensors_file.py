@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...common.tensor_bytes import view_bytes
-from .filesystem import DTYPES
+from .filesystem import DTYPES, RESTORE
 
 OFFSETS = "DCP_SHARDING_INFO"
 """Note in a file's header with the offsets of its tensors in the full ones.
@@ -129,7 +129,10 @@ class FilePiece:
             while left:  # one call reads at most 2 GB
                 count = file.readinto(left)
                 if not count:
-                    raise ValueError(f"{self.path} ends within the tensor at byte {self.start}. Use another file.")
+                    raise ValueError(
+                        f"{self.path} is truncated: it ends within the tensor that begins at byte {self.start:,}. Copy "
+                        "or download it again."
+                    )
                 left = left[count:]
 
     def _open(self) -> Any:
@@ -137,12 +140,12 @@ class FilePiece:
             file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise ValueError(
-                f"the file of the model's weights, {self.path}, can't be opened: {error.strerror}. Load the model "
-                "again."
+                f"{self.path} can't be opened: {error.strerror}. Its tensors are read on demand, so the file is still "
+                "needed. Restore it, and load the weights again."
             ) from error
         if read_mark(file.fileno()) != self.mark:
             file.close()
-            raise ValueError(f"{self.path} was changed after the model was loaded from it. Load the model again.")
+            raise ValueError(f"{self.path} was changed after it was opened. Load the weights again.")
         return file
 
 
@@ -209,13 +212,17 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
             mark = read_mark(file.fileno())
             header = json.loads(file.read(8 + length)[8:])
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a complete safetensors file: {error}.") from error
+        reason = str(error).rstrip(".")
+        raise ValueError(f"{path} is not a complete safetensors file: {reason}. Copy or download it again.") from error
     weights: Weights = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, which torch does not support.")
+            raise ValueError(
+                f"{path}: {name} has dtype {entry['dtype']}, which torch does not support. Convert the tensor to "
+                "another dtype, and save the file again."
+            )
         first, last = entry["data_offsets"]
         dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
         weights[name] = FilePiece(path.absolute(), mark, dtype, shape, 8 + length + first, last - first)
@@ -239,7 +246,9 @@ def read_whole_model(path: Path) -> Weights:
     try:
         return add_aliases(weights, notes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: the list of tied weights is damaged: {error!r}.") from error
+        raise ValueError(
+            f"{path}: the list of tied weights is damaged ({type(error).__name__}: {error}). Copy or download it again."
+        ) from error
 
 
 def add_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[str, Any]:
@@ -350,7 +359,7 @@ class Stored:
         if len(box) != len(self.shape) or not all(
             0 <= begin <= end <= size for (begin, end), size in zip(box, self.shape, strict=True)
         ):
-            raise ValueError(f"a shard of tensor {self.name!r} lies outside of the tensor")
+            raise ValueError(f"a shard of tensor {self.name!r} lies outside the tensor")
         self._pieces.append((piece, box))
 
     def check_complete(self) -> None:
@@ -363,9 +372,9 @@ class Stored:
         element_count = sum(math.prod(end - begin for begin, end in box) for box in boxes)
         twice = _has_overlap(boxes)
         if element_count != self.shape.numel() or twice:
-            problem = f"{element_count} of {self.shape.numel()} elements of tensor {self.name!r} exist"
-            problem += ", some of them twice" if twice else ""
-            raise ValueError(f"{self._pieces[0][0].path.parent}: {problem}. Use another checkpoint.")
+            problem = f"the shards contain {element_count} elements of tensor {self.name!r}, which has "
+            problem += f"{self.shape.numel()}" + (", and some shards overlap" if twice else "")
+            raise ValueError(f"{self._pieces[0][0].path.parent}: {problem}. {RESTORE}")
 
 
 def _has_overlap(boxes: list[Box]) -> bool:
@@ -403,11 +412,18 @@ def open_tensors(paths: Iterable[Path]) -> tuple[dict[str, Stored], dict[str, st
             pieces, notes = read_safetensors(path)
             _add_all(tensors, pieces, notes)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-            raise ValueError(f"{path.parent}: {path.name} is damaged: {error}. Use another checkpoint.") from error
+            if str(error).startswith(str(path)):  # it names the file and the fix
+                raise
+            reason = error if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
+            raise ValueError(f"{path.parent}: {path.name} is damaged: {reason}. {RESTORE}") from error
         first = notes if first is None else first
     for stored in tensors.values():
         stored.check_complete()
     return tensors, first or {}
+
+
+def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"dtype {str(dtype).removeprefix('torch.')} and shape {tuple(shape)}"
 
 
 def _add_all(tensors: dict[str, Stored], pieces: dict[str, Any], notes: dict[str, str]) -> None:
@@ -416,5 +432,8 @@ def _add_all(tensors: dict[str, Stored], pieces: dict[str, Any], notes: dict[str
         whole = torch.Size(shapes[name]) if name in shapes else piece.shape
         stored = tensors.setdefault(name, Stored(name, whole, piece.dtype))
         if (stored.dtype, stored.shape) != (piece.dtype, whole):
-            raise ValueError(f"tensor {name!r} has a different dtype or shape in another file")
+            raise ValueError(
+                f"tensor {name!r} has {_describe(piece.dtype, whole)}, but {_describe(stored.dtype, stored.shape)} in "
+                "another file"
+            )
         stored.add(piece, offsets[name]["saved_offsets"] if name in offsets else [0] * len(piece.shape))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from ...common.messages import warn
+from ...common.messages import name_type, warn
 from ...common.remote_path import AnyPath, RemotePath
 from ...strategies import World
 from ...strategies.distributed import is_sharded, local
@@ -98,10 +98,10 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
                 f"register_for_checkpointing({name}=...): another object is registered under this name. Choose a "
                 "different name."
             )
-        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        if lacking := [method for method in ("state_dict", "load_state_dict") if not hasattr(value, method)]:
             raise TypeError(
-                f"{name} ({type(value).__name__}) must have the methods state_dict and load_state_dict to be saved. "
-                "Define them."
+                f"register_for_checkpointing: {name} is {name_type(value)} without {' and '.join(lacking)}, but a "
+                "registered object must have the methods state_dict and load_state_dict. Define both methods."
             )
         is_metric = isinstance(value, nn.Module) and hasattr(value, "compute") and metric_state.find(value)
         registered[name] = Counts(value, world) if is_metric else value
@@ -122,8 +122,9 @@ def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any
     for name in parts:
         if _RESERVED.fullmatch(name):
             raise ValueError(
-                f"save_state(parts=...): the name {name!r} is reserved for a checkpoint's own files (model*, "
-                f"optimizer*, extra-*, rank-*, state, manifest, unfinished). Choose another name, such as 'my_{name}'."
+                f"save_state(parts=...): the name {name!r} is reserved for a checkpoint's own files (model, model-*, "
+                "optimizer, optimizer-*, extra-*, rank-*, state, manifest, unfinished). Choose another name, such as "
+                f"'my_{name}'."
             )
     if accelerator.is_main_process:
         for target in targets:
@@ -144,9 +145,9 @@ def _refuse_not_finite(accelerator: Accelerator, target: AnyPath, weights_only: 
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise ValueError(
-            f"{', '.join(bad[:3])}{more} contain NaN or infinity after optimizer step {accelerator.steps}, so "
-            f"{target} is not saved. Earlier checkpoints are kept. Resume from one of them with a lower learning rate "
-            "or with clipped gradients."
+            f"{', '.join(bad[:3])}{more} {'contains' if len(bad) == 1 else 'contain'} NaN or infinity after optimizer "
+            f"step {accelerator.steps}, so {target} is not saved. Earlier checkpoints are kept. Lower the learning "
+            "rate or clip the gradients, and resume from an earlier checkpoint or start again."
         )
 
 
@@ -209,8 +210,8 @@ def collect(
     """
     if accelerator.inside_group and not weights_only:
         raise ValueError(
-            "save_state was called inside a group of micro-batches, whose gradients are not saved in a checkpoint. "
-            "Save when accelerator.sync_gradients is true, after the optimizer's step."
+            "save_state was called during gradient accumulation, but a checkpoint does not contain accumulated "
+            "gradients. Call save_state when accelerator.sync_gradients is True, after optimizer.step()."
         )
     rank, files, attempts = accelerator.process_index, dict[str, Any](), Attempts()
     weights = _collect_weights(accelerator, target, attempts)
@@ -288,8 +289,8 @@ def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
     if shapes:
         more = f" and {len(shapes) - 5} more" if len(shapes) > 5 else ""
         warn(
-            f"an optimizer steps {len(shapes)} parameters that are not in a prepared model, of shapes "
-            f"{', '.join(map(str, shapes[:5]))}{more}. Their optimizer state is saved, but their values are not, so a "
+            f"an optimizer updates parameters that are not in a prepared model (shapes: "
+            f"{', '.join(map(str, shapes[:5]))}{more}). Their optimizer state is saved, but not their values, so a "
             "resumed run would start with different values. Pass their module to prepare() or "
             "register_for_checkpointing()."
         )
@@ -362,8 +363,8 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
     try:
         if others and (clashing := [name for name in files if os.path.lexists(save.staging / name)]):
             raise ValueError(
-                f"a save_state pre-hook wrote {clashing[0]}, which is a file of the checkpoint itself. Use another "
-                "name."
+                f"a save_state pre-hook wrote {clashing[0]}, but this name is reserved for the checkpoint's own file. "
+                "Use another name."
             )
         entries = save.write(files)
     except Exception as caught:
@@ -385,14 +386,17 @@ def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception
     """Return the error; for a full disk, an error that states the free and the needed bytes."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
-    needed = f"It needs {sum(estimate_size(content) for content in files.values()):,} bytes"
+    needed = f"This process needs {sum(estimate_size(content) for content in files.values()):,} bytes"
     folder = store.beside(target)
     with suppress(OSError):
         existing = next(parent for parent in folder.parents if os.path.exists(parent))
         needed += f", but only {shutil.disk_usage(existing).free:,} are free"
+    fix = "Free some space, or save to a larger disk"
     if isinstance(target, RemotePath):
-        needed += f" in {folder.parent.parent}, where it is assembled. Set TMPDIR to a folder on a larger disk"
-    return OSError(error.errno, f"can't save {target}: {error.strerror}. {needed}. Earlier checkpoints are kept.")
+        needed += f" in {folder.parent.parent}, where the files are assembled"
+        fix = "Set TMPDIR to a folder on a larger disk"
+    text = f"can't save {target}: {error.strerror}. {needed}. Earlier checkpoints are kept. {fix}."
+    return OSError(error.errno, text)
 
 
 def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attempts) -> list[dict[str, Any] | None]:
@@ -477,10 +481,16 @@ def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
     """
     metadata = run_metadata(accelerator)
     if clashing := sorted(metadata.keys() & info.keys()):
-        raise ValueError(f"save_state(info=...) names {clashing[0]!r}, which is always saved. Choose another name.")
+        raise ValueError(
+            f"save_state(info=...) has the key {clashing[0]!r}, which is reserved for the run's own metadata. Choose "
+            "another key."
+        )
     document, tensors = encode(info, "info")
     if tensors:
-        raise TypeError(f"save_state(info=...) has a tensor, {next(iter(tensors))}. Pass its .item(), or use parts=.")
+        raise TypeError(
+            f"{next(iter(tensors))} is a tensor or an array, but save_state(info=...) must not contain any. Pass its "
+            ".item() or .tolist(), or save it with save_state(parts=...)."
+        )
     training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
     counts = {"step": accelerator.steps, "epoch": 0 if training is None else training.epoch}
     return {**metadata, **counts, **decode(document, {})}

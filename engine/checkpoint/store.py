@@ -135,7 +135,7 @@ def commit(
     written = _settle(source, set(files)) if others else {}
     data = Manifest.build(entries, info, sequence, written).to_json()
     for name, entry in entries.items():
-        filesystem.check_file(source, name, entry, digests=False)
+        filesystem.check_file(source, name, entry, digests=False, fix=atomic_swap.SHARE_TARGET)
     for stray in sorted(set(os.listdir(source)) - set(files)):  # left by a killed attempt, such as its manifest
         if not others:
             filesystem.delete(source / stray)
@@ -164,10 +164,7 @@ def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
             continue
         mode = path.lstat().st_mode
         if name == MANIFEST or not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-            problem = (
-                "reserved for the manifest. Use another name" if name == MANIFEST else "not a file. Write files only"
-            )
-            raise ValueError(f"a save_state pre-hook wrote {name}, which is {problem}.")
+            raise ValueError(atomic_swap.explain_refused_file(name))
         if stat.S_ISREG(mode):
             filesystem.fsync(path)
         entries[name] = filesystem.describe(path)
@@ -255,7 +252,7 @@ def remove(path: AnyPath | str) -> None:
         remote.remove(path)
         return
     if path.is_symlink():
-        raise ValueError(f"{path} is a link, not a checkpoint. Remove its target, or unlink it yourself.")
+        raise ValueError(f"{path} is a link, not a checkpoint. Pass its target, or delete the link yourself.")
     atomic_swap.take_away(path)
 
 

@@ -26,6 +26,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar, Union, cast, get_origin
 from torch import Tensor
 
 from ...common.remote_path import AnyPath
+from . import filesystem
 from .open_checkpoint import OpenCheckpoint
 
 STATE, HPARAMS, DATAMODULE_HPARAMS, CONFIG, ADDED = "state", "hparams", "datamodule_hparams", "config", "added"
@@ -161,8 +162,8 @@ def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
     ]
     if wrong:
         listed = ", ".join(f"{name} ({kinds[name].__name__})" for name in wrong)
-        text = f"{path}: part {part!r} is damaged: missing or of another type: {listed}"
-        raise ValueError(f"{text}. Use another checkpoint.")
+        text = f"{path}: part {part!r} is damaged: entries are missing or have a wrong type: {listed}"
+        raise ValueError(f"{text}. {filesystem.RESTORE}")
     return cast(Form, value)
 
 
@@ -187,7 +188,8 @@ def open_train_state(opened: OpenCheckpoint) -> TrainState:
     """
     if not opened.has(STATE):
         raise ValueError(
-            f"{opened.path} contains weights only, so no run can resume from it. Load them into a model before fit."
+            f"{opened.path} contains only weights, so no run can resume from it. To start from these weights, use "
+            "treadle.load_weights(model, path)."
         )
     return check_form(TrainState, opened.open_part(STATE), opened.path, STATE)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ...common.messages import format_count, name_type
 from ...common.validation import choose
 from ..collectives import with_items
 from ..nested import honor_type
@@ -51,14 +52,17 @@ class CombinedLoader:
         self._running: Iterator[Any] | None = None
         leaves = list(_iter_leaves(iterables, True))
         if not leaves:
-            raise ValueError(f"CombinedLoader({iterables!r}) contains no loader. Pass at least one.")
+            raise ValueError(f"CombinedLoader({iterables!r}) contains no loader. Pass at least one loader.")
         for leaf in leaves:
             if not isinstance(leaf, Iterable) and not hasattr(leaf, "__getitem__"):
                 raise TypeError(
-                    f"CombinedLoader got {leaf!r:.100} ({type(leaf).__name__}), which is not a loader. Pass a "
+                    f"CombinedLoader got {leaf!r:.100} ({name_type(leaf)}), which is not a loader. Pass a "
                     "DataLoader or another iterable of batches."
                 )
         self._flattened = leaves
+
+    def _count_iterables(self) -> str:
+        return format_count(len(self._flattened), "iterable")
 
     @property
     def flattened(self) -> list[Any]:
@@ -69,8 +73,8 @@ class CombinedLoader:
     def flattened(self, iterables: list[Any]) -> None:
         if len(iterables) != len(self._flattened):
             raise ValueError(
-                f"flattened has {len(iterables)} iterables, but must have {len(self._flattened)}, as many as the "
-                "CombinedLoader."
+                f"flattened has length {len(iterables)}, but the CombinedLoader has {self._count_iterables()}. Pass "
+                "one entry per iterable."
             )
         self.iterables = self.in_form(iterables)
         self._flattened = list(iterables)
@@ -86,8 +90,8 @@ class CombinedLoader:
             limits = [limits] * len(self._flattened)
         if limits is not None and len(limits) != len(self._flattened):
             raise ValueError(
-                f"limits has {len(limits)} values, but there are {len(self._flattened)} iterables. Set one limit per "
-                "iterable."
+                f"limits has length {len(limits)}, but the CombinedLoader has {self._count_iterables()}. Pass one "
+                "limit per iterable."
             )
         self._limits = limits
 
@@ -260,7 +264,8 @@ def read_rows(
             row[number] = next(again, _ENDED)
             if row[number] is _ENDED:
                 raise ValueError(
-                    f"iterable {number} of the CombinedLoader yields nothing in pass {passes[number] + 1}, so it "
-                    "can't be cycled. Pass an iterable that can be iterated over again, or choose another mode."
+                    f"iterable {number} of the CombinedLoader yields nothing in pass {passes[number] + 1}, so "
+                    f"mode={mode!r} can't repeat it. Pass an iterable that can be iterated over again, or use another "
+                    "mode."
                 )
         yield [None if b is _ENDED else b for b in row], [n for n, b in enumerate(row) if b is not _ENDED]

@@ -68,7 +68,7 @@ def share_data(dataset: Any, world: World) -> bool:
     if len(set(lengths)) > 1:
         differ = "differ in length (" + ", ".join(f"rank {r}: {length}" for r, length in enumerate(lengths)) + ")"
     raise ValueError(
-        f"the datasets of the ranks {differ}, but a dataset is sharded by index, so samples would be missed or "
+        f"the datasets on the ranks {differ}, but a dataset is sharded by index, so samples would be missed or "
         f"repeated. Build the same {type(dataset).__name__} on every rank: call seed_everything(seed) before random "
         "data is created or split, and sort the entries of a directory or a set. If each rank should hold its own "
         "share, pass Trainer(use_distributed_sampler=False) or prepare_data_loader(..., shard=False)."

@@ -44,8 +44,8 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
             moved = item.to(device)
         except TypeError as error:
             raise TypeError(
-                f"{name_type(item)} in the batch cannot be moved to {device}: {error}. Give it a `to(device)` "
-                "method that returns the moved object, or override `transfer_batch_to_device`."
+                f"{name_type(item)} in the batch cannot be moved to {device}: {error}. Give {type(item).__name__} a "
+                "`to(device)` method that returns the moved object, or override `transfer_batch_to_device`."
             ) from error
         return item if moved is None else moved
 
@@ -93,7 +93,9 @@ class _HostCopier:
         except RuntimeError as error:
             self._pins = False
             first_line = str(error).partition("\n")[0]
-            warn(f"memory can't be pinned ({first_line}), so the host waits for each copy of a batch to the device.")
+            warn(
+                f"host memory can't be pinned ({first_line}), so the host waits for each copy of a batch to the device."
+            )
             return None
 
     def _copy_beside(self, pinned: torch.Tensor) -> torch.Tensor:

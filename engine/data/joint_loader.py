@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ...common.messages import format_count
 from ...strategies import World
 from ..rng import Draw, RandomStream, isolated_random_state, random_state, seed_everything, seed_from
 from .combined_loader import CombinedLoader, compute_joint_length, find_least, read_rows
@@ -127,7 +128,8 @@ class JointLoader(Loader):
     def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
         if any(isinstance(dataloader, Loader) for dataloader in source.flattened):
             raise TypeError(
-                "CombinedLoader contains a prepared loader. Combine the DataLoaders themselves, and prepare the result."
+                "CombinedLoader contains a prepared loader. Combine the original DataLoaders, then prepare the "
+                "CombinedLoader."
             )
         # As in evaluation, every process has a share of a last, short batch: a placeholder would be one part of a batch
         # whose other parts count.
@@ -283,7 +285,7 @@ class JointLoader(Loader):
             ValueError: If the loaders or the mode differ.
         """
         if text := self._describe_difference(state):
-            raise ValueError(f"{text}. Pass the same loaders, or resume with weights only.")
+            raise ValueError(f"{text}. Pass the same loaders, or load only the weights with treadle.load_weights.")
         for loader, saved in zip(self.loaders, state["loaders"], strict=True):
             loader.check(saved)
 
@@ -291,9 +293,12 @@ class JointLoader(Loader):
         count, mode = len(self.loaders), self._plan.mode
         saved_count = len(state["loaders"]) if "loaders" in state else 1
         if saved_count != count or "loaders" not in state:
-            return f"the checkpoint was saved with {saved_count} training loader(s), but this run combines {count}"
+            saved_loaders = format_count(saved_count, "training loader")
+            return f"the checkpoint was saved with {saved_loaders}, but this run combines {count}"
         if state["mode"] != mode:
-            return f"the checkpoint's loaders were combined in mode {state['mode']!r}, but this run uses {mode!r}"
+            return (
+                f"the checkpoint was saved with CombinedLoader(mode={state['mode']!r}), but this run uses mode={mode!r}"
+            )
         return ""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from ...common.messages import warn
+from ...common.messages import format_count, name_type, warn
 from ...strategies import World
 from ..rng import Draw, RandomStream
 from .dataset_check import say_other_length
@@ -87,8 +87,7 @@ class Loader:
     ) -> None:
         if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
             raise TypeError(
-                f"{source!r} ({type(source).__name__}) is not a loader. Pass a DataLoader or another iterable of "
-                "batches."
+                f"{source!r} ({name_type(source)}) is not a loader. Pass a DataLoader or another iterable of batches."
             )
         self.source = source
         self.move = move
@@ -316,7 +315,7 @@ class Loader:
         if not isinstance(self._plan, ShardedBatches):
             if batch < self.batches:
                 raise ValueError(
-                    f"the stream cannot start at batch {batch}, because {self.batches} batches were already read and a "
+                    f"the stream cannot start at batch {batch}, because it is already at batch {self.batches}, and a "
                     "stream cannot be rewound. Prepare a new loader."
                 )
             self._passing = batch - self.batches
@@ -374,9 +373,10 @@ class Loader:
         """
         count = self.length
         if count is None:
+            owner = "its dataset or sampler" if isinstance(self.source, DataLoader) else "it"
+            owner = "one of its iterables" if hasattr(self.source, "flattened") else owner  # a CombinedLoader
             raise TypeError(
-                f"the length of this {type(self.source).__name__} is unknown: it, its dataset or its sampler does not "
-                "define __len__."
+                f"the length of the {type(self.source).__name__} is unknown, because {owner} does not define __len__."
             )
         return count
 
@@ -503,8 +503,8 @@ class Loader:
     def _refuse_inside_group(self) -> None:
         if self._micro is not None and not self._micro.last:
             raise ValueError(
-                "the loader is inside a group of micro-batches, whose gradients are not saved in a checkpoint. Save "
-                "when accelerator.sync_gradients is true, after the optimizer's step."
+                "the loader's state was requested during gradient accumulation, but a checkpoint does not contain "
+                "accumulated gradients. Save it when accelerator.sync_gradients is True, after optimizer.step()."
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -529,10 +529,11 @@ class Loader:
         self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
         if isinstance(plan, StreamedBatches):
             if state.get("own") and state["width"] != plan.full and state["order"] is not None:
+                skipped = format_count(plan.batches_of(state["items"]), "batch", "batches")
                 warn(
                     "the checkpoint was saved with a different world size, within an epoch in which each rank read "
-                    f"its own stream. Each rank skips {plan.batches_of(state['items'])} batches, which is exact only "
-                    "if the stream is distributed over the ranks sample by sample."
+                    f"its own stream. Each rank skips {skipped}, which is exact only if "
+                    "the stream is distributed over the ranks sample by sample."
                 )
             plan.load_state(state["source"], state.get("first_digest", ""))
             plan.workers = state.get("workers")
@@ -558,7 +559,9 @@ class Loader:
             ValueError: If the random sources differ.
         """
         if text := self._plan.draws.difference(state):
-            raise ValueError(f"{text}. Pass the same kind of loader and sampler, or resume with weights only.")
+            raise ValueError(
+                f"{text}. Pass the same kind of loader and sampler, or load only the weights with treadle.load_weights."
+            )
 
     def reading_state(self) -> dict[str, Any]:
         """Return the state of this rank alone: its dataset's generators, and its position in its own data."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...common.messages import announce, named_ranks
+from ...common.messages import announce, format_count, named_ranks
 from ...strategies import World
 from .stream_end import Outlook
 
@@ -81,7 +81,7 @@ class RankShares:
         defined_counts = [count for count in counts if count is not None]
         if len(defined_counts) == self.size and len(set(defined_counts)) > 1:
             by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
-            self._announce(f"each rank reads its own data, and the numbers of batches differ ({by_rank})")
+            self._announce(f"each rank reads its own data, and the number of batches differs ({by_rank})")
 
     @property
     def batches(self) -> int | None:
@@ -125,7 +125,7 @@ class RankShares:
             if first == 0:
                 raise _make_empty_error(ended, source)
             # Within a group of micro-batches, each rank may have ended after a different one.
-            last = f"after at most {first} batches" if width > 1 else f"after {first} batches"
+            last = f"after {'at most ' * (width > 1)}{format_count(first, 'batch', 'batches')}"
             self._announce(f"{named_ranks(ended)} of {self.size} ran out of data {last}")
         return sums[: sums.index(0)] if 0 in sums else sums
 
@@ -140,7 +140,7 @@ class RankShares:
         if not self._announced:
             self._announced = True
             announce(
-                f"{event}. Ranks without data take part with weight 0 until all ranks are done, so no sample is lost."
+                f"{event}. Ranks without data contribute with weight 0 until all ranks are done, so no sample is lost."
             )
 
 
@@ -163,16 +163,19 @@ def compare_across_ranks(first: str, source: str, kind: str, world: World) -> bo
     if len(set(marks)) == 1:
         return True
     if len(set(marks)) < world.size:
-        rank_groups = [[rank for rank, mark in enumerate(marks) if mark == common] for common in dict.fromkeys(marks)]
+        groups = [[rank for rank, mark in enumerate(marks) if mark == common] for common in dict.fromkeys(marks)]
+        shared = [named_ranks(ranks) for ranks in groups if len(ranks) > 1]
+        holders = f", but different {kind} on ".join(
+            [*shared, "the other ranks"] if len(shared) < len(groups) else shared
+        )
         raise ValueError(
-            f"{source} yields the same {kind} on some ranks and different {kind} on others (the same on ranks "
-            f"{'; '.join(', '.join(map(str, ranks)) for ranks in rank_groups)}), so it can neither be sharded nor used "
-            f"as each rank's own data. Split it over all {world.size} ranks, or not at all."
+            f"{source} yields the same {kind} on {holders}, so it can neither be sharded nor used as each rank's own "
+            f"data. Split it over all {world.size} ranks, or not at all."
         )
     announce(
         f"{source} yields different {kind} on each rank, so it is treated as already split by rank, and each rank "
-        "trains on all of its own batches. If all ranks should read the same data, seed its generator. Treadle then "
-        "shards the data."
+        "trains on all of its own batches. If all ranks should read the same data, seed its generator, and Treadle "
+        "will shard the data."
     )
     return False
 
@@ -183,8 +186,7 @@ def _count_samples(share: Share, batch: int) -> int:
 
 
 def _make_empty_error(ranks: list[int], source: str) -> ValueError:
-    names = ", ".join(map(str, ranks))
     return ValueError(
-        f"{source} yields no batch on rank {names}, but every rank needs at least one. Split the data so that every "
-        "rank gets some, or use fewer processes."
+        f"{source} yields no batch on {named_ranks(ranks)}, but every rank needs at least one. Split the data so that "
+        "every rank gets some, or use fewer processes."
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from ...common.messages import warn
+from ...common.messages import format_count, warn
 from ...strategies import World
 from ..rng import RandomStream, host_state, set_host_state
 from .source_libraries import iter_parts
@@ -155,17 +155,17 @@ class Draws:
             state: The loader's state from a checkpoint.
         """
         if "loaders" in state:
-            return (
-                f"the checkpoint was saved with {len(state['loaders'])} combined loaders, but this run has a single one"
-            )
+            saved_loaders = format_count(len(state["loaders"]), "combined loader")
+            return f"the checkpoint was saved with {saved_loaders}, but this run has a single loader"
         saved, samplers = state["generators"], state.get("samplers")
         if not match_generators(self.private, saved):
-            other = " of other kinds" if len(saved) == len(self.private) else ""
-            text = f"the checkpoint's loader had {len(saved)} separate generators"
-            return f"{text}, but this one has {len(self.private)}{other}"
+            if len(saved) == len(self.private):
+                return "the separate generators of the loader are of other kinds than in the checkpoint"
+            current = format_count(len(self.private), "separate generator")
+            return f"the loader has {current}, but the checkpoint has {len(saved)}"
         if samplers is not None and len(samplers) != len(self.stateful):
-            text = f"the checkpoint's loader had {len(samplers)} samplers with a state_dict"
-            return f"{text}, but this one has {len(self.stateful)}"
+            current = format_count(len(self.stateful), "sampler")
+            return f"the loader has {current} with a state_dict, but the checkpoint has {len(samplers)}"
         return ""
 
     # -- state outside of checkpoints ----------------------------------------------------------------------------
@@ -193,8 +193,8 @@ class Draws:
                 name = type(sampler).__name__
                 warn(
                     f"{name}.{changed[0]} changed from one epoch to the next, but is not saved in a checkpoint. If "
-                    f"the order depends on it, a resumed run has a different order. Give {name} state_dict and "
-                    "load_state_dict, or set_epoch(epoch)."
+                    f"the order depends on it, a resumed run has a different order. Give {name} the methods "
+                    "state_dict and load_state_dict, or set_epoch(epoch)."
                 )
                 self._counting = []
                 return
@@ -338,8 +338,8 @@ def say_begin_anew(owner: Any, generators: list[Any], states: list[Any]) -> None
         states: The states of the checkpoint's generators.
     """
     warn(
-        f"{type(owner).__name__} has {len(generators)} separate generators, but the checkpoint has {len(states)}, so "
-        "they are not restored."
+        f"{type(owner).__name__} has {format_count(len(generators), 'separate generator')}, but the checkpoint has "
+        f"{len(states)}, so the saved states are not restored."
     )
 
 

@@ -123,10 +123,12 @@ class ShardedBatches:
         """
         size = self.planner.size
         if not self.plain or self.batch_size % size:
-            actual = f"batch_size={self.batch_size}" if self.plain else "a custom batch sampler"
+            actual, fix = f"batch_size={self.batch_size}", "Change batch_size"
+            if not self.plain:
+                actual, fix = "a custom batch sampler", "Pass batch_size instead of the batch sampler"
             raise ValueError(
-                f"split_batches=True splits each batch over {size} processes, so DataLoader(batch_size=) must be a "
-                f"multiple of {size}, but this loader has {actual}. Change it, or remove split_batches."
+                f"split_batches=True splits each batch over {size} processes, so DataLoader(batch_size=...) must be a "
+                f"multiple of {size}, but this loader has {actual}. {fix}, or remove split_batches."
             )
         self.batch_size //= size
 

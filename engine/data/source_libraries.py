@@ -30,17 +30,17 @@ def explain_split(dataset: Any, ranks: int) -> str:
     if library == "datasets":
         split = f"datasets.distributed.split_dataset_by_node(dataset, rank, {ranks})"
         shards = getattr(dataset, "num_shards", 0)
-        if shards % ranks == 0:
+        if shards and shards % ranks == 0:
             return f"Pass {split}, so that each rank reads {shards // ranks} of its {shards} shards."
         return (
-            f"Its {shards} shards cannot be divided evenly. Create it from a multiple of {ranks} files or shards, and "
-            f"pass {split}."
+            f"The number of its shards ({shards}) is not a multiple of {ranks}. Create the dataset from a multiple of "
+            f"{ranks} files or shards, and pass {split}."
         )
     if library == "webdataset":
         if type(dataset).__name__ == "WebDataset":
             return "Pass nodesplitter=webdataset.split_by_node to WebDataset, so that each rank reads its own shards."
-        return "Put webdataset.split_by_node after the list of shards, so that each rank reads its own shards."
-    return f"Let its __iter__ read only this rank's share, such as files[rank::{ranks}]."
+        return "Add webdataset.split_by_node after the list of shards, so that each rank reads its own shards."
+    return f"Let the dataset's __iter__ read only this rank's share, such as files[rank::{ranks}]."
 
 
 def explain_state_gap(dataset: Any) -> str:
@@ -90,10 +90,10 @@ def explain_not_repeatable(dataset: Any) -> str:
         if getattr(getattr(part, "f", None), "__name__", "") == "_shuffle":
             seed_arguments = (arguments.get("seed"), arguments.get("rng"), *getattr(part, "args", ())[2:])
             if all(value is None for value in seed_arguments):
-                return "shuffle(n) of WebDataset takes its seed from the clock. Set seed=, or use detshuffle"
+                return "WebDataset.shuffle(n) takes its seed from the clock. Pass seed=..., or use detshuffle"
         if type(part).__name__ == "ResampledShards" and not part.deterministic:
             return (
-                "resampled=True of WebDataset takes its seed from the clock. Use ResampledShards(urls, "
+                "WebDataset(resampled=True) takes its seed from the clock. Use ResampledShards(urls, "
                 "deterministic=True)"
             )
     return ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ...common.messages import announce, warn
+from ...common.messages import announce, format_count, warn
 from ...strategies import World
 from ..rng import Draw, RandomStream, State, seed_from
 from .batch_digest import digest
@@ -54,8 +54,8 @@ def make_batches_error(source: Any) -> ValueError:
     """
     return ValueError(
         f"{type(source).__name__} does not yield one batch for each batch that it reads, so it can be neither sharded "
-        "nor resumed. Let its __iter__ yield one batch for each of super().__iter__(), or pass an iterable of batches: "
-        "prepare_data_loader(iter(loader))."
+        "nor resumed. Let its __iter__ yield one batch for each batch from super().__iter__(), or pass an iterable of "
+        "batches: prepare_data_loader(iter(loader))."
     )
 
 
@@ -290,7 +290,7 @@ class StreamedBatches:
         """
         raise ValueError(
             "split_batches=True needs a dataset that can be indexed, because the batches of a stream are not split: "
-            "each goes to one process. Divide batch_size by the world size instead."
+            "each batch goes to one process. Remove split_batches, and divide batch_size by the world size."
         )
 
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
@@ -588,9 +588,10 @@ class StreamedBatches:
         presharded = self.planner.shares is not None
         passed, batches, batch = 0, 0, None
         if self.skip and not isinstance(self.source, list | tuple):
+            samples = format_count(self.skip, "sample")
             warn(
-                f"{self._explain_rereading()}, so {self.skip} samples are read again and skipped to resume where the "
-                "run stopped. A dataset with state_dict and load_state_dict resumes immediately. With workers, it "
+                f"{self._explain_rereading()}, so {samples} must be read again and skipped to resume where the run "
+                "stopped. A dataset with state_dict and load_state_dict resumes immediately. With workers, it "
                 "also needs torchdata's StatefulDataLoader."
             )
         with self._lend():

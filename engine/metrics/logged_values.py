@@ -167,13 +167,13 @@ class Metrics:
         return value.detach() if lasts else value.detach().clone()
 
     def _register(self, name: str, value: Any, spec: tuple[Any, ...], suffix: str) -> Entry:
+        if not isinstance(name, str):
+            raise TypeError(f"self.log got the name {name!r} ({name_type(name)}), but a name must be a string.")
         previous = self._entries.get(name)
         if previous is not None and previous.spec is not None:
             raise ValueError(
                 f"{name!r} was logged twice in one stage with different arguments. Use another name for one of them."
             )
-        if not isinstance(name, str):
-            raise TypeError(f"the name {name!r} in self.log is {name_type(name)}, but must be a str. Pass a string.")
         prog_bar, logger, on_step, on_epoch, reduce_fx = spec
         per_step = self.training and self._entries is self._in_step
         on_step = per_step if on_step is None else on_step
@@ -415,7 +415,7 @@ def _resolve_reduction(name: str, reduce_fx: Any) -> str:
     reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction, reduction)
     if reduction not in _REDUCTIONS:
         raise ValueError(
-            f"reduce_fx={reduce_fx!r} of {name!r} is not one of {', '.join(_REDUCTIONS)}."
+            f"reduce_fx={reduce_fx!r} for {name!r} is not one of {', '.join(_REDUCTIONS)}."
             f"{nearest(str(reduction), _REDUCTIONS)} For any other reduction, log a torchmetrics.Metric."
         )
     return reduction
@@ -432,9 +432,9 @@ def _to_number(name: str, value: Any) -> Any:
     try:
         return float(value)
     except (TypeError, ValueError):
+        described = "None" if value is None else f"{value!r} ({name_type(value)})"
         raise TypeError(
-            f"self.log({name!r}) got {value!r} ({type(value).__name__}). Log a number, a tensor with one element or a "
-            "torchmetrics.Metric."
+            f"self.log({name!r}) got {described}. Log a number, a tensor with one element or a torchmetrics.Metric."
         ) from None
 
 
@@ -459,12 +459,17 @@ def _check_names_match(names: list[str], world: World) -> None:
         return
     every = world.gather_objects(names)
     common = set.intersection(*(set(part) for part in every))
-    odd = [
-        f"rank {rank} alone: {', '.join(sorted(set(part) - common)) or '(nothing)'}" for rank, part in enumerate(every)
-    ]
+    only = [sorted(set(part) - common) for part in every]
+    if any(only):
+        odd = [f"rank {rank} alone: {', '.join(part)}" for rank, part in enumerate(only) if part]
+        raise ValueError(
+            f"the processes logged different names, so the values cannot be reduced ({'; '.join(odd)}). Log the same "
+            "names on every rank."
+        )
+    orders = [f"rank {rank}: {', '.join(part)}" for rank, part in enumerate(every)]
     raise ValueError(
-        "the processes logged different names, or logged them in a different order, so the values cannot be reduced "
-        f"({'; '.join(odd)}). Log the same names on every rank."
+        f"the processes logged the same names in a different order, so the values cannot be reduced "
+        f"({'; '.join(orders)}). Log the names in the same order on every rank."
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.messages import name_type, warn
+from ...common.messages import format_count, name_type, warn
 from ...strategies import World
 from ..data import share
 
@@ -136,8 +136,8 @@ def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: Wor
         if metric is None:
             if states is not None:
                 warn(
-                    f"the checkpoint has the state of a metric {place!r}, but the task has no such metric, so the "
-                    "state is ignored."
+                    f"the checkpoint has the state of the metric {place!r}, but the task has no metric with this name, "
+                    "so the state is ignored."
                 )
         elif states is None:
             metric.reset()
@@ -223,12 +223,14 @@ def _share_counts(metric: Any, place: str, every: list[Any], world: World) -> An
         if shared is None:
             problem = "has no reduction" if metric._reductions[name] is None else "can't be split over the ranks"
             raise _make_refusal(
-                metric, place, len(every), world, f"its state {name!r} ({type(default).__name__}) {problem}"
+                metric, place, len(every), world, f"its state {name!r} ({name_type(default)}) {problem}"
             )
         states[name] = shared
     for name, value in every[0]["more"].items():
         if any(bool(part["more"][name] != value) for part in every):
-            raise _make_refusal(metric, place, len(every), world, f"the processes have different {name}")
+            raise _make_refusal(
+                metric, place, len(every), world, f"its attribute {name!r} differs between the processes"
+            )
     return {"states": states, "count": -(-count // world.size), "more": every[0]["more"]}
 
 
@@ -260,8 +262,9 @@ def _share_list(items: list[Any], reduction: Any, world: World) -> list[Any] | N
 
 
 def _make_refusal(metric: Any, place: str, before: int, world: World, why: str) -> ValueError:
+    saved_by = format_count(before, "process", "processes")
     return ValueError(
-        f"the metric {place!r} ({type(metric).__name__}) was saved by {before} process(es) within an epoch, and its "
-        f"state can't be split over {world.size}: {why}. Resume with {before} process(es), or from a checkpoint saved "
-        "at the end of an epoch."
+        f"the metric {place!r} ({type(metric).__name__}) was saved by {saved_by} within an epoch, and its state can't "
+        f"be split over {format_count(world.size, 'process', 'processes')}: {why}. Resume with {saved_by}, or from a "
+        "checkpoint saved at the end of an epoch."
     )

@@ -113,7 +113,7 @@ def _check_arguments(
     except TypeError as error:
         raise TypeError(
             f"{body.__name__} was called with wrong arguments ({error}). Pass all arguments except the batch size, "
-            "which find_executable_batch_size passes as the first one."
+            "which find_executable_batch_size passes as the first argument."
         ) from None
 
 
@@ -200,7 +200,7 @@ def _choose_smaller(size: int, starting: int, reduce: Callable[[], int] | None) 
             )
         raise ValueError(
             f"batch_size={size} does not fit into memory, but reduce_batch_size_fn returned {smaller!r}. It must "
-            f"return an integer from 1 to {size - 1}."
+            f"return a positive integer below {size}."
         )
     return smaller
 
@@ -208,12 +208,12 @@ def _choose_smaller(size: int, starting: int, reduce: Callable[[], int] | None) 
 def _announce(function: Callable[..., Any], size: int, starting: int, first: int | None) -> None:
     name = getattr(function, "__name__", "the function")
     if first is None:
-        rest = f" The global batch becomes smaller. Give {name} a parameter {_ACCUMULATION} to keep its size."
+        rest = f" The global batch size decreases. To keep it, give {name} a parameter {_ACCUMULATION}."
     else:
         steps = -(-first * starting // size)
         unchanged = size * steps == first * starting
-        rest = f" With {_ACCUMULATION}={steps} the global batch " + (
-            "keeps its size." if unchanged else "grows slightly."
+        rest = f" With {_ACCUMULATION}={steps} the global batch size " + (
+            "stays the same." if unchanged else "increases slightly."
         )
     announce(f"{name} ran out of memory; trying batch_size={size}.{rest}")
 
@@ -234,5 +234,5 @@ def _read_accumulation(
     steps = bound.arguments.get(_ACCUMULATION, 1)
     if _ACCUMULATION not in kwargs and _ACCUMULATION in signature.bind_partial(size, *args).arguments:
         name = getattr(function, "__name__", "the function")
-        raise TypeError(f"{_ACCUMULATION} was passed to {name} by position. Pass it by name.")
+        raise TypeError(f"{_ACCUMULATION} was passed to {name} by position. Pass it as a keyword argument.")
     return int(steps)

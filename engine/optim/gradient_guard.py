@@ -116,7 +116,7 @@ class GradientGuard:
         if self.policy == "raise":
             tool = ""
             if accumulation.world.size > 1:
-                tool = " The reduced gradients do not show the rank. Use torch.autograd.detect_anomaly() to find it."
+                tool = " The gradients are already reduced over ranks. torch.autograd.detect_anomaly() finds the rank."
             spoiled = "" if self.immediate or optimizer.guarded else SPOILED
             raise ValueError(
                 f"{problem}.{samples}{tool}{spoiled} Check that batch, lower the learning rate or clip the gradients. "

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...common.messages import format_count, named_ranks
 from ...strategies import Strategy
 from ..data import batch_indices
 from ..parameter_names import strip_compile_prefix
@@ -66,18 +67,18 @@ def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings
     """
     bad_ranks = {rank: ", ".join(map(str, known.batches)) for rank, known in evidence.items() if known.batches}
     if bad_ranks:
-        ranks, distinct = ", ".join(map(str, bad_ranks)), set(bad_ranks.values())
+        distinct = set(bad_ranks.values())
         is_same_batch = len(distinct) == 1
         batches = (
             distinct.pop() if is_same_batch else "; ".join(f"{bad} on rank {rank}" for rank, bad in bad_ranks.items())
         )
         samples = list_samples({rank: evidence[rank] for rank in bad_ranks})
-        return Findings(f"the loss is not finite on rank {ranks}", batches, samples, True)
+        return Findings(f"the loss is not finite on {named_ranks(list(bad_ranks))}", batches, samples, True)
     origin, order = describe_origin(evidence)
     bad_inputs = {rank: known for rank, known in evidence.items() if known.has_bad_input}
     samples = list_samples(bad_inputs or evidence)
     if len(evidence) > 1 and not bad_inputs:
-        samples += " The reduced gradients do not show the rank. Use callbacks=[NonFiniteWatch()] to find it."
+        samples += " The gradients are already reduced over ranks. Use callbacks=[NonFiniteWatch()] to find the rank."
     batches = str(last) if first == last else f"{first} to {last}"
     return Findings(f"every loss is finite, but {origin} is not{order}", batches, samples, False)
 
@@ -92,7 +93,7 @@ def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
     names = list(dict.fromkeys(name for *_, name in keys))
     if not names:  # the parameter belongs to no prepared model
         return "a gradient", ""
-    order = "first of {} in the order of backward" if keys[0][0] < math.inf else "last of {} in the model"
+    order = "first of {} in the order of the backward pass" if keys[0][0] < math.inf else "last of {} in the model"
     return f"the gradient of {names[0]}", f", the {order.format(len(names))}," if len(names) > 1 else ""
 
 
@@ -103,7 +104,8 @@ def list_samples(evidence: Mapping[int, Evidence]) -> str:
         evidence: The evidence by rank.
     """
     known = [f" On rank {rank}: {known.samples}." for rank, known in evidence.items() if known.samples]
-    more = f" {len(known) - _MOST_RANKS} more ranks had other samples." if len(known) > _MOST_RANKS else ""
+    left_out = format_count(len(known) - _MOST_RANKS, "more rank")
+    more = f" {left_out} had other samples." if len(known) > _MOST_RANKS else ""
     return "".join(known[:_MOST_RANKS]) + more
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...common.messages import format_count
 from ...strategies.distributed import cut_like, is_sharded
 from ..checkpoint import OptimizerState, Stored
 from ..parameter_names import strip_compile_prefix
@@ -112,7 +113,8 @@ def list_differences(saved: OptimizerState, optimizer: Optimizer, names: list[st
         if name in shapes and saved_shape != shapes[name]
     ]
     if not lines and _list_group_members(saved["groups"]) != _list_group_members(_name_groups(optimizer, names)):
-        lines.append(f"the parameters are in different groups: {len(saved['groups'])} groups in the checkpoint")
+        before, after = format_count(len(saved["groups"]), "group"), len(optimizer.param_groups)
+        lines.append(f"the parameters are in different groups: {before} in the checkpoint, {after} in this run")
     return lines
 
 

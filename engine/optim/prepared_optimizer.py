@@ -270,8 +270,8 @@ class PreparedScheduler:
         if self._has_ended():
             self._warn(
                 f"{type(self.scheduler).__name__} has reached total_steps={self.scheduler.total_steps}; the learning "
-                f"rate stays at {self.scheduler.get_last_lr()[0]:.3g}. It advances by {self.advances} per optimizer "
-                "step. Increase total_steps."
+                f"rate stays at {self.scheduler.get_last_lr()[0]:.3g}. The scheduler advances by {self.advances} per "
+                "optimizer step. Increase total_steps."
             )
         for _ in range(self.advances):
             # OneCycleLR raises an error beyond its end, which the last, short batches of epochs can reach.

@@ -64,11 +64,11 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
     odd = [rank for rank in range(world.size) if column[rank] != column[source]]
     apart = ", ".join(f"{distances[rank]:.3g} on rank {rank}" for rank in odd[:8])
     names = ", ".join(list(differing)[:8]) + (f" and {len(differing) - 8} more" if len(differing) > 8 else "")
+    kind = "parameters or buffers" if buffers else "parameters"
     raise ReplicasDiffer(
-        f"{len(differing)} of {len(tensors)} parameters are not the same on all processes: {names}. Compared with rank "
-        f"{source}, the largest difference in {first} is {apart}. Call the model that prepare returned, not the one "
-        "that was passed to it (only the former reduces gradients), and change weights in the same way on all "
-        "processes."
+        f"{kind} differ between the processes ({len(differing)} of {len(tensors)}): {names}. Compared with rank "
+        f"{source}, the largest difference in {first} is {apart}. Call the model that prepare returned, because only "
+        "this model reduces gradients, and change weights in the same way on all processes."
     )
 
 

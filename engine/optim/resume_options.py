@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from ...common.messages import announce, warn
+from ...common.messages import announce, format_count, warn
 from ...common.remote_path import AnyPath
 from ...common.validation import choose
 from ..checkpoint import TrainState
@@ -136,8 +136,8 @@ def _compare_rates(scheduler: LambdaLR, saved: State) -> list[str]:
     if all(math.isclose(old, new, rel_tol=1e-5, abs_tol=1e-12) for old, new in zip(before, rates, strict=True)):
         return []
     return [
-        f"LambdaLR: lr {_format(before)} in the checkpoint, {_format(rates)} by this script's function at its step "
-        f"{step}. Functions are not saved, so the script's function is used from the next step on"
+        f"LambdaLR: lr {_format(before)} in the checkpoint, {_format(rates)} from this script's function at step "
+        f"{step}. Functions are not saved, so the resumed run uses the script's function"
     ]
 
 
@@ -219,8 +219,9 @@ def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], s
             continue
         if len(options) != len(groups):
             raise ValueError(
-                f"schedule='script' can't set the learning rate of {_name_class(optimizer)}: the script builds it with "
-                f"{len(options)} parameter groups, but the checkpoint has {len(groups)}. Resume with schedule='saved'."
+                f"schedule='script' can't set the learning rate of {_name_class(optimizer)}, which has "
+                f"{format_count(len(options), 'parameter group')} in the script, but {len(groups)} in the checkpoint. "
+                "Resume with schedule='saved'."
             )
         stand_in = _Groups(options)
         for scheduler, built, saved_schedule, kind, _ in driving:
@@ -252,9 +253,9 @@ def _step_copy(scheduler: Any, built: BuiltSchedule, saved: State, kind: str, op
         if not isinstance(scheduler, LRScheduler):
             reason = "it is not a torch LRScheduler"
         elif first is None or last is None:
-            reason = "its state does not contain the number of its steps"
+            reason = "its state does not contain a step count"
         else:
-            reason = f"it begins at step {first}, after step {last} of the checkpoint"
+            reason = f"it begins at step {first}, but the checkpoint is at step {last}"
         raise ValueError(
             f"schedule='script' can't advance this script's {kind} to the checkpoint's position, because {reason}. "
             "Resume with schedule='saved'."

@@ -57,15 +57,25 @@ def _advise_fit(plan: Plan, again: Again) -> str:
     if not candidate.fits and candidate.micro_batch > 1:
         candidate = _shrink_micro_batch(candidate, attempt, plan)
     if candidate.fits:
-        return f"to make it fit, {' and '.join(words)}, with {format_size(candidate.reserved)} held"
+        return f"to make it fit, {_join(words)}, which needs {format_size(candidate.reserved)} per process"
     states = sum(candidate.states.values())
-    tried = f"; {', '.join(words)}: {format_size(candidate.reserved)} still" if words else ""
+    even = f"even if you {_join(words)}" if words else ""
     if states > candidate.gpu.memory:
-        return f"parameters and optimizer alone are {format_size(states)} per process{tried}. Use more processes."
+        return (
+            f"parameters and optimizer state alone need {format_size(states)} per process{even and f', {even}'}. Use "
+            "more processes."
+        )
+    tried = f": {even}, it needs {format_size(candidate.reserved)} per process" if words else ""
+    smaller = "a smaller micro-batch, " if candidate.micro_batch > 1 else ""
     return (
-        f"no simple change makes it fit{tried}. Use a smaller micro-batch, shorter samples or more processes, or share "
-        "the work on one sample (tensor_parallel_size)."
+        f"no simple change makes it fit{tried}. Use {smaller}shorter samples, more processes or tensor parallelism "
+        "(tensor_parallel_size=...)."
     )
+
+
+def _join(words: list[str]) -> str:
+    """Join changes with commas and "and"."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
@@ -77,7 +87,7 @@ def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Pla
     while samples * 2 < candidate.micro_batch and samples * 2 * sample_bytes <= room:
         samples *= 2
     times = max(1, round(plan.micro_batch * plan.accumulate / samples))
-    return attempt(f"use micro-batches of {samples}, {times} accumulated", micro_batch=samples, accumulate=times)
+    return attempt(f"use micro-batches of {samples} with {times} accumulated", micro_batch=samples, accumulate=times)
 
 
 def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:
@@ -111,9 +121,10 @@ def _describe_gain(plan: Plan, other: Plan, words: str) -> list[str]:
     gain = plan.band[1] / other.band[1] - 1
     if gain < _WORTH:
         return []
-    room = "" if other.fits else f", but would not fit ({format_size(other.reserved)} held)"
+    size = format_size(other.reserved)
+    memory = f", using {size} per process" if other.fits else f", but would not fit: it needs {size} per process"
     faster = f"{gain:.0%} faster" if gain < 1 else f"{1 + gain:.1f} times as fast"
-    return [f"{words} would be {faster}, with {format_size(other.reserved)} held{room}"]
+    return [f"{words} would be {faster}{memory}"]
 
 
 def format_size(number: float) -> str:

@@ -218,7 +218,7 @@ class Meter(TorchDispatchMode):
         if name not in _KINDS:
             if name in ("barrier", "monitored_barrier_", "_wrap_tensor_autograd"):
                 return
-            raise ValueError(f"the collective {name!r} is not supported in a plan yet. Please report it.")
+            raise ValueError(f"the collective {name!r} is not supported in a plan. Please report it as an issue.")
         kind, place = _KINDS[name]
         whole = _flatten(out if place < 0 else args[place])
         size = sum(tensor.numel() * tensor.element_size() for tensor in whole)

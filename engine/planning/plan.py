@@ -54,9 +54,7 @@ class Conditions:
         for name in ("world_size", "micro_batch", "accumulate"):
             check_int(name, getattr(self, name), 1)
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(
-                f"rank={self.rank} must be from 0 to {self.world_size - 1}, because world_size={self.world_size}."
-            )
+            raise ValueError(f"rank={self.rank} must be at least 0 and less than world_size={self.world_size}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,7 @@ def _describe_processes(plan: Plan) -> str:
     if plan.world_size == 1:
         return "1: nothing is exchanged"
     grid = plan.grid
-    shared = "" if grid["tensor"] == 1 else f" x {grid['tensor']:,} that share each sample"
+    shared = "" if grid["tensor"] == 1 else f" x {grid['tensor']:,} processes per sample"
     replicas = f"{grid['replicate']:,} replica" + ("" if grid["replicate"] == 1 else "s")
     return f"{plan.world_size:,} = {replicas} x {grid['shard']:,} shard" + ("" if grid["shard"] == 1 else "s") + shared
 
@@ -129,9 +129,9 @@ def _describe_steps(plan: Plan, schedule: Schedule) -> str:
 
 
 def _describe_checkpoint(plan: Plan) -> str:
-    parts = plan.grid["shard"] * plan.grid["tensor"]
+    shards = plan.grid["shard"] * plan.grid["tensor"]
     return f"{format_size(plan.checkpoint)}" + (
-        f" in {parts:,} parts of {format_size(plan.checkpoint / parts)}" if parts > 1 else ""
+        f" in {shards:,} shards of {format_size(plan.checkpoint / shards)}" if shards > 1 else ""
     )
 
 
@@ -139,7 +139,7 @@ def _describe_fit(plan: Plan) -> str:
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     return (
         f"{verdict}: {format_size(plan.peak)} of {format_size(plan.gpu.memory)} per process at the peak, about "
-        f"{format_size(plan.reserved)} with the allocator's share"
+        f"{format_size(plan.reserved)} with the allocator's overhead"
     )
 
 
@@ -152,9 +152,7 @@ def _describe_exchange(plan: Plan) -> str:
     if not plan.traffic.count:
         return "nothing"
     kinds = sorted(plan.traffic.size, key=lambda kind: -plan.traffic.size[kind])
-    parts = [
-        f"{plan.traffic.count[kind]:,} {kind} of {format_size(plan.traffic.size[kind])} together" for kind in kinds
-    ]
+    parts = [f"{plan.traffic.count[kind]:,} {kind} ({format_size(plan.traffic.size[kind])} in total)" for kind in kinds]
     return "per step and process: " + ", ".join(parts)
 
 
@@ -164,8 +162,8 @@ def _describe_time(plan: Plan) -> str:
     peak = "less than 1%" if share < 0.01 else f"{share:.0%}"
     return (
         f"{format_duration(low)} to {format_duration(high)}, {format_rounded(plan.samples / high)} to "
-        f"{format_rounded(plan.samples / low)} samples per second; {peak} of the peak arithmetic, recomputation "
-        "included"
+        f"{format_rounded(plan.samples / low)} samples per second; {peak} of the peak FLOPS, including "
+        "recomputation"
     )
 
 

@@ -147,8 +147,8 @@ class _Step:
         if closure is not None and closure.default is closure.empty:
             name = type(optimizer).__name__
             raise ValueError(
-                f"{name} calls its closure a varying number of times per step, so it can't be planned. Use another "
-                "optimizer."
+                f"{name} calls its closure a varying number of times per step, so its steps can't be planned. Use "
+                "another optimizer."
             )
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
@@ -245,7 +245,7 @@ def _make_value_error(error: Exception, operation: str) -> ValueError:
     location = f", in {user_frames[-1][0]}, line {user_frames[-1][1]}" if user_frames else ""
     return ValueError(
         f"the step reads a tensor's value ({operation}{location}), but tensors in a plan have no values. For the "
-        "plan, remove .item(), print, branches on values, and sizes that depend on them (nonzero, masks as indices)."
+        "plan, remove .item(), print, and branches and sizes that depend on values (nonzero, masks as indices)."
     )
 
 

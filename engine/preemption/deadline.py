@@ -63,8 +63,8 @@ class Deadline:
         if not self._over.wait(self._seconds):
             number = signal.SIGTERM if first == _HEARD or first == getattr(signal, "SIGUSR1", None) else first
             text = (
-                f"grace={self._seconds:g} s have passed since the signal, so the process ends now. Resume from the "
-                "latest checkpoint."
+                f"the grace period of {self._seconds:g} s after the signal is over, so the process ends now. Resume "
+                "from the latest checkpoint."
             )
             with contextlib.suppress(OSError):
                 os.write(2, f"treadle: {text}\n".encode())

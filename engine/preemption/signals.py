@@ -261,8 +261,8 @@ class Preemption:
         elif self._interrupted_at is None:
             self._interrupted_at = time.monotonic()
             if self._accelerator.is_main_process:
-                last_action = "step, where the run is saved" if self.interrupts else "save"
-                _say(f"Ctrl-C: the run ends after this {last_action}; press Ctrl-C again to end it immediately")
+                ending = "is saved and ends after this step" if self.interrupts else "ends after this save"
+                _say(f"Ctrl-C: the run {ending}; press Ctrl-C again to end it immediately")
             if self.interrupts:
                 self._set(signal.SIGINT)
             handler = self._replaced[signal.SIGINT]

@@ -98,7 +98,8 @@ class AdvancedProfiler(Profiler):
         """
         if action_name not in self._running:
             raise ValueError(
-                f"stop({action_name!r}) was called, but no action of this name is running. Call start first."
+                f"stop({action_name!r}) was called, but no action with this name is running. Call "
+                f"start({action_name!r}) first."
             )
         self.profiled_actions[self._running[-1]].disable()
         place = len(self._running) - 1 - self._running[::-1].index(action_name)

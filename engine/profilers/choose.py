@@ -23,7 +23,7 @@ def choose_profiler(profiler: Any) -> Profiler:
     if isinstance(profiler, Profiler):
         return profiler
     if not isinstance(profiler, str):
-        hint = " Pass an instance." if isinstance(profiler, type) and issubclass(profiler, Profiler) else ""
+        hint = f" Pass {profiler.__name__}()." if isinstance(profiler, type) and issubclass(profiler, Profiler) else ""
         raise TypeError(f"profiler={profiler!r} must be a name, a treadle.profilers.Profiler or None.{hint}")
     # Each is imported only when it is requested, because torch.profiler and cProfile take time to import.
     if profiler == "simple":

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.profiler import EventList, record_function
 from torch.profiler import ProfilerAction, schedule
 
-from ...common.messages import warn
+from ...common.messages import format_count, nearest, warn
 from ...common.validation import choose
 from .profiler import Profiler
 
@@ -80,7 +80,7 @@ class PyTorchProfiler(Profiler):
         _check_names("PyTorchProfiler", profiler_kwargs, torch.profiler.profile.__init__, ("self",))
         self.plan = profiler_kwargs.pop("schedule", schedule(wait=1, warmup=1, active=3, repeat=1))
         if self.plan is not None and not (callable(self.plan) and isinstance(self.plan(0), ProfilerAction)):
-            raise TypeError(f"schedule={self.plan!r} must be a result of torch.profiler.schedule(...), or None.")
+            raise TypeError(f"schedule={self.plan!r} must be None or a result of torch.profiler.schedule(...).")
         self.on_trace_ready: Callable[..., Any] | None = profiler_kwargs.pop("on_trace_ready", None)
         if group_by_input_shapes:
             profiler_kwargs["record_shapes"] = True
@@ -157,7 +157,10 @@ class PyTorchProfiler(Profiler):
             if self._running[place][0] == action_name:
                 self._running.pop(place)[1].__exit__(None, None, None)
                 return
-        raise ValueError(f"stop({action_name!r}) was called, but no action of this name is running. Call start first.")
+        raise ValueError(
+            f"stop({action_name!r}) was called, but no action with this name is running. Call start({action_name!r}) "
+            "first."
+        )
 
     def step(self) -> None:
         """Advance the schedule; see `Profiler.step`."""
@@ -195,8 +198,9 @@ class PyTorchProfiler(Profiler):
         profiler.__exit__(None, None, None)
         if not self.emit_nvtx and not self._table:
             warn(
-                f"PyTorchProfiler has recorded nothing: {self._stage or 'the run'} ended after {self._steps} steps, "
-                "before its schedule began to record. PyTorchProfiler(schedule=None) records all steps."
+                f"PyTorchProfiler has recorded nothing: {self._stage or 'the run'} ended after "
+                f"{format_count(self._steps, 'step')}, before its schedule began to record. Use "
+                "PyTorchProfiler(schedule=None) to record all steps."
             )
 
     def _export_cycle(self, profiler: Any) -> None:
@@ -254,7 +258,9 @@ class ModuleNames:
 def _check_names(owner: str, options: dict[str, Any], function: Any, reserved: tuple[str, ...]) -> None:
     valid_names = [name for name in inspect.signature(function).parameters if name not in reserved]
     for name in options:
-        choose(f"{owner}: argument", name, valid_names)
+        if name not in valid_names:
+            hint = nearest(name, valid_names) or f" Use one of {', '.join(valid_names)}."
+            raise ValueError(f"{owner} has no argument {name!r}.{hint}")
 
 
 def _select_nvtx_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,8 @@ class SimpleProfiler(Profiler):
             place -= 1
         if place < 0:
             raise ValueError(
-                f"stop({action_name!r}) was called, but no action of this name is running. Call start first."
+                f"stop({action_name!r}) was called, but no action with this name is running. Call "
+                f"start({action_name!r}) first."
             )
         _, begun, span = running.pop(place)
         took = end - begun

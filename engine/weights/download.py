@@ -60,7 +60,7 @@ def fetch_from_store(source: RemotePath, folder: Path) -> Path:
         return folder / source.name
     names = source.files()
     if not names:
-        raise ValueError(f"{source} does not exist or is empty.")
+        raise ValueError(f"{source} does not exist or is empty. Check the URL.")
     for name in names:
         (source / name).download(folder / name)
     return folder
@@ -101,21 +101,25 @@ def fetch(url: str, sha256: str | None, folder: Path) -> Path:
     if sha256 is None:
         raise ValueError(
             f"{url} is a URL without a digest, so its content could be replaced unnoticed. Pass sha256=, the digest of "
-            "the file (`sha256sum FILE`), or download it yourself and pass the path."
+            "the file (`sha256sum FILE`), or download the file yourself and pass its path."
         )
     expected = _parse_digest(sha256)
     if scheme == "file":
         parts = urllib.parse.urlsplit(url)
         path = Path(urllib.parse.unquote(parts.path))
         if parts.netloc not in ("", "localhost") or not path.is_file():
-            raise ValueError(f"{url} is not a file on this machine.")
+            raise ValueError(f"{url} is not a file on this machine. Check the URL, or pass the file's path.")
         check_digest(path, sha256)
         return path
     target = folder / "weights"
     try:
         _compare(url, _download(url, target), expected)
     except OSError as error:
-        raise OSError(f"{url} can't be downloaded: {error}.") from error
+        reason = error if hasattr(error, "code") else getattr(error, "reason", error)
+        raise OSError(
+            f"{url} can't be downloaded: {getattr(reason, 'strerror', None) or reason}. Check the URL and the network, "
+            "or download the file yourself and pass its path."
+        ) from error
     return target
 
 
@@ -141,7 +145,7 @@ def _download(url: str, target: Path) -> str:
                 digest.update(piece)
                 file.write(piece)
     except http.client.HTTPException as error:
-        raise OSError(f"the server's answer is not HTTP: {type(error).__name__} {error}") from error
+        raise OSError(f"the server's response is not valid HTTP ({type(error).__name__}: {error})") from error
     return digest.hexdigest()
 
 
@@ -153,8 +157,8 @@ def _read_declared_size(response: Any) -> int:
 def _check_size(url: str, size: int, limit: int, target: Path) -> None:
     if size > limit:
         raise ValueError(
-            f"{url} has more than {limit:,} bytes, the limit of a download to {target.parent}. Download it yourself, "
-            "and pass the path."
+            f"{url} has more than {limit:,} bytes, the limit for downloads to {target.parent}. Download the file "
+            "yourself, and pass its path."
         )
 
 
@@ -167,5 +171,6 @@ def _parse_digest(sha256: object) -> str:
 def _compare(place: object, actual: str, expected: str) -> None:
     if actual != expected:
         raise ValueError(
-            f"{place} has the sha256 {actual}, not {expected}. It is a different file, and nothing in it was read."
+            f"{place} has the digest sha256={actual}, not {expected}, so nothing in it was read. Copy or download the "
+            "file again, or correct sha256."
         )

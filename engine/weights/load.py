@@ -85,7 +85,10 @@ def load_weights(
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model={model!r:.100} must be a torch.nn.Module, not {name_type(model)}.")
+        raise TypeError(
+            f"model={model!r:.100} must be a torch.nn.Module, not {name_type(model)}. Pass the model first, and then "
+            "the source."
+        )
     with open_source(source, sha256) as opened_source:
         return load_opened(model, opened_source, strict, prefix, rename)
 
@@ -118,7 +121,8 @@ def load_opened(
     else:
         fitting = [name for name in weights if name in targets and name not in reshaped]
         if not fitting:
-            raise ValueError(f"{source.place}: none of its weights fit the model.{_suggest_prefix(weights, targets)}")
+            advice = _suggest_prefix(weights, targets) or " Map the names with rename=, or pass weights of this model."
+            raise ValueError(f"{source.place}: none of its weights fit the model.{advice}")
         _say_left_out(source.place, missing, unexpected, reshaped)
     if frozen:
         check_frozen(compute_digests(unwrapped, frozen, World()), frozen, source.place, strict)
@@ -141,11 +145,15 @@ def load_opened(
 def _unwrap_model(model: nn.Module) -> nn.Module:
     unwrapped = SingleDevice().unwrap(model)
     empty = [name for name, value in unwrapped.state_dict().items() if getattr(value, "is_meta", False)]
-    if empty or is_dispatched(unwrapped):
-        lacking = abbreviate(empty) if empty else "some of its weights"
+    if is_dispatched(unwrapped):
         raise ValueError(
-            f"load_weights: the model has no memory for {lacking}, because it was built empty or is spread over "
-            "devices. Use load_checkpoint_and_dispatch, or call model.to_empty(device=...) first."
+            "load_weights: the model is already dispatched, so its weights can't be replaced. Call "
+            "remove_hook_from_submodules(model) first."
+        )
+    if empty:
+        raise ValueError(
+            f"load_weights: the model has no memory for {abbreviate(empty)}, because it is on device meta. Call "
+            "model.to_empty(device=...) first, or use load_checkpoint_and_dispatch."
         )
     return unwrapped
 
@@ -214,7 +222,7 @@ def _unwrap_hook(hook: Any) -> Any:
 
 
 def _say_left_out(place: str, *left: tuple[str, ...]) -> None:
-    words = ("Missing in the source, so the model keeps its values", "Not in the model", "Of a different shape")
+    words = ("Missing in the source, so not changed in the model", "Not in the model", "Of a different shape")
     reasons = [f"{word}: {abbreviate(list(names))}" for word, names in zip(words, left, strict=True) if names]
     if reasons:
         warn(f"load_weights({place!r}, strict=False) did not load all weights. {'. '.join(reasons)}.")
@@ -229,7 +237,8 @@ def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, m
         values = _strip_wrappers(values, model_names)
     elif not any(name.startswith(prefix) for name in values):
         raise ValueError(
-            f"{source.place}: no name begins with prefix={prefix!r}. Its names are {abbreviate(list(values))}."
+            f"{source.place}: no name begins with prefix={prefix!r}. The names are {abbreviate(list(values))}. Correct "
+            "prefix, or remove it."
         )
     for name, value in values.items():
         if prefix is not None and not name.startswith(prefix):
@@ -253,7 +262,9 @@ def _make_renaming(rename: Rename | None) -> Callable[[str], str | None]:
     if callable(rename):
         return rename
     if not isinstance(rename, Mapping):
-        raise TypeError(f"rename must be a function or a mapping of names, not {rename!r:.100}.")
+        raise TypeError(
+            f"rename={rename!r:.100} must be a function or a mapping from names to names, not {name_type(rename)}."
+        )
     beginnings = sorted((old for old in rename if not old or old.endswith(".")), key=len, reverse=True)
 
     def change(name: str) -> str:

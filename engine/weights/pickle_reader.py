@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickletools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,17 +84,26 @@ def read(stream: Any) -> Any:
     machine = _Machine()
     count = 0
     try:
-        for opcode, arg, _ in pickletools.genops(stream):
+        for opcode, arg, _ in _read_opcodes(stream):
             count += 1
             if count > MAX_OPCODES:
-                raise ValueError(f"its pickle has more than {MAX_OPCODES:,} instructions")
+                raise ValueError(
+                    f"its pickle has more than {MAX_OPCODES:,} instructions. Save the weights as safetensors"
+                )
             handler = _HANDLERS.get(opcode.name)
             if handler is None:
                 raise ValueError(f"its pickle has the instruction {opcode.name}, which torch.save never writes")
             handler(machine, arg)
         return machine.stack[-1]
     except (IndexError, KeyError, TypeError, OverflowError, UnicodeError, RecursionError) as error:
-        raise ValueError(f"its pickle is damaged ({type(error).__name__})") from error
+        raise ValueError(f"its pickle is damaged ({type(error).__name__}). Copy or download the file again") from error
+
+
+def _read_opcodes(stream: Any) -> Iterator[tuple[Any, Any, Any]]:
+    try:
+        yield from pickletools.genops(stream)
+    except ValueError as error:
+        raise ValueError(f"its pickle is damaged or truncated ({error}). Copy or download the file again") from error
 
 
 class _Machine:

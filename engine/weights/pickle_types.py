@@ -109,7 +109,7 @@ class Reader:
         if id(value) in self._built:
             return self._built[id(value)][1]
         if id(value) in self._open or depth > _MAX_DEPTH:
-            raise ValueError("it contains itself, or is nested too deep")
+            raise ValueError("it contains itself, or is nested too deeply")
         self._open.add(id(value))
         try:
             built = self._build(value, depth + 1)
@@ -129,7 +129,7 @@ class Reader:
         """
         self.budget -= size
         if self.budget < 0:
-            raise ValueError("it requests far more memory than its data needs")
+            raise ValueError("it requests far more memory than its data needs. Save the weights as safetensors")
 
     def _build(self, value: Any, depth: int) -> Any:
         if isinstance(value, dict):

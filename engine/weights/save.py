@@ -44,7 +44,9 @@ def parse_byte_size(size: int | str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).upper().strip())
     if isinstance(size, bool) or match is None or match[2] not in _UNITS or not float(match[1]):
-        raise ValueError(f"max_shard_size={size!r} must be a number of bytes, or a text such as '500MB' or '2GiB'.")
+        raise ValueError(
+            f"max_shard_size={size!r} must be a positive number of bytes, or text such as '500MB' or '2GiB'."
+        )
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -64,9 +66,13 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
     write: Callable[[Any], None]
     if safe:
         if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
+            items = obj.items() if isinstance(obj, Mapping) else ()
+            other = next(
+                (f", in which {name!r} is {name_type(v)}" for name, v in items if not isinstance(v, Tensor)), ""
+            )
             raise TypeError(
-                f"safe_serialization=True got {name_type(obj)}, but supports only a dict of tensors by name. Use "
-                "safe_serialization=False for other data."
+                f"safe_serialization=True got {name_type(obj)}{other}, but supports only a dict of tensors by name. "
+                "Use safe_serialization=False for other data."
             )
         _check(obj, any_dtype=False)
         tensors, aliases = split_tied(obj)
@@ -162,7 +168,10 @@ def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, saf
     """
     others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if others:
-        raise TypeError(f"{others[0]} in the model's state is not a tensor, so it isn't a weight. Use save_state.")
+        raise TypeError(
+            f"{others[0]} in the model's state is {name_type(weights[others[0]])}, but only tensors can be exported. "
+            "Use save_state, which saves other values too."
+        )
     _check(weights, any_dtype=not safe)
     write_weights(*split_tied(weights), directory, limit, safe)
 
@@ -230,7 +239,9 @@ def _check(tensors: Mapping[str, Tensor], any_dtype: bool) -> None:
     """Raise an error if one of the tensors cannot be written, before any of them is written."""
     for name, tensor in tensors.items():
         if is_sharded(tensor):
-            raise TypeError(f"{name} is one process's shard of a tensor. Save accelerator.get_state_dict(model).")
+            raise TypeError(
+                f"{name} is one process's shard of a tensor, not a full tensor. Save accelerator.get_state_dict(model)."
+            )
         check_tensor(tensor, name, any_dtype=any_dtype)
 
 
@@ -349,7 +360,9 @@ def make_readable(value: Any, place: str) -> Any:
         items = [make_readable(item, f"{place}.{number}") for number, item in enumerate(value)]
         return value if _has_identical_items(value, items) else kind(items)
     if is_sharded(value):
-        raise TypeError(f"{place} is one process's shard of a tensor. Save accelerator.get_state_dict(model).")
+        raise TypeError(
+            f"{place} is one process's shard of a tensor, not a full tensor. Save accelerator.get_state_dict(model)."
+        )
     for refused, advice in _ADVICE.items():
         if isinstance(value, refused):
             raise TypeError(

@@ -40,8 +40,8 @@ _USUAL = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bi
 _OTHERS = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x93NUM": "numpy", b"\x1f\x8b": "gzip"}
 _MAX_INDEX_BYTES = 32 * 2**20  # about 300,000 tensors
 _ACCEPTED_SOURCES = (
-    "Pass a checkpoint of Treadle (a folder with a manifest.json), a safetensors file, a file written by torch.save, "
-    "or a folder with these"
+    "Pass a Treadle checkpoint (a folder with a manifest.json), a safetensors file, a file written by torch.save, or "
+    "a folder with such a file"
 )
 
 
@@ -82,7 +82,7 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(source, str | os.PathLike):
-        raise TypeError(f"the source of weights is {name_type(source)}, but must be a path or a URL.")
+        raise TypeError(f"source={source!r:.100} must be a path or a URL, not {name_type(source)}.")
     if not is_url(source):
         yield _open(Path(source), sha256)
         return
@@ -147,7 +147,8 @@ def _open(path: AnyPath, sha256: str | None, *, digests: bool = True) -> Opened:
         return Opened(place, *_open_index(path)) if start == b"{" else Opened(place, *_open_file(path))
     except (ValueError, OSError, MemoryError, RecursionError) as error:
         text = str(error) or type(error).__name__
-        raise ValueError(text if text.startswith(place) else f"{place}: {text.rstrip('.')}.") from error
+        is_complete = text.startswith((place, f"{path.parent}: {path.name} "))
+        raise ValueError(text if is_complete else f"{place}: {text.rstrip('.')}.") from error
 
 
 def _open_folder(path: AnyPath, digests: bool) -> Opened:
@@ -165,22 +166,24 @@ def _open_folder(path: AnyPath, digests: bool) -> Opened:
     names = filesystem.list_names(path)
     if ".metadata" in names:
         raise ValueError(
-            "it is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle that can run code. If "
+            "it is a torch.distributed.checkpoint folder, whose .metadata is a pickle that can run code. If "
             "you trust it, convert it to one file with `python -m torch.distributed.checkpoint.format_utils "
             "dcp_to_torch FOLDER FILE` (Lightning: `python -m lightning.pytorch.utilities.consolidate_checkpoint`)"
         )
     if "zero_to_fp32.py" in names:
-        raise ValueError("it is a checkpoint of DeepSpeed. Convert it to one file with its own zero_to_fp32.py")
+        raise ValueError("it is a DeepSpeed checkpoint. Convert it to one file with the zero_to_fp32.py in the folder")
     candidates = [name for name in _USUAL if name in names][:1]
     for ending in (".index.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt"):
         candidates = candidates or [name for name in names if name.endswith(ending)]
     if len(candidates) != 1:
         problem = (
-            f"more than one file of weights: {', '.join(candidates[:8])}"
+            f"more than one weights file: {abbreviate(candidates)}"
             if candidates
-            else f"no weights (its files: {names[:8]})"
+            else f"no weights file (its files: {abbreviate(names)})"
+            if names
+            else "no files"
         )
-        raise ValueError(f"it contains {problem}. {_ACCEPTED_SOURCES if not candidates else 'Pass the file'}")
+        raise ValueError(f"it contains {problem}. {'Pass one of these files' if candidates else _ACCEPTED_SOURCES}")
     return _open(path / candidates[0], None, digests=digests)
 
 
@@ -189,23 +192,28 @@ def _open_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     document = filesystem.read_json(path.resolve(), _MAX_INDEX_BYTES)
     places = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise ValueError("it is not an index, since it has no weight_map of tensors to files")
+        raise ValueError(f"it is JSON without the weight_map of an index. {_ACCEPTED_SOURCES}")
     weights: dict[str, Any] = {}
     others: dict[str, Any] = {}
     names_by_file: dict[str, set[str]] = {}
     for file in dict.fromkeys(places.values()):
         if file != os.path.basename(file) or file in ("", ".", "..") or "\\" in file or "\0" in file:
-            raise ValueError(f"it lists {file!r:.80}, which is not the name of a file next to it")
+            raise ValueError(f"it lists {file!r:.80}, which is not the name of a file in the same folder")
         if not (path.parent / file).is_file():
             lost = [name[:80] for name, place in places.items() if place == file]
-            raise ValueError(f"it lists {file[:80]}, which is missing next to it, for {abbreviate(lost)}")
+            raise ValueError(
+                f"it lists {file[:80]} for {abbreviate(lost)}, but this file is missing in the folder. Copy or "
+                "download the file"
+            )
         inside, beside, _ = _open_file(path.parent / file)
         names_by_file[file] = set(inside)
         weights |= {name: piece for name, piece in inside.items() if places.get(name) == file}
         others |= beside
     lost = [name for name, file in places.items() if name not in names_by_file[file]]
     if lost:
-        raise ValueError(f"it lists tensors that are not in their files: {abbreviate(lost)}")
+        raise ValueError(
+            f"it lists tensors that are not in the listed files: {abbreviate(lost)}. Copy or download the folder again"
+        )
     return weights, others
 
 
@@ -221,10 +229,13 @@ def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | 
         return (*read_state_dict(file), file)
     if head[257:262] == b"ustar":
         raise ValueError(
-            f"{path} is a tar archive, the format of torch.save before 2016. Save it again with a newer torch"
+            f"{path} is a tar archive, the format of torch.save before 2016. Load it with torch.load, and save the "
+            "state dict again."
         )
     format_name = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
-    problem = f"is a {format_name} file" if format_name else "is empty" if not head else "has an unknown format"
+    if not head:
+        raise ValueError(f"{path} is empty. Copy or download it again.")
+    problem = f"is a {format_name} file" if format_name else "has an unknown format"
     raise ValueError(f"{path} {problem}. {_ACCEPTED_SOURCES}.")
 
 
@@ -251,23 +262,23 @@ def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
         wrong = [f"{place} is {name}" for place, name in bad.items()]
         wrong += [f"{n} is {name_type(v)}" for n, v in others.items() if not n.endswith("_extra_state")]
         if wrong:
-            raise ValueError(f"its weights are not all tensors: {abbreviate([w[:120] for w in wrong])}")
+            raise ValueError(
+                f"it contains values that are not tensors: {abbreviate([w[:120] for w in wrong])}. Save only "
+                "model.state_dict()"
+            )
     if not weights and not key:
         raise ValueError(
-            f"it has no tensors by name, neither at the top level nor under {', '.join(_STATE_KEYS)}. It contains "
-            f"{abbreviate([str(name)[:60] for name in document])}{_describe_module(document)}"
+            f"it has no tensors by name, neither at the top level nor under {', '.join(_STATE_KEYS[:-1])} or "
+            f"{_STATE_KEYS[-1]}. It {_describe_entries(document)}. Save model.state_dict()"
         )
     return weights, others
 
 
 def _name_kind(document: Any) -> str:
-    return getattr(document, "name", None) or f"{name_type(document)}"
+    return f"a {document.name}" if getattr(document, "name", None) else name_type(document)
 
 
-def _describe_module(document: dict[Any, Any]) -> str:
+def _describe_entries(document: dict[Any, Any]) -> str:
     objects = [f"{key} is a {value.name}" for key, value in document.items() if hasattr(value, "name")]
-    return (
-        f" ({abbreviate(objects)}, an object that only its own program can create). Save its state_dict()"
-        if objects
-        else ""
-    )
+    text = f"contains {abbreviate([str(name)[:60] for name in document])}" if document else "is an empty dict"
+    return f"{text} ({abbreviate(objects)}, which only the original program can create)" if objects else text

@@ -123,7 +123,9 @@ class TorchFile:
         start, nbytes = self._places.get(view.storage.key, (0, -1))
         size = view.dtype.itemsize
         if nbytes < view.storage.count * view.storage.dtype.itemsize:
-            raise ValueError(f"its storage {view.storage.key!r:.40} is missing or too short")
+            raise ValueError(
+                f"its storage {view.storage.key!r:.40} is missing or too short. Copy or download the file again"
+            )
         elements, shape = math.prod(view.shape), torch.Size(view.shape)
         if not elements:
             return MemoryPiece(torch.empty(shape, dtype=view.dtype, device="cpu"))
@@ -139,10 +141,10 @@ class TorchFile:
     def _note_storage(self, pid: Any) -> Storage:
         kind, name, key, _, count = pid[:5] if isinstance(pid, tuple) and len(pid) in (5, 6) else (None,) * 5
         if kind != "storage" or not isinstance(name, pickle_reader.Name) or not isinstance(key, str) or any(pid[5:]):
-            raise ValueError("it refers to something that is not a storage of a tensor")
+            raise ValueError("it refers to something that is not a tensor storage")
         word = name.path.rpartition(".")[2].removesuffix("Storage")
         if not name.path.startswith("torch.") or word not in _KINDS:
-            raise ValueError(f"it has a storage of {name.path}, which is not a type of torch")
+            raise ValueError(f"it has a storage of type {name.path}, which torch does not have")
         storage = Storage(_KINDS[word], key, _check_count(count))
         if self._storages.setdefault(key, storage) != storage:
             raise ValueError(f"its storage {key!r:.40} has two types")
@@ -150,7 +152,7 @@ class TorchFile:
 
     def _read_zipped(self, file: Any, size: int) -> Any:
         if _read_directory_bytes(file, size) > _MAX_DIRECTORY_BYTES:
-            raise ValueError("its list of entries is too long for a file of weights")
+            raise ValueError("its list of entries is too long for a weights file. Save the weights as safetensors")
         try:
             with zipfile.ZipFile(file) as archive:
                 entries = _check_entries(archive.infolist())
@@ -163,7 +165,7 @@ class TorchFile:
                     raise ValueError("it was written by a big-endian machine. Save it again as safetensors")
                 data = self._read_small(file, f"{root}/data.pkl", pickle_reader.MAX_BYTES)
         except (zipfile.BadZipFile, struct.error, EOFError, NotImplementedError) as error:
-            raise ValueError(f"it is a damaged archive: {error}") from error
+            raise ValueError(f"it is a damaged archive: {error}. Copy or download the file again") from error
         self.reader.budget = _COPIED_AT_LEAST + 4 * len(data)
         return pickle_reader.read(io.BytesIO(data))
 
@@ -184,7 +186,7 @@ class TorchFile:
                 raise ValueError("it was written by a big-endian machine. Save it again as safetensors")
             document, keys = pickle_reader.read(stream), pickle_reader.read(stream)
             if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-                raise ValueError("its list of storages is damaged")
+                raise ValueError("its list of storages is damaged. Copy or download the file again")
             start = stream.tell()
         self._follow(document)
         for key in keys:
@@ -192,7 +194,7 @@ class TorchFile:
             count = int.from_bytes(file.read(8), "little")
             storage = self._storages.get(key)
             if storage is None or count != storage.count or start + 8 + count * storage.dtype.itemsize > size:
-                raise ValueError(f"its storage {key!r:.40} is cut short or damaged")
+                raise ValueError(f"its storage {key!r:.40} is truncated or damaged. Copy or download the file again")
             self._places[key] = (start + 8, count * storage.dtype.itemsize)
             start += 8 + count * storage.dtype.itemsize
         return document
@@ -222,7 +224,7 @@ def _read_directory_bytes(file: Any, size: int) -> int:
     tail = file.read()
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) < at + 22:
-        raise ValueError("it is a zip archive that was cut short")
+        raise ValueError("it is a truncated zip archive. Copy or download the file again")
     sizes = [struct.unpack_from("<I", tail, at + 12)[0]]
     if sizes == [0xFFFFFFFF]:
         sizes = []
@@ -252,7 +254,9 @@ def _find_root(entries: dict[str, zipfile.ZipInfo]) -> str:
     roots = [name.removesuffix("/data.pkl") for name in entries if name.endswith("/data.pkl")]
     if len(roots) != 1:
         content = "numpy arrays" if any(name.endswith(".npy") for name in entries) else "no data.pkl"
-        raise ValueError(f"it is a zip archive with {content}, which torch.save did not write")
+        raise ValueError(
+            f"it is a zip archive with {content}, which torch.save did not write. Save the weights as safetensors"
+        )
     return roots[0]
 
 
@@ -260,10 +264,13 @@ def _locate_entry(file: Any, entry: zipfile.ZipInfo, size: int) -> tuple[int, in
     file.seek(entry.header_offset)
     head = file.read(30)
     if head[:4] != b"PK\x03\x04":
-        raise ValueError(f"its entry {entry.filename!r:.60} is not at the position that the archive's directory states")
+        raise ValueError(
+            f"its entry {entry.filename!r:.60} is not at the position that the archive's directory states. Copy or "
+            "download the file again"
+        )
     start = entry.header_offset + 30 + sum(struct.unpack_from("<HH", head, 26))
     if start + entry.file_size > size:
-        raise ValueError(f"its entry {entry.filename!r:.60} was cut short")
+        raise ValueError(f"its entry {entry.filename!r:.60} is truncated. Copy or download the file again")
     return start, entry.file_size
 
 

@@ -172,12 +172,13 @@ def _get_storage() -> Any:
         return ray.train.get_context().get_storage()
     except NotImplementedError as error:
         raise RuntimeError(
-            "RayTrainReportCallback needs Ray's storage, which num_workers=0 does not have. Use num_workers=1."
+            "RayTrainReportCallback needs Ray's storage, which num_workers=0 disables. Set num_workers=1 in "
+            "the ScalingConfig."
         ) from error
     except (RuntimeError, DeprecationWarning) as error:  # DeprecationWarning in a trial of Ray Tune
         raise RuntimeError(
             "RayTrainReportCallback was created outside of a Ray Train worker. Create it in the function passed "
-            "to ray.train.torch.TorchTrainer as train_loop_per_worker. In a trial of Ray Tune, use "
+            "to ray.train.torch.TorchTrainer as train_loop_per_worker. In a Ray Tune trial, use "
             "TuneReportCheckpointCallback."
         ) from error
 

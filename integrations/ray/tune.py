@@ -88,8 +88,8 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
 
         if get_context().get_trial_id() is None:
             raise RuntimeError(
-                "TuneReportCheckpointCallback was used outside of a Ray Tune trial. Call fit in the function of "
-                "ray.tune.Tuner. In a worker of Ray Train, use RayTrainReportCallback."
+                "TuneReportCheckpointCallback was used outside of a Ray Tune trial. Call fit in the function "
+                "passed to ray.tune.Tuner. In a Ray Train worker, use RayTrainReportCallback."
             )
         self._due = False
 

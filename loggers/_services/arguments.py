@@ -40,5 +40,6 @@ def check_options(function: str, options: Mapping[str, Any], also: Iterable[str]
     for option, value in options.items():
         if option not in valid:
             raise TypeError(
-                f"{option}={value!r} is not an argument: {function} accepts {', '.join(valid)}.{nearest(option, valid)}"
+                f"{option}={value!r} is not an argument of {function}, which accepts {', '.join(valid)}."
+                f"{nearest(option, valid)}"
             )

@@ -37,8 +37,9 @@ class Uploads:
         """Yield the path, callback and metadata of each checkpoint to upload at the end of a fit."""
         if self._mode and not self._was_notified:
             warnings.warn(
-                f"log_model={self._mode!r}, but this logger was not notified of any checkpoint, so nothing is "
-                "uploaded. Call its after_save_checkpoint(callback) after each save.",
+                f"log_model={self._mode!r} uploads nothing, because the logger was not notified of any checkpoint. Use "
+                "a ModelCheckpoint. Without a Trainer, call the logger's after_save_checkpoint(callback) after each "
+                "save.",
                 stacklevel=4,
             )
         for callback in self._callbacks.values():

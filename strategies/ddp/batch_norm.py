@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...common.messages import name_type
 from ..distributed import World
 
 _REPLACEABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -42,7 +43,10 @@ def synchronise(module: nn.Module, world: World) -> None:
     # torch's SyncBatchNorm does not support the CPU, at least up to 2.13.
     kind: type[_BatchNorm] = GlobalBatchNorm if world.device.type == "cpu" else nn.SyncBatchNorm
     if isinstance(module, _BatchNorm):
-        raise ValueError("sync_batchnorm=True, but the model itself is a BatchNorm layer. Put it inside a module.")
+        raise ValueError(
+            f"sync_batchnorm=True can't replace the model itself, which is {name_type(module)}. Put the layer inside a "
+            "module."
+        )
     replacements: dict[nn.Module, nn.Module] = {}
     for name, parent in list(module.named_modules()):
         for child_name, child in list(parent._modules.items()):
@@ -51,8 +55,8 @@ def synchronise(module: nn.Module, world: World) -> None:
             if type(child) not in (*_REPLACEABLE, nn.SyncBatchNorm):
                 layer_name = f"{name}.{child_name}" if name else child_name
                 raise ValueError(
-                    f"sync_batchnorm=True supports BatchNorm1d, 2d and 3d, but {layer_name} is a "
-                    f"{type(child).__name__}. Use one of these classes, or synchronize the layer yourself."
+                    f"sync_batchnorm=True supports BatchNorm1d, BatchNorm2d and BatchNorm3d, but layer "
+                    f"{layer_name!r} is {name_type(child)}. Use one of these classes, or remove sync_batchnorm."
                 )
             if child not in replacements:
                 replacements[child] = _convert_layer(kind, child, world.group)
@@ -74,7 +78,8 @@ class GlobalBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(
-                f"batch normalization needs an input with at least 2 dimensions, but got one with {input.dim()}."
+                "batch normalization needs an input with at least 2 dimensions (samples and channels), but the input "
+                f"has the shape {tuple(input.shape)}. Reshape the input."
             )
 
     def forward(self, input: Tensor) -> Tensor:

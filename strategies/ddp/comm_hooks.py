@@ -49,11 +49,11 @@ class CommHook:
             argument = "comm_state" if self.wrapper is None else "comm_wrapper"
             raise ValueError(f"{argument} needs a comm_hook, but none is set. Set comm_hook, or remove {argument}.")
         if self.hook in ("fp16", "bf16") and state:
-            raise ValueError(f"comm_hook={str(self.hook)!r} has no state. Remove comm_state={state!r}.")
+            raise ValueError(f"comm_hook={str(self.hook)!r} takes no state. Remove comm_state={state!r}.")
         if getattr(self.hook, "__name__", "") == "post_localSGD_hook":
             raise ValueError(
-                "comm_hook=post_localSGD_hook stops the reduction of gradients but does not average the parameters. "
-                "Use DDP(local_sgd_steps=K, local_sgd_start=S), which does both."
+                "comm_hook=post_localSGD_hook stops gradient reduction but does not average the parameters. Use "
+                "DDP(local_sgd_steps=K, local_sgd_start=S), which does both."
             )
 
     def __bool__(self) -> bool:
@@ -88,7 +88,7 @@ class CommHook:
 
         if self.hook == "bf16":
             return default_hooks.bf16_compress_hook, world.group
-        announce("PowerSGD's error memory is not saved in checkpoints, so a resumed run starts with an empty one")
+        announce("PowerSGD's error memory is not saved in checkpoints, so a resumed run starts with an empty memory")
         if self.state is not None and not isinstance(self.state, dict):
             return powerSGD_hook.powerSGD_hook, self.state
         # torch's default epsilon is 0, with which a gradient of zeros becomes NaN.

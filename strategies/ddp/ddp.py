@@ -206,8 +206,8 @@ class DDP(Strategy):
             clashes = {"zero": zero, "comm_hook": bool(self.comm_hook), "static_graph": static_graph}
             for clash in (name for name, on in clashes.items() if on):
                 raise ValueError(
-                    f"local_sgd_steps={self.local_steps.every} can't be combined with {clash}, which relies on a "
-                    "reduction of gradients in every step. Remove one of them."
+                    f"local_sgd_steps={self.local_steps.every} can't be combined with {clash}, which relies on "
+                    "gradient reduction in every step. Remove one of them."
                 )
 
     def attach(self, world: World, precision: Precision) -> None:
@@ -223,13 +223,14 @@ class DDP(Strategy):
         self._local_optimizer: Optimizer | None = None
         if self.local_steps is not None and precision.scaled:
             raise ValueError(
-                f"local_sgd_steps={self.local_steps.every} can't be combined with float16's loss scale, since each "
-                "process would skip different steps. Use bf16, or remove local_sgd_steps."
+                f"local_sgd_steps={self.local_steps.every} can't be combined with precision={precision.name!r}, whose "
+                "loss scaler would skip different steps on each process. Use 'bf16-mixed', or remove local_sgd_steps."
             )
         requested = {"comm_hook": self.comm_hook, "zero": self.zero, "local_sgd_steps": self.local_steps}
         ineffective = [name for name, value in requested.items() if value]
         if world.size == 1 and ineffective:
-            announce(f"the world size is 1, so DDP's {', '.join(ineffective)} has no effect")
+            verb = "has" if len(ineffective) == 1 else "have"
+            announce(f"the world size is 1, so DDP's {' and '.join(ineffective)} {verb} no effect")
 
     @property
     def replicas_equal(self) -> bool:
@@ -307,7 +308,8 @@ class DDP(Strategy):
         if self.local_steps is not None:
             if self._local_optimizer not in (None, optimizer):
                 raise ValueError(
-                    "local_sgd_steps supports only one optimizer, but there are several. Remove local_sgd_steps."
+                    f"local_sgd_steps={self.local_steps.every} supports only one optimizer, but several were prepared. "
+                    "Use one optimizer, or remove local_sgd_steps."
                 )
             self._local_optimizer = optimizer
             optimizer.register_step_post_hook(self._finish_step)
@@ -352,8 +354,8 @@ class DDP(Strategy):
             return
         if not replica.can_skip_reduction():
             raise ValueError(
-                "static_graph=True needs a reduction in the first backward, so no_sync can't be used before it. "
-                "Remove static_graph, or skip no_sync in the first step."
+                "static_graph=True needs a gradient reduction in the first backward pass, so no_sync can't be used in "
+                "that pass. Remove static_graph, or use no_sync only after the first step."
             )
         before = replica.require_backward_grad_sync
         replica.apart += 1
@@ -374,8 +376,8 @@ class DDP(Strategy):
         if replica.find_unused_parameters or replica.static_graph:
             option = "static_graph" if replica.static_graph else "find_unused_parameters"
             raise ValueError(
-                f"{option}=True inspects the graph in forward, but this forward ran inside no_sync. Remove {option}, "
-                "or run forward outside of no_sync."
+                f"{option}=True inspects the graph in the forward pass, but this forward pass ran inside no_sync. "
+                f"Remove {option}, or run the forward pass outside no_sync."
             )
         before = replica.require_backward_grad_sync
         replica.require_backward_grad_sync = True  # type: ignore[assignment]
@@ -388,7 +390,7 @@ class DDP(Strategy):
     def steps_apart(self, module: nn.Module) -> Any:
         """See `Strategy.steps_apart`."""
         if self.zero or self.local_steps is not None:
-            option = "zero=True" if self.zero else "local_sgd_steps"
+            option = "zero=True" if self.local_steps is None else f"local_sgd_steps={self.local_steps.every}"
             raise ValueError(
                 f"LocalSGD can't be combined with DDP({option}), which exchanges parameters itself. Remove {option}."
             )
@@ -497,7 +499,7 @@ class DDP(Strategy):
             "sync_batchnorm": self.sync_batchnorm,
         }
         for name in (name for name, value in settings.items() if value):
-            raise ValueError(f"DDP({name}=...) is not supported in a plan. Remove it to plan the rest.")
+            raise ValueError(f"DDP({name}=...) is not supported in a plan. Remove {name} for the plan.")
         from torch.utils._python_dispatch import _disable_current_modes
 
         cap = self.options["bucket_cap_mb"]

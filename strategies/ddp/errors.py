@@ -31,23 +31,29 @@ def explain_reducer_error(error: BaseException, names: list[str], finds_unused: 
 
 def _unused_parameter_error(names: list[str], finds_unused: bool) -> ValueError:
     shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
-    problem = f"no gradient reached these parameters, so this step's gradients were not reduced: {shown or 'unknown'}."
+    which, they_are, them = (
+        ("this parameter", "it is", "it") if len(names) == 1 else ("these parameters", "they are", "them")
+    )
+    problem = (
+        f"no gradient reached {which}, so this step's gradients were not reduced: {shown}."
+        if names
+        else "no gradient reached some parameters, so this step's gradients were not reduced."
+    )
     if finds_unused:
         return ValueError(
-            f"{problem} find_unused_parameters=True skips only parameters that the model's output does not depend on. "
-            "The output depends on these, or the loss does not use that output. Compute the loss from the output of "
-            "the prepared model."
+            f"{problem} find_unused_parameters=True skips only parameters that the model's output does not depend on, "
+            f"but the output depends on {which}. Compute the loss from the complete output of the prepared model."
         )
     return ValueError(
-        f"{problem} If they are unused in some steps on purpose, use strategy='ddp_find_unused_parameters_true' or "
-        "DDP(find_unused_parameters=True). If they are never used, freeze them with requires_grad_(False). If they "
-        "should be used, compute the loss from the complete output of the prepared model."
+        f"{problem} If {they_are} unused in some steps on purpose, use strategy='ddp_find_unused_parameters_true' or "
+        f"DDP(find_unused_parameters=True). If {they_are} never used, freeze {them} with requires_grad_(False). "
+        "Otherwise, compute the loss from the complete output of the prepared model."
     )
 
 
 def _ready_twice_error(name: str) -> ValueError:
     return ValueError(
-        f"the gradient of {name} was ready twice in one backward. This happens if layers are used more than once and "
-        "checkpointed with use_reentrant=True. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint. If "
-        "every step computes the same graph, DDP(static_graph=True) permits it too."
+        f"the gradient of {name} was ready twice in one backward pass. This happens if layers are used more than once "
+        "and checkpointed with use_reentrant=True. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint, or, "
+        "if every step computes the same graph, use DDP(static_graph=True)."
     )

@@ -155,15 +155,15 @@ class _Examination:
             socket.getaddrinfo(host, None)  # torch would retry until the limit
         except OSError as error:
             raise ValueError(
-                f"MASTER_ADDR={host!r} does not resolve on {socket.gethostname()} ({error}). Set it to the address of "
-                "rank 0's machine."
+                f"MASTER_ADDR={host!r} can't be resolved on {socket.gethostname()} ({error.strerror or error}). Set "
+                "MASTER_ADDR to the address of rank 0's machine."
             ) from None
         if address is None and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             # Rank zero holds the store. In torch's own rendezvous it would wait for all ranks, without naming the
             # missing ones.
             port = environment["MASTER_PORT"]
             if not port.isdecimal() or not 0 < int(port) < 65536:
-                raise ValueError(f"MASTER_PORT={port!r} must be a number from 1 to 65535")
+                raise ValueError(f"MASTER_PORT={port!r} must be an integer from 1 to 65535.")
             address = (host, int(port))
         store = process_group.meeting_place(launched.rank, launched.world_size, timedelta(seconds=self.limit), address)
         self._store = dist.PrefixStore(f"treadle/{launched.run_id}/diagnosis {self._number}", store)

@@ -123,7 +123,7 @@ def _judge_versions(ranks: list[Facts], subject: str, packages: tuple[str, ...])
             for version, numbers in others.items()
         ]
     if differences:
-        return Finding(FAULT, subject, "; ".join(differences) + ". Install the same on all machines.")
+        return Finding(FAULT, subject, "; ".join(differences) + ". Install the same versions on all machines.")
     versions = [f"{name} {first['versions'][name]}" for name in packages if name in first["versions"]]
     return Finding(GOOD, subject, ", ".join(versions))
 
@@ -147,7 +147,8 @@ def _judge_system(facts: Facts) -> Finding:
     name, release = facts["system"]["name"], facts["system"]["release"]
     numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdecimal())
     if name == "Linux" and numbers < _OLDEST_LINUX:
-        return Finding(NOTE, "system", f"Linux {release}: processes may hang on a kernel older than 5.5. Upgrade it.")
+        hint = "processes may hang on a kernel older than 5.5. Upgrade the kernel"
+        return Finding(NOTE, "system", f"Linux {release}: {hint}.")
     return Finding(GOOD, "system", f"{name} {release}")
 
 
@@ -156,13 +157,15 @@ def _judge_cpus(facts: Facts) -> Finding:
     usable = min(cpu["usable"], cpu["quota"] or cpu["usable"])
     local_ranks = int(environment.get("LOCAL_WORLD_SIZE", 1))
     threads = "thread" if cpu["threads"] == 1 else "threads"
+    ranks = f"{local_ranks} rank{'s' * (local_ranks != 1)}"
     text = f"{cpu['name']}, {usable:g} of {cpu['installed']} usable, {cpu['threads']} {threads} per rank"
     if "OMP_NUM_THREADS" in environment:
         text += f" (OMP_NUM_THREADS={environment['OMP_NUM_THREADS']})"
     if cpu["threads"] * local_ranks > max(usable, local_ranks):
-        return Finding(NOTE, "CPUs", f"{text}: {local_ranks} ranks slow each other down. Lower OMP_NUM_THREADS.")
+        hint = f"{ranks} with {cpu['threads']} {threads} each use more CPUs than are available"
+        return Finding(NOTE, "CPUs", f"{text}: {hint}. Set OMP_NUM_THREADS={max(1, int(usable // local_ranks))}.")
     if usable < local_ranks:
-        return Finding(NOTE, "CPUs", f"{text}: fewer CPUs than this machine's {local_ranks} ranks.")
+        return Finding(NOTE, "CPUs", f"{text}: less than one CPU per rank, for {ranks} on this machine.")
     return Finding(GOOD, "CPUs", text)
 
 
@@ -179,8 +182,8 @@ def _judge_devices(facts: Facts) -> Finding:
     cuda = devices["cuda"]
     if not cuda:
         if devices["files"] and visible != "":
-            text = "torch sees no CUDA device, but this machine has an NVIDIA driver. Compare its version with torch's"
-            return Finding(FAULT, "devices", f"{text} CUDA.")
+            text = "torch sees no CUDA device, but this machine has an NVIDIA driver. Check with `nvidia-smi` whether"
+            return Finding(FAULT, "devices", f"{text} the driver supports torch's CUDA version (torch.version.cuda).")
         hidden = ", hidden by CUDA_VISIBLE_DEVICES=''" if devices["files"] else ""
         return Finding(GOOD, "devices", f"{'mps' if devices['mps'] else 'CPU only'}{hidden}")
     names = [device["name"] for device in cuda]
@@ -193,13 +196,13 @@ def _judge_devices(facts: Facts) -> Finding:
     if devices["pairs"]:
         text += f", P2P for {devices['peer pairs']} of {devices['pairs']} pairs"
         text += {True: ", NVLink", False: ", no NVLink", None: ""}[devices["nvlink"]]
-    if visible is not None and len(cuda) < len([part for part in visible.split(",") if part.strip()]):
-        return Finding(
-            FAULT, "devices", f"{text}: CUDA_VISIBLE_DEVICES={visible!r} names more devices than torch sees."
-        )
+    named = len([part for part in visible.split(",") if part.strip()]) if visible is not None else 0
+    if len(cuda) < named:
+        mismatch = f"CUDA_VISIBLE_DEVICES={visible!r} names {named} devices, but torch sees only {len(cuda)}"
+        return Finding(FAULT, "devices", f"{text}: {mismatch}.")
     crowded = any(device["free"] < device["total"] / 2 for device in cuda)
     return Finding(
-        NOTE if crowded else GOOD, "devices", text + (": another program uses one of them." if crowded else "")
+        NOTE if crowded else GOOD, "devices", text + (": another program uses GPU memory." if crowded else "")
     )
 
 
@@ -208,7 +211,8 @@ def _judge_backends(facts: Facts) -> Finding:
     text = ", ".join(f"{name} {version}".strip() for name, version in backends.items())
     absent = [name for name in ("gloo", *(["nccl"] if cuda else [])) if name not in backends]
     if absent:
-        return Finding(FAULT, "backends", f"torch was built without {' and '.join(absent)}. It has {text or 'none'}.")
+        names = " and ".join(absent)
+        return Finding(FAULT, "backends", f"torch was built without {names}. Install a build of torch with {names}.")
     return Finding(GOOD, "backends", text)
 
 
@@ -284,11 +288,14 @@ def _list_contradictions(facts: Facts, launched: LaunchEnvironment | None) -> It
         for size_name, rank_name in _OTHER_LAUNCHERS.items():
             other_size = env.get(size_name, "1")
             if other_size != "1" and (env.get("WORLD_SIZE"), env["RANK"]) != (other_size, env.get(rank_name)):
+                used, unused = (
+                    " and ".join(f"{name}={env[name]}" for name in names if name in env)
+                    for names in (("RANK", "WORLD_SIZE"), (rank_name, size_name))
+                )
                 yield (
                     FAULT,
-                    f"RANK={env['RANK']}, WORLD_SIZE={env.get('WORLD_SIZE')} contradict "
-                    f"{rank_name}={env.get(rank_name)}, {size_name}={other_size}. Treadle uses RANK. Unset it if srun "
-                    "or mpirun starts the ranks.",
+                    f"Treadle uses {used}, which contradicts {unused}. Unset RANK and WORLD_SIZE if srun or mpirun "
+                    "starts the ranks.",
                 )
     address = env.get("MASTER_ADDR", "")
     if launched is not None and launched.node_count > 1 and (address == "localhost" or address.startswith("127.")):
@@ -314,7 +321,7 @@ def _list_contradictions(facts: Facts, launched: LaunchEnvironment | None) -> It
     if ignored:
         yield (
             NOTE,
-            f"Treadle does not read {', '.join(ignored)}. Pass the argument to Accelerator(...) or Trainer(...).",
+            f"Treadle does not read {', '.join(ignored)}. Pass the setting to Accelerator(...) or Trainer(...).",
         )
 
 
@@ -327,7 +334,8 @@ def _judge_measurements(measured: Facts) -> Iterator[Finding]:
             yield Finding(GOOD, "clocks", f"at most {offset * 1e3:.1f} ms from rank 0's")
         else:
             side = "ahead of" if offsets[rank] > 0 else "behind"
-            text = f"rank {rank} is {offset:.1f} s {side} rank 0, so times in logs and checkpoints differ. Use NTP."
+            text = f"the clock of rank {rank} is {offset:.1f} s {side} rank 0's, so times in logs and checkpoints "
+            text += "differ. Synchronize the clocks with NTP."
             yield Finding(FAULT if offset >= _CLOCK_FAULT else NOTE, "clocks", text)
     if "all-reduce" in measured:
         all_reduce = measured["all-reduce"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...common.messages import named_ranks
 from ..distributed import World, backend_of
 
 _ROUNDS = 7  # measurements of the clocks; their median is robust to a rank that is delayed in one of them
@@ -78,10 +79,9 @@ def _check_sum(world: World) -> None:
     expected = world.size * (world.size + 1) / 2
     wrong = world.gather_objects(int((values != expected).sum()))
     if any(wrong):  # on all ranks, because a rank that left alone would leave the others waiting
-        ranks = ", ".join(str(rank) for rank, count in enumerate(wrong) if count)
-        raise ArithmeticError(
-            f"an all-reduce of {_MEDIUM} values returned up to {max(wrong)} wrong sums on rank {ranks}"
-        )
+        ranks = named_ranks([rank for rank, count in enumerate(wrong) if count])
+        sums = "wrong sum" if max(wrong) == 1 else "wrong sums"
+        raise ArithmeticError(f"an all-reduce of {_MEDIUM} values returned up to {max(wrong)} {sums} on {ranks}")
 
 
 def _time_all_reduce(world: World, length: int, repeats: int) -> float:

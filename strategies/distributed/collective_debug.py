@@ -217,7 +217,7 @@ class Meeting:
             f"{named_ranks(list(absent))} did not make a call that needs all processes within {self._timeout:g} s:\n"
             f"{describe_calls({**arrived, **absent})}\n"
             "A call that only some processes make (`if accelerator.is_main_process:`) never ends. A process may also "
-            "have failed, wait in another call (a backward pass of DDP), or need more time. TREADLE_DEBUG_TIMEOUT "
+            "have failed, wait in another call (such as a DDP backward pass), or need more time. TREADLE_DEBUG_TIMEOUT "
             f"sets the timeout in seconds.{_quote_note(self._note)}"
         )
 
@@ -238,15 +238,15 @@ def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> s
         problem = f"{named_ranks(ended_ranks)} will not make a call that needs all processes"
         return f"{_MISSING}{problem}:\n{listed}{_quote_note(note)}"
     equal = {
-        "the call": len({(call.operation, call.name) for call in calls}) == 1,
+        "the operation": len({(call.operation, call.name) for call in calls}) == 1,
         "the tensor": len({call.value for call in calls}) == 1,
         "the line": len({call.location_key for call in calls}) == 1,
     }
     if all(equal.values()):
         return _MATCHING
-    if equal["the call"] and equal["the tensor"] and calls[0].operation.split()[0] in _MAY_STAND_APART:
+    if equal["the operation"] and equal["the tensor"] and calls[0].operation.split()[0] in _MAY_STAND_APART:
         return (
-            f"{_NOTE}The processes make the call {calls[0].operation} from different lines:\n"
+            f"{_NOTE}the processes make the call {calls[0].operation} from different lines:\n"
             f"{listed}\n"
             "If this is not intended, a process skipped a call."
         )
@@ -254,9 +254,9 @@ def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> s
     advice = (
         "Dtypes and shapes must be the same. Call pad_across_processes to make shapes equal. gather supports "
         "different lengths in dimension 0."
-        if equal["the call"] and equal["the line"]
+        if equal["the operation"] and equal["the line"]
         else "All processes must make the same calls in the same order. Look for a call under a condition that holds "
-        "only on some of them."
+        "only on some processes, and make the call on all of them."
     )
     return f"{_DIFFERENT}the processes make calls that differ in {differ}:\n{listed}\n{advice}{_quote_note(note)}"
 

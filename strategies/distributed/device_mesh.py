@@ -49,7 +49,10 @@ class Layout:
         """
         data, left = divmod(world_size, self.tensor)
         if left:
-            raise ValueError(f"tensor_parallel_size={self.tensor} must divide the world size, {world_size}.")
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor} must divide the world size, {world_size}. Change "
+                "tensor_parallel_size or the number of processes."
+            )
         if self.data not in ("auto", data):
             raise ValueError(
                 f"data_parallel_size={self.data} times tensor_parallel_size={self.tensor} must be the world size, "
@@ -57,9 +60,10 @@ class Layout:
             )
         shard, left = divmod(data, self.replicate)
         if left:
+            divisor = "" if self.tensor == 1 else f" divided by tensor_parallel_size={self.tensor}"
             raise ValueError(
-                f"data_parallel_replicate={self.replicate} must divide {data}, the number of processes that share the "
-                "data."
+                f"data_parallel_replicate={self.replicate} must divide the world size{divisor}, {data}. Change "
+                "data_parallel_replicate or the number of processes."
             )
         sizes = {REPLICATE: self.replicate, SHARD: shard, TENSOR: self.tensor}
         return {name: size for name, size in sizes.items() if name == SHARD or size > 1}

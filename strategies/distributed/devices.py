@@ -57,6 +57,7 @@ def parse_devices(kind: str, devices: Devices) -> list[int] | None:
         TypeError: If the value has another type.
     """
     rule = "must be a number of at least 1, -1 for all, a list of indices, a string such as '0,2', or 'auto'"
+    requested = devices
     if devices == "auto":
         return None
     if isinstance(devices, str):
@@ -72,18 +73,20 @@ def parse_devices(kind: str, devices: Devices) -> list[int] | None:
         if devices == -1:
             devices = available or 1
         if devices < 1:
-            raise ValueError(f"devices={devices} {rule}.")
+            raise ValueError(f"devices={requested!r} {rule}.")
         chosen = list(range(devices))
     else:
         chosen = [*devices]  # type: ignore[list-item]
     if any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in chosen):
-        raise ValueError(f"devices={devices!r} {rule}.")
+        raise ValueError(f"devices={requested!r} {rule}.")
     if not chosen or len(set(chosen)) != len(chosen):
-        raise ValueError(f"devices={devices!r} must list at least one device, and each device only once.")
+        raise ValueError(f"devices={requested!r} must list at least one device, and each device only once.")
     if available is not None and max(chosen) >= available:
         raise ValueError(
-            f"devices={devices!r}, but torch sees {available} CUDA device(s), numbered from 0. Choose from these."
+            f"devices={requested!r} needs the CUDA device with index {max(chosen)}, but torch sees only "
+            f"{'index 0' if available == 1 else f'indices 0 to {available - 1}'}. Use devices=-1, which "
+            "selects every device that torch sees."
         )
     if kind == "mps" and len(chosen) > 1:
-        raise ValueError(f"devices={devices!r}, but a machine has only one MPS device. Use devices=1.")
+        raise ValueError(f"devices={requested!r}, but a machine has only one MPS device. Use devices=1.")
     return chosen

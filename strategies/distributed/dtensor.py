@@ -95,7 +95,10 @@ def piece_of(tensor: Any) -> Piece:
         TypeError: If the local tensor is a partial sum, which has to be reduced first.
     """
     if any(placement.is_partial() for placement in tensor.placements):
-        raise TypeError(f"a tensor placed as {tensor.placements} has no values yet. Redistribute it first.")
+        raise TypeError(
+            f"a tensor is placed as {tensor.placements}, so each process has only a partial result. Redistribute the "
+            "tensor with Replicate() or Shard(dim) first."
+        )
     mesh = tensor.device_mesh
     copies = [at for at, p in zip(mesh.get_coordinate(), tensor.placements, strict=True) if p.is_replicate()]
     # If the tensor is on a part of a larger grid, each such part has a copy; that of rank zero is the first.

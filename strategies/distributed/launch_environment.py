@@ -18,7 +18,7 @@ _STARTS = {
     # By launcher: what sets the processes per machine, and the machines.
     "torchrun": ("torchrun with `--nproc-per-node {}`", "torchrun with `--nnodes {}`"),
     "srun": ("srun with `#SBATCH --ntasks-per-node={}`", "srun with `#SBATCH --nodes={}`"),
-    "mpirun": ("mpirun with `--npernode {}`", "mpirun with `--host with {} hosts`"),
+    "mpirun": ("mpirun with `--npernode {}`", "mpirun with `--host` and {} hosts"),
     "ray": ("TorchTrainer with `ScalingConfig(num_workers={})`", "TorchTrainer with workers that need {} machines"),
 }
 # IDs from here on do not belong to steps of srun, but to a shell of salloc, a batch script, or an adopted process.
@@ -139,14 +139,14 @@ class LaunchEnvironment:
         per_node, machines = _STARTS[self.launcher]
         if device_count != self.local_world_size:
             raise ValueError(
-                f"devices={devices!r} asks for {device_count} process(es) on each machine, but the launcher started "
-                f"{self.local_world_size} (LOCAL_WORLD_SIZE) on machine {self.node_rank}. Use devices='auto', or start "
-                f"{per_node.format(device_count)}."
+                f"devices={devices!r} asks for {device_count} process{'es' * (device_count > 1)} on each machine, but "
+                f"the launcher started {self.local_world_size} (LOCAL_WORLD_SIZE) on machine {self.node_rank}. Use "
+                f"devices='auto', or start {per_node.format(device_count)}."
             )
         if num_nodes not in (1, self.node_count):
             raise ValueError(
-                f"num_nodes={num_nodes}, but the launcher started {self.node_count} machine(s). Remove num_nodes, or "
-                f"start {machines.format(num_nodes)}."
+                f"num_nodes={num_nodes}, but the launcher started processes on {self.node_count} "
+                f"machine{'s' * (self.node_count > 1)}. Remove num_nodes, or start {machines.format(num_nodes)}."
             )
 
     def device_index(self, device_indices: list[int], visible_count: int | None) -> int:
@@ -166,8 +166,9 @@ class LaunchEnvironment:
             return 0  # --gpus-per-task: SLURM shows each task only its own GPUs
         if visible_count is not None and index >= visible_count:
             raise ValueError(
-                f"the process with LOCAL_RANK={self.local_rank} needs CUDA device {index}, but torch sees "
-                f"{visible_count} device(s). Start fewer processes per machine, or make more devices visible."
+                f"the process with LOCAL_RANK={self.local_rank} needs CUDA device {index}, but torch sees only "
+                f"{visible_count} device{'s' * (visible_count != 1)}. Start fewer processes per machine, or make more "
+                "devices visible."
             )
         return index
 
@@ -175,11 +176,12 @@ class LaunchEnvironment:
 def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if name not in env:
-            assignments = ", ".join(f"{n}={env[n]}" for n in _TORCHRUN if n in env)
+            present = [n for n in _TORCHRUN if n in env]
+            assignments = " and ".join(f"{n}={env[n]}" for n in present)
             raise ValueError(
-                f"{name} is not set, but {assignments} is. A launch environment must be complete or absent. Start "
-                "with torchrun, which sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or unset "
-                f"{assignments.split('=')[0]}."
+                f"{name} is not set, but {assignments} {'is' if len(present) == 1 else 'are'}. A launch environment "
+                "must be complete or absent. Start with torchrun, which sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR "
+                f"and MASTER_PORT, or unset {' and '.join(present)}."
             )
     size = _parse_number(env, "WORLD_SIZE", low=1)
     rank = _parse_number(env, "RANK", low=0, high=size - 1)
@@ -223,7 +225,10 @@ def _read_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
     else:
         return None
     _check_all_set(
-        env, (*names, "MASTER_ADDR", "MASTER_PORT"), f"{names[0]}={env[names[0]]}", "mpirun -x MASTER_ADDR=HOST"
+        env,
+        (*names, "MASTER_ADDR", "MASTER_PORT"),
+        f"{names[0]}={env[names[0]]}",
+        "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT",
     )
     size = _parse_number(env, names[0], low=1)
     local_size = _parse_number(env, names[2], low=1, high=size)
@@ -262,7 +267,10 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
     per_node = task_counts(env[shares], shares)
     count = _parse_number(env, nodes, low=1)
     if len(per_node) != count or sum(per_node) != size:
-        raise ValueError(f"{shares}={env[shares]} contradicts {nodes}={count} and {tasks}={size}.")
+        raise ValueError(
+            f"{shares}={env[shares]} contradicts {nodes}={count} and {tasks}={size}. Start the processes with srun, "
+            "which sets these variables consistently."
+        )
     node = _parse_number(env, "SLURM_NODEID", low=0, high=count - 1)
     if _is_slurm_batch(env, per_node[node]):
         return None

@@ -128,7 +128,7 @@ class Arrivals:
                 self._wait(call, arrived, moved)
         except dist.DistNetworkError as error:
             raise RuntimeError(
-                f"{call} needs all processes, but the one that hosts the run's store, usually rank 0, has ended "
+                f"{call} needs all processes, but the process that hosts the run's store, usually rank 0, has ended "
                 f"({error})."
             ) from None
         except BaseException:
@@ -211,10 +211,12 @@ class Arrivals:
         arrived_ranks = [
             rank for rank in range(self._size) if rank not in missing and (rank in self._near or rank == self._rank)
         ]
+        ranks_by_reason: dict[str, list[int]] = {}
+        for rank, reason in missing.items():
+            ranks_by_reason.setdefault(reason or f"has not called it within {seconds:.0f} s", []).append(rank)
         reasons = "; ".join(
-            f"{_name_ranks([rank for rank in missing if missing[rank] == reason])} "
-            f"{reason or f'has not called it within {seconds:.0f} s'}"
-            for reason in dict.fromkeys(missing.values())
+            f"{_name_ranks(ranks)} {reason if len(ranks) == 1 else _make_plural(reason)}"
+            for reason, ranks in ranks_by_reason.items()
         )
         return (
             f"{call} needs all processes, but {_name_ranks(arrived_ranks)} called it and {reasons}. Call it on every "
@@ -248,6 +250,15 @@ def forget_arrivals() -> None:
     for *_, earlier in _current:
         atexit.unregister(earlier.leave)
     _current.clear()
+
+
+def _make_plural(reason: str) -> str:
+    """Return the reason why one rank cannot arrive in the form for several ranks."""
+    verbs = {"has continued and waits": "have continued and wait", "has": "have", "calls": "call"}
+    for singular, plural in verbs.items():
+        if reason.startswith(f"{singular} "):
+            return plural + reason.removeprefix(singular)
+    return reason
 
 
 def _name_ranks(ranks: Iterable[int]) -> str:

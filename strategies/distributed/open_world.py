@@ -55,7 +55,7 @@ def open_world(
         if num_nodes != 1:
             raise ValueError(
                 f"num_nodes={num_nodes} needs a launcher on every machine. Run `treadle launch --nnodes {num_nodes} "
-                "--rdzv-endpoint HOST:PORT script.py` on each."
+                "--rdzv-endpoint HOST:PORT script.py` on each machine."
             )
         if device_indices is None:
             count = torch.cuda.device_count() if kind == "cuda" and spread and supervisor.has_script() else 1

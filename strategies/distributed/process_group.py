@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...common.messages import named_ranks
 from ...common.version import __version__
 from ..processes import name_gloo_interface
 from .launch_environment import LaunchEnvironment
@@ -58,7 +59,7 @@ def connect(
         ValueError: If ``address``, ``backend`` or an existing group cannot be used, or if versions differ.
     """
     if backend == "nccl" and device.type != "cuda":
-        raise ValueError(f"backend='nccl' needs GPUs, but this process computes on {device.type}. Use 'gloo'.")
+        raise ValueError(f"backend='nccl' needs GPUs, but this process computes on {device.type}. Use backend='gloo'.")
     if dist.is_initialized() and backend is not None and backend not in dist.get_backend_config():
         raise ValueError(
             f"backend={backend!r}, but the existing process group uses {dist.get_backend_config()}. Remove backend."
@@ -92,7 +93,7 @@ def connect(
     if (dist.get_rank(), dist.get_world_size()) != (rank, size):
         raise ValueError(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in the existing process group, but "
-            f"rank {rank} of {size} in its environment. Initialize the group with the launcher's variables."
+            f"rank {rank} of {size} in the launcher's variables. Initialize the group from these variables."
         )
 
 
@@ -155,7 +156,7 @@ def _check_versions(store: dist.Store, rank: int) -> None:
     elif (rank_zero_versions := store.get("versions").decode()) != local_versions:
         raise ValueError(
             f"rank {rank} runs {local_versions} (on {socket.gethostname()}), but rank 0 runs {rank_zero_versions}. "
-            "Install the same versions."
+            "Install the same versions on all machines."
         )
 
 
@@ -227,7 +228,10 @@ def join_attempt(store: dist.Store, name: str, rank: int, size: int, timeout: ti
     try:
         store.wait([f"{name}/for {token}"], timeout)
     except dist.DistStoreError:
-        raise RuntimeError(f"rank 0 has not connected to rank {rank} within {timeout}.") from None
+        raise RuntimeError(
+            f"rank 0 has not connected to rank {rank} within {timeout.total_seconds():g} s. Check whether rank 0 has "
+            "started."
+        ) from None
     part = dist.PrefixStore(f"{name}/{store.get(f'{name}/for {token}').decode()}", store)
     part.set(f"rank {rank}", "")
     part.add("ranks", 1)
@@ -242,8 +246,12 @@ def _gather_processes(store: dist.Store, name: str, token: str, size: int, timeo
     pause = 0.001
     while part.add("ranks", 0) < size - 1:
         if time.monotonic() > deadline:
-            absent = [str(rank) for rank in range(1, size) if not part.check([f"rank {rank}"])]
-            raise RuntimeError(f"rank(s) {', '.join(absent)} of {size} have not connected to rank 0 within {timeout}.")
+            absent = [rank for rank in range(1, size) if not part.check([f"rank {rank}"])]
+            verb, which = ("has", "this rank has") if len(absent) == 1 else ("have", "these ranks have")
+            raise RuntimeError(
+                f"{named_ranks(absent)} of {size} {verb} not connected to rank 0 within {timeout.total_seconds():g} s. "
+                f"Check whether {which} started."
+            )
         for rank in range(1, size):
             if part.check([f"rank {rank}"]) or not store.check([f"{name}/{rank}"]):
                 continue
@@ -261,8 +269,8 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
         socket.getaddrinfo(host, port)  # torch would retry until the timeout
     except OSError as error:
         raise ValueError(
-            f"this machine can't resolve the address of rank 0, {host!r} ({error}). Set MASTER_ADDR to an address of "
-            "rank 0's machine."
+            f"the address of rank 0, {host!r}, can't be resolved on {socket.gethostname()} "
+            f"({error.strerror or error}). Set MASTER_ADDR to the address of rank 0's machine."
         ) from None
     try:
         return dist.TCPStore(
@@ -272,7 +280,8 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
         if rank != 0:
             raise
         raise ValueError(
-            f"rank 0 can't listen on port {port} ({error}). Set MASTER_PORT to a free port on all processes."
+            f"rank 0 can't listen on port {port} ({error}). Set MASTER_PORT, on all processes, to a free port of "
+            "rank 0's machine."
         ) from None
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ...common.messages import named_ranks
 from . import process_group
 from .current import abort, current_place, current_world, disconnect
 from .launch_environment import LaunchEnvironment
@@ -134,9 +135,10 @@ class Attempts:
             self._store.wait(names, limit)
         except (RuntimeError, dist.DistError):
             silent = [rank for rank, name in enumerate(names) if not self._store.check([name])]
+            which = "This rank" if len(silent) == 1 else "These ranks"
             raise RuntimeError(
-                f"rank(s) {', '.join(map(str, silent))} did not report the result of this attempt within "
-                f"{limit.total_seconds():g} s. They may be waiting in a collective that can't be aborted."
+                f"{named_ranks(silent)} did not report the result of this attempt within {limit.total_seconds():g} s. "
+                f"{which} may be waiting in a collective that can't be aborted."
             ) from None
         return [self._store.get(name).decode() for name in names]
 

@@ -287,7 +287,8 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
     """
     full = traceback.TracebackException(type(error), error, trace, compact=True)
     if not is_full():
-        owners, hint = _map_owners(error, trace), itertools.chain([f" ({VARIABLE}=1 shows them)"], itertools.repeat(""))
+        owners = _map_owners(error, trace)
+        hint = itertools.chain([f" (set {VARIABLE}=1 to show all frames)"], itertools.repeat(""))
         for part in _iterate_parts(full):
             part.stack = _Folded(part.stack, owners, hint)
     return "".join(full.format())

@@ -294,7 +294,7 @@ class Watchdog:
         keeper = "the launcher" if is_agent_store() else f"rank 0 of {self.size}"
         condition = f"has not responded for {self.limit:g} s and may be stopped"
         if self._keeper is not None and is_alive(self._keeper):  # retrieving its stacks would let it continue
-            condition = f"{explain_silence(self._keeper)}, process {self._keeper}"
+            condition = f"(process {self._keeper}) {explain_silence(self._keeper)}"
         _say(f"{keeper} {condition}. It hosts the run's store, so rank {self.rank} exits; stacks: {folder}")
         if self._keeper is not None and "TREADLE_SUPERVISOR" not in os.environ:
             _kill(self._keeper)
@@ -506,7 +506,7 @@ class Watchdog:
             where = answers[rank][3] if answers[rank] else ""
             if answers[rank] is None:
                 condition, where = self._explain_silence(rank, folder_name)
-            lines.append(f"rank {rank} of {self.size} {condition}: {where}")
+            lines.append(f"rank {rank} of {self.size} {condition}{';' if answers[rank] is None else ':'} {where}")
         if not blamed and not lost:
             lines.append(f"all ranks have waited for each other for {self.limit:g} s, in calls that do not match")
         for rank, answer in answers.items():
@@ -522,7 +522,7 @@ class Watchdog:
             return "has never responded", "it hangs while starting"
         _, host, pid, dumps, where = json.loads(beat)
         near = host == self._host
-        condition = f"{explain_silence(pid if near else None)}, process {pid}"
+        condition = f"(process {pid}) {explain_silence(pid if near else None)}"
         file = self._resolve(folder_name) / f"rank-{rank}.txt"
         return condition, f"last seen {where}{fetch_stacks(pid, dumps, file) if near else ''}"
 
@@ -657,8 +657,8 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
     if world.size > 1 and store is None:
         if strict:
             raise ValueError(
-                f"timeout= with {world.size} processes needs a process group over TCP, or torch 2.8 or newer. This is "
-                f"torch {torch.__version__}, and the script created the group with another store. Remove timeout=. "
+                f"timeout with {world.size} processes needs a process group over TCP, or torch 2.8 or newer, but this "
+                f"is torch {torch.__version__}, and the script created the group with another store. Remove timeout. "
                 "Collectives have a separate limit, InitProcessGroupKwargs(timeout=...)."
             )
         return None

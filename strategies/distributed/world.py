@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ...common.messages import named_ranks
 from ...common.rank_zero import rank_zero_only
 from ...common.validation import choose
 from . import process_group
@@ -139,9 +140,10 @@ class World:
         if math.prod(dimensions.values()) != self.size:
             grid = " x ".join(f"{name}={size}" for name, size in dimensions.items())
             count = math.prod(dimensions.values())
+            processes = f"{count} process{'es' * (count != 1)}"
             raise ValueError(
-                f"a mesh of {grid} needs {count} processes, but the world size is {self.size}. Start {count} "
-                f"processes, or choose dimensions whose product is {self.size}."
+                f"a mesh of {grid} needs {processes}, but the world size is {self.size}. Start {processes}, or choose "
+                f"dimensions whose product is {self.size}."
             )
         key = tuple(dimensions.items())
         if key not in self._meshes:
@@ -342,8 +344,9 @@ class World:
         rank = dist.get_rank(group)
         if rank < 0:
             raise ValueError(
-                f"rank {self.rank} is not in the given process group, which has the ranks "
-                f"{dist.get_process_group_ranks(group)}. Call this only on these ranks."
+                f"rank {self.rank} is not in the given process group, which has "
+                f"{named_ranks(sorted(dist.get_process_group_ranks(group)))}. Make this call only on the ranks of the "
+                "group."
             )
         size = dist.get_world_size(group)
         return type(self)(rank=rank, size=size, device=self.device, timeout=self.timeout, group=group)

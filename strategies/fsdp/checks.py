@@ -39,14 +39,14 @@ def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.
     single = [name for parameter, name in names.items() if not parameter.ndim]
     if single:
         raise ValueError(
-            f"{', '.join(single[:8])}: a 0-d parameter can't be sharded. Give it a dimension: "
+            f"0-d parameters can't be sharded: {', '.join(single[:8])}. Give each a dimension, as in "
             "nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
         )
     empty = [name for parameter, name in names.items() if parameter.requires_grad and not parameter.numel()]
     if empty:
         raise ValueError(
-            f"{', '.join(empty[:8])}: torch 2.13 can't reduce the gradient of a parameter without elements. Freeze it "
-            "with requires_grad_(False)."
+            f"torch can't reduce the gradients of parameters without elements: {', '.join(empty[:8])}. Freeze such "
+            "parameters with requires_grad_(False)."
         )
     checked: set[nn.Parameter] = set()
     for block in (*blocks, module):
@@ -62,7 +62,7 @@ def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.
             raise ValueError(
                 f"the parameters of {location} differ in dtype: {listed}. Parameters that are gathered together must "
                 "have the same dtype. Convert them, choose a precision that converts them (such as 'bf16-true'), or "
-                "list the modules in auto_wrap_policy."
+                "list the classes of their modules in auto_wrap_policy."
             )
 
 
@@ -78,9 +78,9 @@ def check_parallelized(module: nn.Module, size: int) -> None:
     """
     if not any(is_sharded(parameter) for parameter in module.parameters()):
         raise ValueError(
-            f"{type(module).__name__}.parallelize(mesh) changed no parameter, so with tensor_parallel_size={size} the "
-            f"same work would be done {size} times. Call torch.distributed.tensor.parallel.parallelize_module in it "
-            "with names of existing modules."
+            f"{type(module).__name__}.parallelize(mesh) sharded no parameter, so with tensor_parallel_size={size} all "
+            f"{size} ranks would do the same work. In parallelize, call "
+            "torch.distributed.tensor.parallel.parallelize_module with the names of existing submodules."
         )
 
 

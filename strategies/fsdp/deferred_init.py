@@ -55,8 +55,9 @@ class _OutsideTensor:
     def value(self) -> Tensor:
         if _get_version(self.tensor) != self.version:
             raise ValueError(
-                f"a tensor of shape {tuple(self.tensor.shape)}, from which a model without memory takes its values, "
-                "was changed before the model was prepared. Prepare the model first, or pass a clone() of the tensor."
+                f"a tensor of shape {tuple(self.tensor.shape)} that initializes a model without memory was changed "
+                "before the model was prepared. Prepare the model first, or initialize the model from a clone() of "
+                "the tensor."
             )
         return self.tensor
 
@@ -172,7 +173,8 @@ class Tape(TorchDispatchMode):
         """Return the result of an operator that does not support the meta device, as tensors without memory."""
         if func._schema.is_mutable:
             raise RuntimeError(
-                f"{func} can't change a tensor without memory. Create this module outside init_module()."
+                f"{func} can't change a tensor without memory. Create this module outside init_module() and "
+                "configure_model."
             )
         output = func(*tree_map(self._materialize, args), **tree_map(self._materialize, kwargs))
 

@@ -108,8 +108,8 @@ class FSDP(Strategy):
         if tensor_parallel_size != 1 and not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"reshard_after_forward={reshard_after_forward} can't be combined with "
-                f"tensor_parallel_size={tensor_parallel_size}, because torch 2.13 can't reshard to a subset of the "
-                "processes with tensor parallelism. Use True or False."
+                f"tensor_parallel_size={tensor_parallel_size}, because torch can't reshard to a subset of the "
+                "processes with tensor parallelism. Use reshard_after_forward=True or reshard_after_forward=False."
             )
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
@@ -186,8 +186,8 @@ class FSDP(Strategy):
             object.__setattr__(module, _ROOT, root)  # not registered as a submodule
         elif root._layout != self._describe():
             raise ValueError(
-                f"this {type(module).__name__} was sharded by an earlier run as {root._layout}, but this run needs "
-                f"{self._describe()}. Sharding can't be undone. Build a new model and load the weights."
+                f"this {type(module).__name__} was sharded by an earlier run over {root._layout}, but this run needs "
+                f"{self._describe()}. Build a new model and load the weights."
             )
         elif root not in self._roots:
             start_anew(root)  # an earlier run may have failed before its end
@@ -208,7 +208,7 @@ class FSDP(Strategy):
         return [*gathered, *direct_parts(module, gathered)], True
 
     def _describe(self) -> str:
-        return f"{self._mesh.mesh.tolist()} in {self.precision.name}"
+        return f"the mesh {self._mesh.mesh.tolist()} with precision={self.precision.name!r}"
 
     def _shard(self, module: nn.Module) -> Any:
         before = dict(module.named_parameters(remove_duplicate=False))
@@ -256,13 +256,14 @@ class FSDP(Strategy):
         name, flag = type(module).__name__, f"auto_wrap_policy={self.auto_wrap_policy!r}"
         chosen = len(chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
         if not chosen:
-            text = f"{name} is gathered as a whole, because {flag} finds no repeated blocks in it. List classes to "
-            announce(f"FSDP: {text}save memory.")
+            reason = "finds no repeated blocks" if self.auto_wrap_policy == "auto" else "selects no module"
+            text = f"{name} is gathered as a whole, because {flag} {reason}. List module classes in auto_wrap_policy "
+            announce(f"FSDP: {text}to save memory.")
         elif len(blocks) < chosen:
-            text = (
-                f"{chosen - len(blocks)} of the {chosen} modules of {name} that {flag} selects share parameters with "
-            )
-            announce(f"FSDP: {text}others. They are gathered with the rest of the model, once per step.")
+            sharing = chosen - len(blocks)
+            share, are = ("shares", "is") if sharing == 1 else ("share", "are")
+            text = f"{sharing} of {chosen} modules of {name} that {flag} selects {share} parameters with other modules "
+            announce(f"FSDP: {text}and {are} gathered with the rest of the model, once per step.")
 
     def _start_alike(self, module: nn.Module) -> None:
         """Copy rank zero's values to every process, because each would otherwise shard its own values."""
@@ -281,7 +282,8 @@ class FSDP(Strategy):
         if not hasattr(module, "parallelize"):
             raise ValueError(
                 f"tensor_parallel_size={self.layout.tensor} needs {type(module).__name__}.parallelize(mesh). Define "
-                "it and call torch.distributed.tensor.parallel.parallelize_module on the model's submodules."
+                "this method, and in it call torch.distributed.tensor.parallel.parallelize_module on the model's "
+                "submodules."
             )
         module.parallelize(self._mesh[TENSOR])  # type: ignore[operator]
         check_parallelized(module, self.layout.tensor)
@@ -347,8 +349,8 @@ class FSDP(Strategy):
         size = sum(p.numel() * p.element_size() for p in module.parameters()) / self.layout.tensor / 2**30
         word = str(self.precision.compute).removeprefix("torch.")
         return [
-            f"FSDP gathers {size:,.2f} GiB in each forward and backward, in the stored dtype; "
-            f"FSDP(gather_dtype=torch.{word}) sends half as much, and also rounds the weights of norms"
+            f"FSDP gathers {size:,.2f} GiB in each forward and backward pass, in the storage dtype; "
+            f"FSDP(gather_dtype=torch.{word}) sends half as much, and also rounds the weights of normalization layers"
         ]
 
     def set_gradient_sync(self, module: Any, on: bool) -> None:
@@ -452,7 +454,10 @@ class FSDP(Strategy):
                 "torch."
             )
         if self.cpu_offload:
-            raise ValueError("FSDP(cpu_offload=True) is not supported in a plan, which ignores host memory. Remove it.")
+            raise ValueError(
+                "FSDP(cpu_offload=True) is not supported in a plan, which ignores host memory. Remove cpu_offload for "
+                "the plan."
+            )
         self._build = lambda module, unbuilt: None  # type: ignore[method-assign]
         return self.wrap(module)
 

@@ -53,14 +53,13 @@ def _cut(value: Any, before: Tensor, after: Tensor, world: World) -> Any:
         return value
     if value.is_meta:
         raise ValueError(
-            "an optimizer has state for parameters that had no values when it was created. Create it after the model "
-            "is prepared."
+            "an optimizer has state for parameters that had no values when the optimizer was created. Create the "
+            "optimizer after the model is prepared."
         )
     if value.shape != before.shape:
         raise ValueError(
-            f"an optimizer that has taken steps has a state of shape {tuple(value.shape)} for a parameter of shape "
-            f"{tuple(before.shape)}, which can't be sharded in the same way. Prepare the optimizer before its first "
-            "step."
+            f"optimizer state of shape {tuple(value.shape)} for a parameter of shape {tuple(before.shape)} can't be "
+            "sharded like the parameter. Prepare the optimizer before its first step."
         )
     whole = value.to(after.device, copy=True).contiguous()
     return cut_like(world.broadcast_tensor(whole), after)

@@ -55,20 +55,24 @@ class Recompute:
     def __post_init__(self) -> None:
         check_int("every", self.every, 1)
         if self.blocks is not None:
-            check_policy(self.blocks, FLAG)
+            # Only here can the policy be a bool, which is a valid value of the argument itself.
+            check_policy(self.blocks, "blocks" if isinstance(self.blocks, bool) else FLAG)
         if isinstance(self.keep, str) and self.keep != PRODUCTS:
             raise ValueError(f"keep={self.keep!r} must be {PRODUCTS!r} or a list of operations.")
         for operation in () if isinstance(self.keep, str) else self.keep:
             if not isinstance(operation, torch._ops.OpOverload):
                 raise TypeError(
-                    f"keep contains {operation!r}, which is not an operation such as torch.ops.aten.mm.default."
+                    f"keep contains {operation!r}, but must contain only operations, such as torch.ops.aten.mm.default."
                 )
         if self.budget is not None:
             if isinstance(self.budget, bool) or not 0.0 <= self.budget <= 1.0:
                 raise ValueError(f"budget={self.budget!r} must be a fraction from 0.0 to 1.0.")
-            if self.blocks is not None or self.every != 1 or self.keep:
+            others = {"blocks": self.blocks is not None, "every": self.every != 1, "keep": bool(self.keep)}
+            if any(others.values()):
+                clashing = " and ".join(name for name, is_set in others.items() if is_set)
                 raise ValueError(
-                    f"budget={self.budget!r} lets the compiler choose what to recompute. Remove blocks, every and keep."
+                    f"budget={self.budget!r} can't be combined with {clashing}, because the compiler chooses what to "
+                    f"recompute. Remove budget or {clashing}."
                 )
 
     @classmethod
@@ -106,7 +110,9 @@ class Recompute:
         chosen = blocks if self.blocks is None else chosen_blocks(module, self.blocks, FLAG)
         if not chosen:
             policy = True if self.blocks is None else self.blocks
-            raise ValueError(f"{FLAG}={policy!r} selects nothing in {type(module).__name__}. List module classes.")
+            raise ValueError(
+                f"{FLAG}={policy!r} selects no module of {type(module).__name__}. List classes of its modules."
+            )
         options: dict[str, Callable[[], Any]] = {}
         if self.keep:
             from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -122,13 +128,16 @@ class Recompute:
         if not any(part._compiled_call_impl is not None for part in module.modules()):
             raise ValueError(
                 f"Recompute(budget={self.budget}) needs a compiled model, but {type(module).__name__} is not "
-                "compiled. Set Trainer(compile=True), or use every= or keep=."
+                "compiled. Set Trainer(compile=True), or use every or keep instead of budget."
             )
         import torch._functorch.config as settings
 
         if settings.activation_memory_budget != self.budget:
             settings.activation_memory_budget = self.budget  # type: ignore[assignment]
-            announce(f"torch.compile limits activations to {self.budget:.0%} of their memory in the whole process")
+            announce(
+                f"torch.compile limits activations to {self.budget:.0%} of their usual memory, for every model in this "
+                "process"
+            )
 
 
 def _list_products() -> list[Any]:

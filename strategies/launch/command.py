@@ -22,7 +22,7 @@ ends the others, on every machine; its exit status is that of this command.
     treadle launch train.py                                             one process per GPU of this machine, or one
     treadle launch --nproc-per-node 2 train.py --lr 0.1                 two processes
     treadle launch --nnodes 2 --rdzv-endpoint node1:29400 train.py      on each of two machines
-    treadle launch --nnodes 2 --node-rank 0 --master-addr node1 train.py    the same, the machines numbered by you
+    treadle launch --nnodes 2 --node-rank 0 --master-addr node1 train.py    the same, with numbered machines
 
 Set precision, strategy and accumulation in the script. Accelerate's --num_processes (of all machines together),
 --num_machines, --machine_rank, --main_process_ip and --main_process_port work too."""
@@ -35,7 +35,7 @@ _REFUSED = {
     "use_deepspeed": _IN_CODE.format("strategy"),
     "use_megatron_lm": _IN_CODE.format("strategy"),
     "dynamo_backend": "Call torch.compile(model) in the script",
-    "config_file": "Pass its settings as options of this command",
+    "config_file": "Pass the settings of the file as options of this command",
     "tpu": "TPUs are not supported",
     "start_method": "Each rank is a new program. Remove the option",
     "gpu_ids": "Set CUDA_VISIBLE_DEVICES",
@@ -81,14 +81,18 @@ def _add_option(command_parser: argparse.ArgumentParser, *names: str, **settings
 def _add_processes(command_parser: argparse.ArgumentParser) -> None:
     """Add the options that concern the processes, their machines and their restarts."""
     add = partial(_add_option, command_parser)
-    add("--nproc-per-node", metavar="N", help="processes on this machine, or auto, gpu, cpu. Default: its GPUs, or 1")
+    add(
+        "--nproc-per-node",
+        metavar="N",
+        help="number of processes on this machine, or auto, gpu or cpu. Default: one per GPU, or 1",
+    )
     add(
         "--nnodes",
         "--num_machines",
         metavar="N[:M]",
         help="number of machines, or the minimum and the maximum. Default: 1",
     )
-    add("--num_processes", type=int, metavar="N", help="processes on all machines together")
+    add("--num_processes", type=int, metavar="N", help="number of processes on all machines together")
     add("--rdzv-endpoint", metavar="HOST:PORT", help="address of the machine where all machines rendezvous")
     add("--rdzv-id", metavar="NAME", help="name of the run, the same on all machines")
     add("--rdzv-backend", metavar="NAME", help="torch's rendezvous backend. Default: c10d, or static with --node-rank")
@@ -105,7 +109,7 @@ def _add_processes(command_parser: argparse.ArgumentParser) -> None:
         "--main_process_port",
         metavar="PORT",
         type=int,
-        help="a free port of machine 0. Default: 29500",
+        help="free port of machine 0. Default: 29500",
     )
     add(
         "--local-addr", metavar="HOST", help="address of this machine. Default: the one that reaches the other machines"
@@ -131,7 +135,7 @@ def _add_output(command_parser: argparse.ArgumentParser) -> None:
         default="0",
         help="write to files: 1 output, 2 error, 3 both; 0:1,1:3 for some ranks",
     )
-    add("--tee", "-t", metavar="0-3", default="0", help="the same, and to the terminal as well")
+    add("--tee", "-t", metavar="0-3", default="0", help="like --redirects, and also write to the terminal")
     add("--module", "-m", action="store_true", help="the script is the name of a module, as for python -m")
     add("--no-python", action="store_true", help="run the script directly, without Python")
     add("--debug", action="store_true", help="set TREADLE_DEBUG=1 for every rank")
@@ -199,7 +203,8 @@ def _check_names(
             spelled = [option for option in option_names if "_" in name or "_" not in option]
             begun = [option for option in spelled if option.startswith(name)]
             raise ValueError(
-                f"{name} is not an option.{nearest(name, begun or spelled)} `treadle launch --help` lists the options."
+                f"{name} is not an option of treadle launch.{nearest(name, begun or spelled)} `treadle launch --help` "
+                "lists the options."
             )
         if name not in flags and not inline_value and rest:
             rest.pop(0)
@@ -219,7 +224,7 @@ def job_of(options: argparse.Namespace) -> Job:
         raise ValueError(
             "--multi_gpu contradicts --cpu, which hides the GPUs. Remove one of them."
             if options.cpu
-            else "--multi_gpu needs a GPU, but torch sees none here. Remove --multi_gpu."
+            else "--multi_gpu needs a GPU, but torch sees none on this machine. Remove --multi_gpu."
         )
     if options.no_python and options.module:
         raise ValueError("--module and --no-python contradict each other. Remove one of them.")
@@ -252,24 +257,38 @@ def _parse_nodes(options: argparse.Namespace) -> Nodes | None:
     if match is None:
         raise ValueError(f"--nnodes {text!r} must have the form N or N:M, such as 2 or 1:4.")
     least, most = int(match[1]), int(match[2] or match[1])
-    numbered = options.node_rank is not None or options.master_addr or options.master_port
+    numbered = [
+        name
+        for name, value in (
+            ("--node-rank", options.node_rank is not None),
+            ("--master-addr", options.master_addr),
+            ("--master-port", options.master_port),
+        )
+        if value
+    ]
     if options.rdzv_endpoint and numbered:
         raise ValueError(
-            "--rdzv-endpoint can't be combined with --node-rank, --master-addr or --master-port. Remove either."
+            f"--rdzv-endpoint can't be combined with {' and '.join(numbered)}. Remove --rdzv-endpoint or "
+            f"{' and '.join(numbered)}."
         )
     if (least, most) == (1, 1) and not options.rdzv_endpoint:
-        if options.node_rank or options.rdzv_conf or options.local_addr:
-            raise ValueError("--node-rank, --rdzv-conf and --local-addr are for several machines. Add --nnodes.")
+        for name in ("--node-rank", "--rdzv-conf", "--local-addr"):
+            if value := getattr(options, name[2:].replace("-", "_")):
+                raise ValueError(
+                    f"{name} {value} is for several machines, but --nnodes is {text}. Set --nnodes to the number of "
+                    f"machines, or remove {name}."
+                )
         return None
     if options.standalone:
-        raise ValueError(
-            f"--standalone is for one machine and contradicts --nnodes {text} or --rdzv-endpoint. Remove one or the "
-            "other."
-        )
+        other = "--rdzv-endpoint" if (least, most) == (1, 1) else f"--nnodes {text}"
+        raise ValueError(f"--standalone is for one machine and contradicts {other}. Remove one of them.")
     endpoint = options.rdzv_endpoint or ""
     if numbered:
         if options.node_rank is None:
-            raise ValueError("--master-addr and --master-port need --node-rank. Number the machines from 0.")
+            raise ValueError(
+                f"{' and '.join(numbered)} {'needs' if len(numbered) == 1 else 'need'} --node-rank. Number the "
+                "machines from 0."
+            )
         endpoint = f"{options.master_addr or '127.0.0.1'}:{options.master_port or 29500}"
     conf = dict(part.partition("=")[::2] for part in options.rdzv_conf.split(",") if part)
     if any(not key or not value for key, value in conf.items()):
@@ -301,7 +320,7 @@ def _parse_nproc(options: argparse.Namespace, nodes: Nodes | None) -> int:
         raise ValueError(
             "--nproc-per-node gpu contradicts --cpu, which hides the GPUs. Remove --cpu, or pass a number."
             if options.cpu
-            else "--nproc-per-node gpu needs a GPU, but torch sees none here. Pass a number."
+            else "--nproc-per-node gpu needs a GPU, but torch sees none on this machine. Pass a number."
         )
     if text in ("auto", "gpu", "cpu"):
         return gpus if gpus and text != "cpu" else cpus()

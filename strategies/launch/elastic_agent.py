@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from ...common.messages import named_ranks
 from ..distributed import HUNG
 from ..processes import kill_session
 from .membership import Membership
@@ -286,7 +287,7 @@ class Agent(LocalElasticAgent):
             return getattr(self._worker_group.store, method)(*args)
         except RuntimeError as error:  # DistError and its subclasses
             raise self._make_elsewhere(
-                1, f"the machine with the store of the run does not respond ({_get_first_line(error)})"
+                1, f"the machine that hosts the run's store does not respond ({_get_first_line(error)})"
             ) from None
 
     def _make_elsewhere(self, status: int, text: str) -> Elsewhere:
@@ -364,7 +365,8 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
         ValueError: If the endpoint of the other machines does not answer.
     """
     if job.nodes is not None and place is not None:
-        _say(f"waiting at {place.endpoint} for {_count(job)} machine(s), from {place.local_addr}, run id {job.run_id}")
+        source = "" if place.local_addr is None else f" as {place.local_addr}"
+        _say(f"waiting at {place.endpoint}{source} for {_count(job)} of the run {job.run_id}")
     stop: signal.Signals | None = None
     elsewhere: Elsewhere | None = None
     with _silence_agent():
@@ -427,8 +429,8 @@ def _make_rendezvous(job: Job, place: Place | None) -> Any:
             cause: BaseException = error.__cause__ or error
     raise ValueError(
         f"the endpoint {place.endpoint}, at which the machines meet, did not respond ({_get_first_line(cause)}). "
-        f"Start the same command on the machine with this address, and make sure that {place.local_addr} can connect "
-        "to it."
+        "Start the same command on the machine with this address, and make sure that "
+        f"{place.local_addr or 'this machine'} can connect to the endpoint."
     )
 
 
@@ -475,13 +477,13 @@ def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewh
         lines, status = [agent.first_failure()], _convert_to_status(codes[first])
     else:
         return 0
-    _say("\n".join(lines + [f"rank {ranks}: {ending}" for ending, ranks in _group_ranks(words).items()]))
+    _say("\n".join(lines + [f"{ranks}: {ending}" for ending, ranks in _group_ranks(words).items()]))
     return status
 
 
 def _group_ranks(words: Mapping[int, str]) -> dict[str, str]:
     return {
-        ending: ", ".join(str(rank) for rank in sorted(words) if words[rank] == ending)
+        ending: named_ranks([rank for rank in sorted(words) if words[rank] == ending])
         for ending in dict.fromkeys(words.values())
     }
 
@@ -492,7 +494,9 @@ def _say(text: str) -> None:
 
 def _count(job: Job) -> str:
     assert job.nodes is not None
-    return f"{job.nodes.least} to {job.nodes.most}" if job.nodes.elastic else str(job.nodes.most)
+    if job.nodes.elastic:
+        return f"{job.nodes.least} to {job.nodes.most} machines"
+    return f"{job.nodes.most} machine{'s' * (job.nodes.most > 1)}"
 
 
 def _get_first_line(error: BaseException) -> str:

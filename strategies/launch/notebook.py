@@ -82,7 +82,7 @@ def notebook_launcher(
     """
     conf = dict(rdzv_conf or {})
     _refuse(mixed_precision, rdzv_backend, conf, log_line_prefix_template)
-    host, port = _parse_endpoint(rdzv_endpoint or f"{master_addr}:{use_port}")
+    host, port = _parse_endpoint(rdzv_endpoint, master_addr, use_port)
     _Launch(
         function=function,
         args=tuple(args),
@@ -107,23 +107,32 @@ def _refuse(
             f"mixed_precision={mixed_precision!r} is not an option of the launcher. Set it in the function: "
             f"Accelerator(mixed_precision={mixed_precision!r}), or Trainer(precision=...)."
         )
-    if rdzv_backend != "static" or set(rdzv_conf) - {"timeout"} or log_line_prefix_template:
+    if rdzv_backend != "static":
         raise ValueError(
-            f"rdzv_backend={rdzv_backend!r}, rdzv_conf={rdzv_conf!r} and "
-            f"log_line_prefix_template={log_line_prefix_template!r} must be 'static', a dict with at most a 'timeout', "
-            "and None. For another rendezvous, put the code into a file and use `treadle launch`. To label the output, "
+            f"rdzv_backend={rdzv_backend!r} must be 'static'. For another rendezvous, put the code into a file and use "
+            "`treadle launch`."
+        )
+    if set(rdzv_conf) - {"timeout"}:
+        raise ValueError(
+            f"rdzv_conf={rdzv_conf!r} must have no key other than 'timeout'. For another rendezvous, put the code into "
+            "a file and use `treadle launch`."
+        )
+    if log_line_prefix_template:
+        raise ValueError(
+            f"log_line_prefix_template={log_line_prefix_template!r} is not supported. Remove it. To label the output, "
             "print `accelerator.process_index` in the function."
         )
 
 
-def _parse_endpoint(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(
-            f"rdzv_endpoint={endpoint!r} must have the form HOST:PORT. Check rdzv_endpoint, or master_addr and "
-            "use_port."
-        )
-    return host, int(port)
+def _parse_endpoint(endpoint: str, master_addr: str, use_port: str | int) -> tuple[str, int]:
+    host, _, port = (endpoint or f"{master_addr}:{use_port}").rpartition(":")
+    if host and port.isdecimal():
+        return host, int(port)
+    if endpoint:
+        raise ValueError(f"rdzv_endpoint={endpoint!r} must have the form HOST:PORT.")
+    if host:
+        raise ValueError(f"use_port={use_port!r} must be the number of a port.")
+    raise ValueError(f"master_addr={master_addr!r} must be the address of machine 0.")
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
@@ -181,15 +190,14 @@ class _Launch:
                 "Remove max_restarts."
             )
         if not 0 <= self.node < self.nodes:
-            raise ValueError(
-                f"node_rank={self.node} must be from 0 to {self.nodes - 1}, because num_nodes={self.nodes}."
-            )
+            valid = "0" if self.nodes == 1 else f"from 0 to {self.nodes - 1}"
+            raise ValueError(f"node_rank={self.node} must be {valid}, because num_nodes={self.nodes}.")
         if not callable(self.function):
             raise TypeError(f"function={self.function!r} must be callable, not {name_type(self.function)}.")
         if (launched := LaunchEnvironment.read()) is not None:
             raise ValueError(
-                f"this process is already rank {launched.rank} of {launched.world_size}, and a launcher in it would "
-                "start more processes for each rank. Call the function directly."
+                f"this process is already rank {launched.rank} of {launched.world_size}, so this launcher would start "
+                "more processes in each rank. Call the function directly."
             )
         if dist.is_initialized():
             raise ValueError(

@@ -107,12 +107,12 @@ class RankBoard:
         if beat is None:
             return "does not respond"
         folder = Path(beat["directory"], folder_name)
-        reason = f"{explain_silence(beat['pid'])}, process {beat['pid']}"
+        reason = f"(process {beat['pid']}) {explain_silence(beat['pid'])}"
         place = ""
         with contextlib.suppress(OSError):  # the disk is full
             folder.mkdir(parents=True, exist_ok=True)
             place = fetch_stacks(beat["pid"], beat["dumps"], folder / f"rank-{beat['rank']}.txt")
-        return f"{reason}, and no other rank of this machine responds: last seen {beat['where']}{place}"
+        return f"{reason}; no other rank of this machine responds either; last seen {beat['where']}{place}"
 
     def _read(self, local_rank: int) -> bytes:
         if self._descriptor is None:

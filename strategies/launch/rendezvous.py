@@ -48,14 +48,17 @@ class Nodes:
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
+            fixed = self.least == self.most
+            rule = "at least 1" if fixed else "N:M, where N is at least 1 and at most M"
+            raise ValueError(f"--nnodes {self.least if fixed else f'{self.least}:{self.most}'} must be {rule}.")
+        if self.rank is not None and self.least < self.most:
             raise ValueError(
-                f"--nnodes {self.least}:{self.most}: the first number must be at least 1 and at most the second."
+                f"--node-rank {self.rank} needs a fixed number of machines, but this run has --nnodes "
+                f"{self.least}:{self.most}. Use --nnodes {self.most}, or --rdzv-endpoint instead of --node-rank."
             )
-        if self.rank is not None and not (self.least == self.most and 0 <= self.rank < self.most):
-            raise ValueError(
-                f"--node-rank {self.rank} needs a fixed number of machines (--nnodes N) and must be below N, but this "
-                f"run has --nnodes {self.least}:{self.most}."
-            )
+        if self.rank is not None and not 0 <= self.rank < self.most:
+            valid = "0" if self.most == 1 else f"from 0 to {self.most - 1}"
+            raise ValueError(f"--node-rank {self.rank} must be {valid}, because --nnodes is {self.most}.")
         if not self.endpoint:
             raise ValueError(
                 f"--nnodes {self.most} needs an endpoint. Give every machine the same --rdzv-endpoint HOST:PORT, or "
@@ -76,7 +79,7 @@ class Nodes:
         """
         if self.backend not in _PORTS:  # etcd and user-registered backends interpret it themselves
             return Place(self.endpoint, self.local_addr, owner=False, interface=None)
-        host, port = _split(self.endpoint, _PORTS[self.backend])
+        host, port = _split(self.endpoint, _PORTS[self.backend], numbered=self.rank is not None)
         target = _resolve(host, port, f"the rendezvous endpoint is {host}:{port}")
         requested_address = _resolve(self.local_addr, 0, f"--local-addr {self.local_addr}") if self.local_addr else None
         if requested_address is not None and not _is_local_address(requested_address):
@@ -145,23 +148,26 @@ class Job:
 
     def __post_init__(self) -> None:
         check_int("nproc", self.nproc, 1)
-        check_int("max_restarts", self.max_restarts, 0)
-        check_positive("monitor_interval", self.monitor_interval)
-        if self.log_dir is None and (self.redirects, self.tee) != ("0", "0"):
-            raise ValueError("--redirects and --tee write files. Add --log-dir FOLDER.")
+        check_int("--max-restarts", self.max_restarts, 0)
+        check_positive("--monitor-interval", self.monitor_interval)
+        for name, value in (("--redirects", self.redirects), ("--tee", self.tee)):
+            if self.log_dir is None and value != "0":
+                raise ValueError(f"{name} {value} writes files. Add --log-dir FOLDER.")
         if self.nodes is not None and self.nodes.backend == "static" and self.max_restarts:
             raise ValueError(
-                f"max_restarts={self.max_restarts} can't be combined with --node-rank, because machines "
-                "with fixed numbers can't rendezvous a second time. Use --rdzv-endpoint HOST:PORT instead."
+                f"--max-restarts {self.max_restarts} can't be combined with --node-rank, because machines with fixed "
+                "numbers can't rendezvous a second time. Use --rdzv-endpoint HOST:PORT instead of --node-rank."
             )
 
 
-def _split(endpoint: str, default_port: int) -> tuple[str, int]:
+def _split(endpoint: str, default_port: int, *, numbered: bool) -> tuple[str, int]:
     host, colon, port = endpoint.strip().rpartition(":")
     if not colon or "]" in port:
         host, port = endpoint.strip(), str(default_port)
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{endpoint!r} must have the form HOST:PORT, with a port from 1 to 65535.")
+        if numbered:  # the endpoint consists of --master-addr and --master-port
+            raise ValueError(f"--master-port {port} must be from 1 to 65535.")
+        raise ValueError(f"--rdzv-endpoint {endpoint!r} must have the form HOST:PORT, with a port from 1 to 65535.")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -217,7 +223,7 @@ def _choose_interface(address: str) -> str | None:
     if is_named_loopback():
         raise ValueError(
             f"this machine's name is a loopback address, and {address} is not the first address of any network "
-            "interface. Set GLOO_SOCKET_IFNAME to the interface through which the other machines reach it (`ip "
-            "addr`), or set --local-addr."
+            "interface. Set GLOO_SOCKET_IFNAME to the interface through which the other machines reach this machine "
+            "(`ip addr` lists the interfaces), or set --local-addr."
         )
     return None

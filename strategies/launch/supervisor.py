@@ -244,7 +244,7 @@ def _find_obstacle() -> str | None:
     if program in _TEST_RUNNERS:
         return f"this is {program}, which would run its whole session again in each process"
     if multiprocessing.parent_process() is not None:
-        return "this is a child of multiprocessing (is `if __name__ == '__main__':` missing in the script?)"
+        return "this is a multiprocessing child process (is `if __name__ == '__main__':` missing in the script?)"
     return None
 
 

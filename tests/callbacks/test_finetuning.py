@@ -98,7 +98,7 @@ def test_train_bn_false_keeps_batch_norm_as_it_is(tmp_path, make, caplog):
     assert [parameter.requires_grad for parameter in task.backbone.parameters()] == [True, True, False, False]
     assert [len(group["params"]) for group in made.optimizers[0].param_groups] == [2, 2]
     assert task.modes == [False] * 8
-    assert ("1 BatchNorm layers of the backbone stay frozen" in caplog.text) == (make is not WithoutNorm)
+    assert ("train_bn=False keeps 1 BatchNorm layer in the backbone frozen" in caplog.text) == (make is not WithoutNorm)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,8 @@ def test_a_scheduler_that_has_no_rate_for_the_backbone_is_named(tmp_path, in_seq
         scheduler.step()
     except ValueError:  # this torch can't; older ones leave the other groups as they are
         with pytest.raises(
-            ValueError, match=r"LR has rates for 1 of the 2 parameter groups .* BackboneFinetuning .*ExponentialLR"
+            ValueError,
+            match=r"LR has learning rates for 1 of the 2 parameter groups .* BackboneFinetuning .*ExponentialLR",
         ):
             fit(tmp_path, BackboneFinetuning(1), task=Scheduled())
     else:

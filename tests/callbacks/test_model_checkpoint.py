@@ -744,7 +744,7 @@ class Breaks(Tiny):
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, value, kind, name):
     kept = ModelCheckpoint(tmp_path / "c", save_last=True)
     with pytest.raises(
-        ValueError, match=rf"{name} contain NaN or infinity after optimizer step 10, so .* is not saved"
+        ValueError, match=rf"{name} contains NaN or infinity after optimizer step 10, so .* is not saved"
     ):
         fit(tmp_path, kept, task=Breaks(value, kind))
     assert names(tmp_path / "c") == ["epoch=0-step=5.ckpt", "last.ckpt"]
@@ -841,5 +841,5 @@ class InVain(ModelCheckpoint):
 
 
 def test_what_is_overridden_in_vain_is_said(tmp_path):
-    with pytest.warns(UserWarning, match="InVain overrides _remove_checkpoint, which is never called"):
+    with pytest.warns(UserWarning, match="InVain overrides _remove_checkpoint, which Treadle never calls"):
         fit(tmp_path, InVain(dirpath=tmp_path), values=[1.0], max_epochs=1)

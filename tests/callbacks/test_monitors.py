@@ -45,7 +45,7 @@ def test_rates_by_hand():
         "flops_per_sec": 600.0,
         "device-mfu": 0.3,
     }
-    with pytest.raises(ValueError, match=r"time=6.0 must exceed the last total, 6.0"):
+    with pytest.raises(ValueError, match=r"time=6.0 must exceed the previous total, 6.0"):
         meter.update(time=6.0, batches=8, samples=31, lengths=300)
     with pytest.raises(ValueError, match="Pass the same arguments"):
         meter.update(time=7.0, batches=8, samples=31)
@@ -251,8 +251,10 @@ def test_the_cpu(tmp_path):
 
 
 def test_what_it_needs(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="needs a logger and log_every_n_steps"):
+    with pytest.raises(ValueError, match="DeviceStatsMonitor needs a logger"):
         fit(tmp_path, DeviceStatsMonitor())
+    with pytest.raises(ValueError, match="log_every_n_steps=0 does not work with DeviceStatsMonitor"):
+        fit(tmp_path, DeviceStatsMonitor(), logger=Rows(), log_every_n_steps=0)
     with pytest.raises(TypeError, match="cpu_stats='yes'"):
         DeviceStatsMonitor("yes")
     monkeypatch.setattr("treadle.common.optional.find_spec", lambda name: None)

@@ -234,7 +234,7 @@ class HalfWay(Task):
 
 def test_nothing_is_saved_of_half_a_step(tmp_path):
     with (
-        pytest.warns(UserWarning, match="the run is not saved, because the error came after the optimizer"),
+        pytest.warns(UserWarning, match="the run is not saved, because the error occurred after the next optim"),
         pytest.raises(RuntimeError),
     ):
         made(tmp_path, saver(tmp_path)).fit(HalfWay(), *loaders())
@@ -279,7 +279,7 @@ class Breaks(Task):
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     with pytest.raises(RuntimeError, match="planned") as caught:
         made(tmp_path, saver(tmp_path)).fit(Breaks(), *loaders())
-    assert "net.0.weight contain NaN or infinity after optimizer step 2" in caught.value.__notes__[1]
+    assert "net.0.weight contains NaN or infinity after optimizer step 2" in caught.value.__notes__[1]
     assert list((tmp_path / "c").iterdir()) == []
 
 

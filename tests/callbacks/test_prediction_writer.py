@@ -185,7 +185,7 @@ def test_what_is_wrong_is_said_at_once(tmp_path):
         def write_on_batch_end(self, *args):
             raise OSError("disk full")
 
-    with pytest.raises(ValueError, match=r"needs a method write_on_epoch_end. Define it in Half"):
+    with pytest.raises(ValueError, match=r"needs the method write_on_epoch_end. Define it in Half"):
         Half("epoch")
     with pytest.raises(OSError, match="disk full"):
         written(tmp_path, loader_of("plain", 4), Half("batch"))

@@ -238,14 +238,18 @@ def test_a_lottery_ticket_after_a_validation_with_averages(tmp_path):
     pruning = trained(prune_on_train_epoch_end=False, use_lottery_ticket_hypothesis=True)
     fit(tmp_path, EMAWeightAveraging(decay=0.5), pruning, Looks())
     assert seen == [True, True, True]
-    with pytest.raises(ValueError, match=r"EMAWeightAveraging still has its averages .* List it before ModelPruning"):
+    with pytest.raises(ValueError, match=r"the averages of EMAWeightAveraging .* List EMAWeightAveraging before"):
         fit(tmp_path, trained(prune_on_train_epoch_end=False), EMAWeightAveraging())
 
 
 def test_what_is_refused(tmp_path):
     stranger = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="which is not in the model"):
+    with pytest.raises(ValueError, match="a Linear that is not in the model"):
         fit(tmp_path, ModelPruning("l1_unstructured", [(stranger, "weight")]))
+    task = Task()
+    misnamed = trainer(tmp_path, ModelPruning("l1_unstructured", [(task.net[0], "scale")]))
+    with pytest.raises(ValueError, match=r"'scale' of net\.0, whose parameters are weight, bias"):
+        misnamed.fit(task, loader(6, 3))
     with pytest.raises(ValueError, match="full layers"):
         fit(tmp_path, ModelPruning("l1_unstructured"), strategy="fsdp")
     for wrong, error, words in (

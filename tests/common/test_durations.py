@@ -30,8 +30,8 @@ def test_every_form_of_the_same_time(value):
 @pytest.mark.parametrize(
     ("value", "error", "words"),
     [
-        (5, TypeError, "must be text of the form DD:HH:MM:SS, a datetime.timedelta or a dict of its arguments"),
-        (True, TypeError, "must be text of the form DD:HH:MM:SS"),
+        (5, TypeError, "must be a string of the form DD:HH:MM:SS, a datetime.timedelta, or a dict of its arguments"),
+        (True, TypeError, "must be a string of the form DD:HH:MM:SS"),
         ({"hour": 1}, TypeError, "Did you mean 'hours'?"),
         ({"hours": "2"}, TypeError, "hours must be a number, not a str"),
         ({"hours": True}, TypeError, "hours must be a number, not a bool"),

@@ -135,7 +135,7 @@ def test_a_request_that_fails_is_made_again(flaky):
 
 def test_a_store_that_stays_away_is_an_error_of_files(flaky):
     Flaky.failures = [ConnectionResetError("reset by peer") for _ in range(9)]
-    with pytest.raises(StoreError, match=r"flaky://.*can't write it, tried 4 times: reset by peer"):
+    with pytest.raises(StoreError, match=r"flaky://.*can't be written, tried 4 times: reset by peer"):
         flaky.write_bytes(b"1")
     assert len(Flaky.failures) == 9 - remote_path.ATTEMPTS
     assert issubclass(StoreError, OSError)
@@ -148,7 +148,7 @@ class NoCredentialsError(Exception):
 @pytest.mark.parametrize("error", [PermissionError(13, "Access Denied"), NoCredentialsError("no credentials")])
 def test_what_another_attempt_can_not_change_fails_at_once(flaky, error):
     Flaky.failures = [error, error]
-    with pytest.raises(OSError, match=r"flaky://.*can't write it"):
+    with pytest.raises(OSError, match=r"flaky://.*can't be written"):
         flaky.write_bytes(b"1")
     assert len(Flaky.failures) == 1
 

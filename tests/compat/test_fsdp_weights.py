@@ -160,7 +160,7 @@ def test_rank_zeros_state_into_the_shards() -> None:
     for sharded, same, text in run(load_full, 2):
         assert sharded
         assert same
-        assert "lacks ['0.weight']" in text
+        assert "lacks tensors of the model: 0.weight" in text
 
 
 def test_one_process_shards_nothing() -> None:
@@ -175,10 +175,13 @@ def test_files_for_each_rank_are_refused(tmp_path: Path) -> None:
 
 
 def test_merging_names_the_folder_that_is_meant(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a folder that exists"):
+    with pytest.raises(ValueError, match="is not an existing folder"):
         merge_fsdp_weights(tmp_path / "missing", tmp_path)
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
-    with pytest.raises(ValueError, match=r"Pass .*pytorch_model_fsdp_0"):
+    with pytest.raises(ValueError, match=r"Pass .*pytorch_model_fsdp_0'"):
+        merge_fsdp_weights(tmp_path, tmp_path / "out")
+    (tmp_path / "pytorch_model_fsdp_0").rename(tmp_path / "optimizer_0")
+    with pytest.raises(ValueError, match="contains only optimizer state"):
         merge_fsdp_weights(tmp_path, tmp_path / "out")
 
 

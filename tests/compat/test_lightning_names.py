@@ -87,7 +87,7 @@ def test_kinds_of_devices_as_objects() -> None:
     assert CPUAccelerator.parse_devices(2) == 2
     assert CPUAccelerator.get_parallel_devices(2) == [torch.device("cpu")] * 2
     assert "cpu_percent" in CPUAccelerator().get_device_stats("cpu")
-    with pytest.raises(ValueError, match="is for 'cpu' devices, not for cuda:0"):
+    with pytest.raises(ValueError, match="device='cuda:0' must be of type 'cpu' for CPUAccelerator"):
         CPUAccelerator().setup_device(torch.device("cuda", 0))
     assert find_usable_cuda_devices(0) == []
     with pytest.raises(ValueError, match="num_devices=99"):
@@ -120,7 +120,7 @@ def test_precisions_as_plugins(plugin, precision, dtype, as_list) -> None:
 def test_plugins_that_are_refused() -> None:
     with pytest.raises(ValueError, match="precision='16-true' is not one of 16-mixed, bf16-mixed"):
         MixedPrecision("16-true", "cuda")
-    with pytest.raises(ValueError, match="a run creates its own"):
+    with pytest.raises(ValueError, match="a run creates its own gradient scaler"):
         MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="both set the precision"):
         Trainer(**QUIET, precision="64-true", plugins=DoublePrecision())
@@ -326,7 +326,7 @@ def test_closures() -> None:
     assert (weight.grad.item(), result.asdict()["n"], result.loss.requires_grad) == (2.0, 1, False)
     with pytest.raises(ValueError, match="was not called"):
         closure.consume_result()
-    with pytest.raises(ValueError, match="needs a 'loss'"):
+    with pytest.raises(ValueError, match="a dict without 'loss'"):
         ClosureResult.from_training_step_output({"x": 1})
     assert not ManualResult.from_training_step_output(weight * 2).asdict()["loss"].requires_grad
     check_finite_loss(torch.ones(()))
@@ -406,7 +406,7 @@ def test_sizes_of_batches() -> None:
     assert extract_batch_size(torch.ones(())) == 1
     with pytest.warns(UserWarning, match="differ in length"):
         assert extract_batch_size([torch.ones(2), torch.ones(3)]) == 2
-    with pytest.raises(ValueError, match="without tensors"):
+    with pytest.raises(ValueError, match="contains no tensors"):
         extract_batch_size("abc")
 
 

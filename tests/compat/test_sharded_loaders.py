@@ -109,7 +109,7 @@ def test_what_is_refused():
         prepare_data_loader(DataLoader(range(4)), dispatch_batches=True)
     with pytest.raises(ValueError, match="batch_size=3 must be a multiple of num_processes=2"):
         shard(DataLoader(range(9), 3), 0, split_batches=True)
-    with pytest.raises(TypeError, match="Pass the DataLoader that it was created from"):
+    with pytest.raises(TypeError, match="Pass the original DataLoader"):
         treadle.Accelerator(cpu=True).prepare(shard(DataLoader(range(9), 3), 0))
 
 

@@ -584,7 +584,7 @@ def trained(folder, start, stop, precision="no"):
                 step += 1
                 trace.append((weights(net), optimizer.param_groups[0]["lr"]))
             else:
-                with pytest.raises((ValueError, RuntimeError), match="inside a group"):
+                with pytest.raises((ValueError, RuntimeError), match="during gradient accumulation"):
                     accelerator.save_state(Path(folder) / "inside")
                 continue
             if step == stop:

@@ -72,9 +72,9 @@ REFUSED = {
     "projects": (
         {"project_dir": "a", "project_config": utils.ProjectConfiguration("b")},
         ValueError,
-        "contradicts project_config",
+        "contradicts ProjectConfiguration",
     ),
-    "handler": ({"kwargs_handlers": [object()]}, TypeError, "of type object"),
+    "handler": ({"kwargs_handlers": [object()]}, TypeError, "contains an object"),
     "handlers": ({"kwargs_handlers": [utils.AutocastKwargs(), utils.AutocastKwargs()]}, ValueError, "two"),
     "backend": ({"dynamo_backend": "indcutor"}, ValueError, "Did you mean 'inductor'"),
     "compilers": (
@@ -122,9 +122,9 @@ def test_what_a_plugin_can_not_mean(case):
 
 def test_names_that_are_not_there_say_why():
     for name in ("lomo_backward", "maybe_context_parallel", "fp8_backend"):
-        with pytest.raises(AttributeError, match=f"'{name}': "):
+        with pytest.raises(AttributeError, match=rf"'{name}'\. \w"):
             getattr(cpu(), name)
-    with pytest.raises(AttributeError, match="no 'nonsense'"):
+    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'\.$"):
         _ = cpu().nonsense
 
 
@@ -173,7 +173,7 @@ UNKNOWN = [
 @pytest.mark.parametrize("value", UNKNOWN, ids=lambda value: getattr(value, "__name__", type(value).__name__))
 def test_prepare_returns_what_it_does_not_know(value):
     accelerator = cpu()
-    kind = f"the class {value.__name__}" if isinstance(value, type) else f"type {type(value).__name__}"
+    kind = f"the class {value.__name__}" if isinstance(value, type) else f"an? {type(value).__name__}"
     with pytest.warns(UserWarning, match=f"prepare returns .*{kind} unchanged"):
         model, same = accelerator.prepare(nn.Linear(1, 1), value)
     assert same is value
@@ -182,7 +182,9 @@ def test_prepare_returns_what_it_does_not_know(value):
 
 
 def test_prepare_says_that_an_iterable_is_not_shared_out():
-    with pytest.warns(UserWarning, match="Every rank reads all of it. Use prepare_data_loader"):
+    with pytest.warns(
+        UserWarning, match="Every rank reads all of its items. To shard batches, use prepare_data_loader"
+    ):
         cpu().prepare([torch.ones(1)])
     with pytest.warns(UserWarning, match=r"schedulers and DataLoaders\.$"):
         cpu().prepare(len)
@@ -192,7 +194,7 @@ def test_prepare_takes_none():
     accelerator = cpu()
     model, nothing = accelerator.prepare(nn.Linear(1, 1), None)
     assert nothing is None
-    with pytest.raises(ValueError, match="2 values for 1 objects"):
+    with pytest.raises(ValueError, match="device_placement has 2 values, but prepare got 1 object"):
         accelerator.prepare(model, device_placement=[True, True])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert accelerator.prepare(optimizer) is accelerator.prepare(optimizer)
@@ -280,7 +282,7 @@ def test_groups_end_with_the_loader_unless_told_otherwise():
     assert gradients_over(2)[0] == [0.5, 2.5, 4.0, 0.5, 2.5, 4.0]
     assert gradients_over(2, sync_with_dataloader=False)[0] == [0.5, 2.5, 2.0, 1.5, 3.5]
     _, accelerator = gradients_over(1, sync_with_dataloader=False)
-    with pytest.raises(ValueError, match="inside a group"):
+    with pytest.raises(ValueError, match="during gradient accumulation"):
         accelerator.save_state("never")
     assert not Path("never").exists()
 

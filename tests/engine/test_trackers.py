@@ -265,7 +265,7 @@ def test_images_and_tables(name, tmp_path, monkeypatch):
     else:
         tracker.log_images({"picture": [picture] if name == "swanlab" else picture}, step=1)
     if name == "clearml":
-        with pytest.raises(ValueError, match=r"log_table\('cells'\) got no table. Pass data=, or dataframe="):
+        with pytest.raises(ValueError, match=r"log_table\('cells'\) got no table. Pass data= or dataframe="):
             tracker.log_table("cells", columns=["a"])
         tracker.log_table("cells", columns=["a", "b"], data=[[1, 2]], step=1)
     accelerator.end_training()

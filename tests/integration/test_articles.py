@@ -309,7 +309,7 @@ def test_data_that_differs_between_processes(two):
         ("dtype", ["in net.0 (Linear).forward: its parameters are float32 on cpu", "input: float64 on cpu"]),
         ("device", ["batch['pixels']: float32 on cpu", "batch['label']: float32 on meta"]),
         ("memory", ["out of memory", "accumulate_grad_batches", "find_executable_batch_size"]),
-        ("backward", ["second time", "backward was already called on this loss: leave backward"]),
+        ("backward", ["second time", "the backward pass has already run through this graph: leave the backward"]),
     ],
 )
 def test_an_error_of_torch_says_where_and_why(two, mistake, said):

@@ -78,7 +78,7 @@ def test_the_process_group_that_ray_made_is_used(cluster):
         assert facts["timeout"] == 300
         assert not facts["main_thread"]
         assert not facts["started"]
-        assert "devices=3 asks for 3 process(es)" in facts["refused"]
+        assert "devices=3 asks for 3 processes" in facts["refused"]
         assert "TorchTrainer with `ScalingConfig(num_workers=3)`" in facts["refused"]
 
 
@@ -197,7 +197,7 @@ def test_outside_of_ray_the_callbacks_name_where_they_belong():
     done = script(source, env=ENVIRONMENT)
     lines = [line for line in done.stdout.splitlines() if line.startswith(("RuntimeError", "ValueError"))]
     assert lines[0].startswith("RuntimeError RayTrainReportCallback was created outside of a Ray Train worker")
-    assert lines[1].startswith("RuntimeError this is not a worker of Ray Train")
+    assert lines[1].startswith("RuntimeError this process is not a Ray Train worker")
     assert lines[2].startswith("ValueError on='validation_ends' must be one of 'validation_end'")
     assert lines[3].startswith("RuntimeError TuneReportCheckpointCallback was used outside of"), done.stderr
 

@@ -337,10 +337,12 @@ def test_a_schedule_is_as_long_as_the_run():
     assert rates("constant") == [1.0] * 6
     assert rates("constant_with_warmup", warmup=2) == [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]
     assert rates("reduce_lr_on_plateau") == [1.0] * 6
-    for schedule, warmup in (("linear", 0), ("cosine", 2), ("constant_with_warmup", 0.5)):
-        with pytest.raises(
-            ValueError, match=r"needs the length of the run, which is unknown. Set Trainer\(max_steps=...\)"
-        ):
+    for schedule, warmup, words in (
+        ("linear", 0, "lr_scheduler='linear' needs the length of the run, which is unknown"),
+        ("cosine", 2, "lr_scheduler='cosine' needs the length of the run, which is unknown"),
+        ("constant_with_warmup", 0.5, "warmup_steps=0.5 is a fraction of the run, whose length is unknown"),
+    ):
+        with pytest.raises(ValueError, match=words + r"\. Set Trainer\(max_steps=...\), or"):
             rates(schedule, warmup=warmup)
     with pytest.raises(ValueError, match="Did you mean 'cosine'"):
         rates("cosin")

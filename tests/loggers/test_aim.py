@@ -32,7 +32,7 @@ def test_the_epoch_is_kept_beside_each_value(tmp_path):
 def test_a_remote_repository(tmp_path):
     assert AimLogger("aim://127.0.0.1:1").save_dir is None
     assert AimLogger(tmp_path).save_dir == str(tmp_path)
-    with pytest.raises(ValueError, match=r"log_model=True needs artifacts_uri with the remote repository 'aim://"):
+    with pytest.raises(ValueError, match=r"log_model=True cannot store checkpoints in the remote repository 'aim://"):
         AimLogger("aim://127.0.0.1:1", log_model=True)
     with pytest.raises(ValueError, match="system_tracking_interval=-1 must be a number of at least 0"):
         AimLogger(tmp_path, system_tracking_interval=-1)

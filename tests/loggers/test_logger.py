@@ -182,7 +182,7 @@ def test_an_open_logger_keeps_its_version(tmp_path):
     logger = CSVLogger(tmp_path)
     logger.log_metrics({"a": 1.0})
     logger.version = 0
-    with pytest.raises(ValueError, match=r"version='b' cannot replace 0 .* finalize\(\)"):
+    with pytest.raises(ValueError, match=r"version='b' cannot replace version=0 .* finalize\(\)"):
         logger.version = "b"
     logger.finalize("success")
     logger.version = "b"
@@ -212,8 +212,8 @@ def test_a_copy_of_an_open_logger_opens_its_own_files(kind, tmp_path):
         ({"save_dir": 3}, TypeError, "int"),
         ({"name": 3}, TypeError, "name=3 must be a string"),
         ({"prefix": 3}, TypeError, "prefix=3 must be a string"),
-        ({"version": -1}, ValueError, "version=-1 is negative"),
-        ({"version": 1.5}, TypeError, r"version=1\.5 must be a number, a directory name or None"),
+        ({"version": -1}, ValueError, "version=-1 must be at least 0"),
+        ({"version": 1.5}, TypeError, r"version=1\.5 must be an integer, a directory name or None"),
         ({"version": True}, TypeError, "version=True"),
     ],
 )
@@ -232,7 +232,7 @@ def test_a_wrong_argument_is_named(kind, arguments, error, message, tmp_path):
         ({"top": {"five": []}}, 0, TypeError, "metric 'top/five'"),
         ({3: 1.0}, 0, TypeError, "metric name 3 must be a non-empty string"),
         ([1.0], 0, TypeError, "must be a dict of numbers"),
-        ({"loss": 1.0}, -1, ValueError, "step=-1 is negative"),
+        ({"loss": 1.0}, -1, ValueError, "step=-1 must be at least 0"),
         ({"loss": 1.0}, 0.5, TypeError, r"step=0\.5 must be an integer"),
     ],
 )

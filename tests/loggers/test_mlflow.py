@@ -193,7 +193,7 @@ def test_a_wrong_argument_is_named(arguments, error, message):
     ("metrics", "step", "error", "message"),
     [
         ({"loss": "low"}, 0, TypeError, "metric 'loss' is 'low'.*must be one number"),
-        ({"loss": 1.0}, -1, ValueError, "step=-1 is negative"),
+        ({"loss": 1.0}, -1, ValueError, "step=-1 must be at least 0"),
         ({"loss": 1.0}, 0.5, TypeError, r"step=0\.5 must be an integer"),
     ],
 )

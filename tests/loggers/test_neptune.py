@@ -57,7 +57,7 @@ def test_a_run_that_was_begun(tmp_path):
 
 
 def test_modes(tmp_path):
-    with pytest.raises(ValueError, match="mode='of' must be one of async, sync, offline, debug"):
+    with pytest.raises(ValueError, match="mode='of' must be one of 'async', 'sync', 'offline', 'debug'"):
         NeptuneLogger(mode="of")
     debug = goodseed.make(tmp_path, mode="debug")
     debug.log_metrics({"x": 1}, 1)

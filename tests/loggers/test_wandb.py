@@ -138,7 +138,7 @@ def test_media_and_tables(tmp_path):
     logger = WandbLogger(save_dir=tmp_path)
     with pytest.raises(TypeError, match="must be a list"):
         logger.log_image("x", np.zeros((2, 2)))
-    with pytest.raises(ValueError, match="caption has 2 items for 1 images"):
+    with pytest.raises(ValueError, match="caption has length 2, but images has length 1"):
         logger.log_image("x", [np.zeros((2, 2))], caption=["a", "b"])
     logger.log_image("picture", [np.zeros((4, 4, 3), np.uint8)], step=1, caption=["black"])
     logger.log_text("words", columns=["a", "b"], data=[["x", "y"], ["z", "w"]], step=2)
@@ -169,7 +169,7 @@ def test_a_run_is_continued_by_its_id(tmp_path):
         warnings.simplefilter("error")
         for twin in copies:
             assert twin.experiment is first.experiment
-    with pytest.raises(ValueError, match=r"version='b' cannot replace 'known' .* finish\(\)"):
+    with pytest.raises(ValueError, match=r"version='b' cannot replace version='known' .* finish\(\)"):
         first.version = "b"
     first.finalize("success")
     first.log_metrics({"x": 2}, 2)
@@ -242,7 +242,7 @@ def test_rank_one_does_nothing(tmp_path, monkeypatch):
         ({"mode": "offline", "log_model": "all"}, ValueError, "log_model='all' needs uploads"),
         ({"log_model": "best"}, ValueError, "log_model='best' must be True, False or 'all'"),
         ({"add_file_policy": "fast"}, ValueError, "add_file_policy='fast'"),
-        ({"porject": "x"}, TypeError, "porject='x' is not an argument. wandb.init accepts .*project"),
+        ({"porject": "x"}, TypeError, "porject='x' is not an argument of wandb.init, which accepts .*project"),
         ({"project": 3}, TypeError, "project=3 must be a string"),
     ],
 )
@@ -255,7 +255,7 @@ def test_a_wrong_argument_is_named(arguments, error, message):
     ("metrics", "step", "error", "message"),
     [
         ({"loss": "low"}, 0, TypeError, "metric 'loss' is 'low'.*must be one number"),
-        ({"loss": 1.0}, -1, ValueError, "step=-1 is negative"),
+        ({"loss": 1.0}, -1, ValueError, "step=-1 must be at least 0"),
         ({"loss": 1.0}, 0.5, TypeError, r"step=0\.5 must be an integer"),
     ],
 )
@@ -325,7 +325,7 @@ def test_checkpoints_are_artifacts(tmp_path):
 
 
 def test_checkpoints_nobody_tells_of_are_not_forgotten_in_silence(tmp_path):
-    with pytest.warns(UserWarning, match="log_model=True, but this logger was not notified of any checkpoint"):
+    with pytest.warns(UserWarning, match="log_model=True uploads nothing, because the logger was not notified of any"):
         WandbLogger(save_dir=tmp_path, log_model=True).finalize("success")
 
 

@@ -76,7 +76,7 @@ def test_a_strategy_built_for_a_device_runs_there(device):
 
 @pytest.mark.parametrize(("flags", "words"), [
     ({"accelerator": "gpu"}, r"SingleDevice\('cpu'\) contradicts accelerator='gpu'"),
-    ({"devices": 2}, r"SingleDevice\('cpu'\) contradicts devices=2, because it uses one device"),
+    ({"devices": 2}, r"SingleDevice\('cpu'\) contradicts devices=2, because the strategy uses only the device 'cpu'"),
 ])  # fmt: skip
 def test_flags_that_contradict_the_strategys_device(flags, words):
     with pytest.raises(ValueError, match=words):

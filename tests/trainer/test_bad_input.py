@@ -120,7 +120,7 @@ FLAGS = [
     ({"callbacks": 5}, TypeError, "callbacks", "5"),
     ({"callbacks": "bar"}, TypeError, "callbacks", "'bar'"),
     ({"callbacks": EarlyStopping}, TypeError, "callbacks", "EarlyStopping"),
-    ({"callbacks": [EarlyStopping]}, TypeError, "callbacks", "Instantiate it with ()"),
+    ({"callbacks": [EarlyStopping]}, TypeError, "callbacks", "Pass EarlyStopping() instead of the class"),
     ({"callbacks": [treadle.Callback()] * 2}, ValueError, "same Callback object twice"),
     ({"enable_checkpointing": False, "callbacks": ModelCheckpoint()}, ValueError, "enable_checkpointing=False"),
     ({"enable_progress_bar": False, "callbacks": TQDMProgressBar()}, ValueError, "enable_progress_bar=False"),
@@ -154,7 +154,7 @@ def test_a_loader_that_yields_nothing():
         (iter([batch, batch]), {"max_epochs": 2}, ["iterated more than once"]),  # exhausted in the first epoch
         (DataLoader(Dry()), {}, ["yielded no batch"]),
         ([], {}, ["yielded no batch"]),
-        (loader(), {"limit_train_batches": 0}, ["limit_*_batches"]),
+        (loader(), {"limit_train_batches": 0}, ["limit_train_batches=0 allows no batch"]),
         (
             loader(),
             {"limit_train_batches": 0.01},
@@ -201,18 +201,22 @@ def test_what_training_step_returns():
         return task.net(torch.ones(3, 2)).squeeze(1)
 
     for step, error, words in [
-        (lambda t: {"los": net(t).mean()}, ValueError, ["'loss' is None", "los"]),
-        (lambda t: {"loss": 1.0}, ValueError, ["'loss' is 1.0", "tensor"]),
+        (lambda t: {"los": net(t).mean()}, ValueError, ["a dict without 'loss' (keys: 'los')"]),
+        (lambda t: {"loss": 1.0}, ValueError, ["'loss' is a float", "tensor"]),
         (lambda t: 1.0, TypeError, ["float", "tensor"]),
         (lambda t: [net(t).mean()], TypeError, ["list", "tensor"]),
         (lambda t: net(t).mean().detach(), ValueError, ["without a gradient", "detach"]),
         (lambda t: torch.tensor(3), ValueError, ["without a gradient"]),
-        (net, ValueError, ["shape (3,)", "mean()"]),
-        (lambda t: {"loss": net(t)}, ValueError, ["shape (3,)", "mean()"]),
-        (lambda t: {"loss": net(t).mean(), "weight": -1}, ValueError, ["weight -1", "at least 0"]),
-        (lambda t: {"loss": net(t).mean(), "weight": NAN}, ValueError, ["weight nan"]),
-        (lambda t: {"loss": net(t).mean(), "weight": "a"}, ValueError, ["weight 'a'", "one number"]),
-        (lambda t: {"loss": net(t).mean(), "weight": torch.ones(3)}, ValueError, ["weight a tensor of shape (3,)"]),
+        (net, ValueError, ["the shape (3,)", "mean()"]),
+        (lambda t: {"loss": net(t)}, ValueError, ["the shape (3,)", "mean()"]),
+        (lambda t: {"loss": net(t).mean(), "weight": -1}, ValueError, ["returned -1 as the weight", "at least 0"]),
+        (lambda t: {"loss": net(t).mean(), "weight": NAN}, ValueError, ["returned nan as the weight"]),
+        (lambda t: {"loss": net(t).mean(), "weight": "a"}, ValueError, ["returned 'a' as the weight", "one number"]),
+        (
+            lambda t: {"loss": net(t).mean(), "weight": torch.ones(3)},
+            ValueError,
+            ["returned a tensor of shape (3,) as the weight"],
+        ),
     ]:
         with says(error, *words):
             trainer().fit(with_step(step), loader())
@@ -346,7 +350,7 @@ def test_the_wrong_kind_of_task():
 
     for task, error, words in [
         (nn.Linear(2, 1), TypeError, ["TaskModule", "Linear"]),
-        (Plain, TypeError, ["Plain", "Instantiate it with ()"]),
+        (Plain, TypeError, ["the class Plain", "Pass Plain() instead"]),
         (Forgot(), TypeError, ["Forgot.__init__", "super().__init__()"]),
     ]:
         with says(error, *words):
@@ -374,7 +378,7 @@ def test_loaders_and_data_modules():
     data = treadle.DataModule.from_datasets(TensorDataset(torch.ones(4, 2)), batch_size=2)
     for arguments in [{"train_dataloaders": loader(), "datamodule": data}, {"val_dataloaders": loader()}]:
         first = () if "datamodule" in arguments else (data,)
-        with says(ValueError, "Pass only one of them"):
+        with says(ValueError, "Pass only one of the two"):
             trainer().fit(Plain(), *first, **arguments)
     with says(TypeError, "datamodule", "DataModule", "DataLoader"):
         trainer().fit(Plain(), datamodule=loader())
@@ -476,7 +480,7 @@ def test_checkpoints_of_something_else(tmp_path):
     run.save_checkpoint(tmp_path / "weights", weights_only=True)
     with says(ValueError, "a different model", "net.weight", "(3, 2)", "(1, 2)"):
         trainer().fit(Plain(), loader(), ckpt_path=tmp_path / "run")
-    with says(ValueError, "weights only"):
+    with says(ValueError, "only weights"):
         trainer().fit(Sized(3), loader(), ckpt_path=tmp_path / "weights")
     assert Sized.load_from_checkpoint(tmp_path / "weights").hparams == {"width": 3}
     with says(ValueError, "a different model"):
@@ -531,7 +535,7 @@ def test_what_save_hyperparameters_takes():
             super().__init__()
             self.save_hyperparameters()
 
-    with says(TypeError, "save_hyperparameters", "one object with all of them"):
+    with says(TypeError, "save_hyperparameters", "one object with all hyperparameters"):
         Holding(nn.Linear(1, 1)).save_hyperparameters({"a": 1}, {"b": 2})
 
 

@@ -119,11 +119,13 @@ def test_a_namespace_as_an_argument_is_data(tmp_path):
 def test_what_fits_is_taken_of_another_set_up(tmp_path):
     fit(tmp_path, ModelCheckpoint(tmp_path / "c"), task=Scheduled())
     plain = Task()
-    with pytest.raises(ValueError, match="contains 1 schedulers, but this run has 0"):
+    with pytest.raises(ValueError, match="contains 1 scheduler, but this run has 0"):
         fit(tmp_path, task=plain, ckpt_path=tmp_path / "c" / "epoch=1-step=10.ckpt", max_epochs=3)
     plain = Task()
     plain.strict_loading = False
-    with pytest.warns(UserWarning, match="contains 1 schedulers, but this run has 0, so they are not restored"):
+    with pytest.warns(
+        UserWarning, match="contains 1 scheduler, but this run has 0, so schedulers are not restored"
+    ):
         trainer = fit(tmp_path, task=plain, ckpt_path=tmp_path / "c" / "epoch=1-step=10.ckpt", max_epochs=3)
     assert trainer.global_step == 15
 

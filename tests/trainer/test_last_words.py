@@ -123,7 +123,7 @@ def test_a_schedule_over_a_loader_without_length(schedule):
     with pytest.raises((ValueError, OverflowError)) as caught:
         treadle.Trainer(**flags, max_epochs=-1, max_time="00:00:01:00").fit(Task(schedule), loader())
     words = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
-    assert "as max_epochs=-1 and max_steps=-1. Set max_steps" in words
+    assert "because max_epochs=-1 and max_steps=-1. Set max_steps" in words
     treadle.Trainer(**flags, max_steps=4).fit(Task(schedule), stream())
 
 
@@ -222,7 +222,7 @@ def test_an_interrupt_says_how_to_resume(tmp_path, capsys):
     words = "interrupted in fit, epoch 0, after optimizer step 5, in batch 5"
     assert capsys.readouterr().err.splitlines()[-3:] == [
         words,
-        f"latest checkpoint: {path}, of optimizer step 4",
+        f"latest checkpoint: {path} (optimizer step 4)",
         f"to resume: trainer.fit(..., ckpt_path={str(path)!r})",
     ]
     again = treadle.Trainer(**QUIET, logger=False, max_epochs=2, enable_checkpointing=False)
@@ -286,7 +286,7 @@ class Unlike(treadle.TaskModule):
 
 @pytest.mark.parametrize(
     ("task", "advice"),
-    [(Misnamed, "Rename train_step to training_step."), (Unlike, "Define one that returns the loss.")],
+    [(Misnamed, "Rename train_step to training_step."), (Unlike, "Define it to return the loss.")],
 )
 def test_a_step_of_another_name(task, advice):
     with pytest.raises(ValueError, match=f"{task.__name__} has no training_step. {advice}"):

@@ -158,13 +158,13 @@ class LastStep:
         if trainer.preemption.abandoned:
             return "a second Ctrl-C came before the step was complete"
         if self._changed:
-            return "the error came after a callback had changed the model or its optimizer and before the next step"
+            return "the error occurred after a callback had changed the model or its optimizer and before the next step"
         if self._moving and trainer.progress.step_is_unfinished and trainer.world_size == 1:
             self.note()  # the step is taken; with several processes this could wait for the others
         if self._moving:
-            return "the error came after the optimizer's next step had begun and before it was complete"
+            return "the error occurred after the next optimizer step had begun and before it was complete"
         if self._sums is not None and not all(map(torch.equal, self._sums, sum_parameters(self._task))):
-            return "the error came during a validation, when the model had other weights"
+            return "the error occurred during a validation, while the model held other weights, such as averaged ones"
         return ""
 
     def save(self, path: AnyPath, weights_only: bool, trainable_only: bool) -> None:
@@ -252,5 +252,5 @@ def explain_need_of_others(trainer: Trainer) -> str:
     if getattr(strategy, "local_steps", None) is not None:
         return "between two synchronizations each process trains its own model"
     if trainer.accelerator.checkpointer.save_hooks:
-        return "a hook of register_save_state_pre_hook may call collectives"
+        return "a hook registered with register_save_state_pre_hook may call collectives"
     return ""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 _ELSEWHERE = {
-    "hpc": "checkpoints saved after a scheduler's signal are ordinary checkpoints. Use 'auto'",
+    "hpc": "checkpoints saved after a scheduler's signal are ordinary checkpoints. Use 'last'",
     "registry": "Treadle has no model registry. Pass a checkpoint's directory",
 }
 
@@ -102,16 +102,18 @@ class CheckpointResolver:
         if not (isinstance(ckpt_path, str) and ckpt_path in WORDS_FOR_CHECKPOINTS):
             with self.world.together():
                 if self.world.is_main:
-                    _check_is_checkpoint(as_path(ckpt_path))
+                    self._check_is_checkpoint(as_path(ckpt_path))
             return self._open(as_path(ckpt_path))
         opened = self._best() if ckpt_path == "best" else self._last()
         self.report = report = self.world.broadcast(self.report)
         for sentence in report.skipped:
             warn(f"ckpt_path={ckpt_path!r} skips a checkpoint: {sentence}")
         if report.other_runs:
+            others = sum(map(len, report.other_runs.values()))
+            kind = "a checkpoint from another run" if others == 1 else "checkpoints from other runs"
             warn(
-                f"ckpt_path={ckpt_path!r} skips checkpoints of other runs: {report.describe_other_runs()}. To continue "
-                "from one of them, pass its path."
+                f"ckpt_path={ckpt_path!r} skips {kind}: {report.describe_other_runs()}. To use a skipped checkpoint, "
+                "pass its path."
             )
         if opened is None:
             announce(
@@ -119,7 +121,7 @@ class CheckpointResolver:
                 f"{report.describe_searched()}"
             )
             return None
-        action, step = "resumes from" if self.stage == "fit" else "loads the weights of", opened.manifest.step
+        action, step = "resumes from" if self.stage == "fit" else "loads the weights from", opened.manifest.step
         behind = f"; the run had reached step {report.steps_reached:,}" if report.steps_reached > step else ""
         announce(f"ckpt_path={ckpt_path!r}: {self.stage} {action} {opened.path} (optimizer step {step:,}{behind})")
         return opened
@@ -134,7 +136,7 @@ class CheckpointResolver:
         """Raise an error if ``ckpt_path`` is invalid."""
         stage, ckpt_path = self.stage, self.ckpt_path
         if not isinstance(ckpt_path, str | os.PathLike):
-            raise TypeError(f"ckpt_path={ckpt_path!r} must be a checkpoint's directory, 'last', 'best' or 'auto'.")
+            raise TypeError(f"ckpt_path={ckpt_path!r} must be {self._describe_choices()}.")
         if ckpt_path == "auto" and stage != "fit":
             raise ValueError(
                 f"ckpt_path='auto' is for fit only, because it may start from scratch. Pass a path, 'last' or 'best' "
@@ -143,11 +145,36 @@ class CheckpointResolver:
         if isinstance(ckpt_path, str) and (why := _ELSEWHERE.get(ckpt_path.partition(":")[0])):
             raise ValueError(f"ckpt_path={ckpt_path!r}: {why}.")
 
+    def _describe_choices(self) -> str:
+        """Return the valid values of ``ckpt_path`` in this stage, for messages."""
+        words = "'last', 'best' or 'auto'" if self.stage == "fit" else "'last' or 'best'"
+        return f"a checkpoint's directory, {words}"
+
+    def _check_is_checkpoint(self, path: AnyPath) -> None:
+        """Raise a ValueError if a path is not a checkpoint."""
+        checkpoint.find_again(path)
+        if path.is_file():
+            raise ValueError(
+                f"ckpt_path={str(path)!r} is a file, but Treadle's checkpoints are directories. To load weights from a "
+                "checkpoint file of Lightning or another library, use TaskModule.load_from_checkpoint or "
+                "treadle.load_weights."
+            )
+        if not path.is_dir():
+            raise ValueError(f"ckpt_path={str(path)!r} does not exist. Pass {self._describe_choices()}.")
+        if not (path / checkpoint.MANIFEST).is_file():
+            inside = CheckpointStore(path).find() or CheckpointStore(path / CHECKPOINTS).find()
+            if inside:
+                number = f" ({len(inside)} were found)" if len(inside) > 1 else ""
+                raise ValueError(
+                    f"ckpt_path={str(path)!r} is a folder of checkpoints, not a checkpoint. Pass the path of one "
+                    f"checkpoint, such as {str(inside[-1])!r}{number}."
+                )
+
     def _check_callbacks(self) -> None:
         """Raise a ValueError if the Trainer has no ModelCheckpoint."""
         if not self.trainer.checkpoint_callbacks:
             raise ValueError(
-                f"ckpt_path={self.ckpt_path!r} searches the directories of ModelCheckpoints, but the Trainer has no "
+                f"ckpt_path={self.ckpt_path!r} searches the directory of the ModelCheckpoint, but the Trainer has no "
                 "ModelCheckpoint. Pass a path instead."
             )
 
@@ -183,15 +210,18 @@ class CheckpointResolver:
     def _none_intact(self) -> ValueError:
         """Return the error for a search that found no intact checkpoint."""
         report, ckpt_path = self.report, self.ckpt_path
-        whose = " of this run" if report.other_runs else ""
+        whose = " from this run" if report.other_runs else ""
         folders_searched = report.describe_searched()
         reasons = [f"ckpt_path={ckpt_path!r}, but there is no intact checkpoint{whose} in {folders_searched}"]
         reasons += report.skipped
         if report.other_runs:
-            reasons.append(f"those of other runs are {report.describe_other_runs()}")
-        can_start = self.stage == "fit" and ckpt_path != "auto"
-        fresh = ", or 'auto' to start from scratch if there is none" if can_start else ""
-        return ValueError("; ".join(reasons) + f". Pass a path{fresh}.")
+            reasons.append(f"the checkpoints from other runs are {report.describe_other_runs()}")
+        fresh = ""
+        if self.stage == "fit" and report.other_runs:  # "auto" would fail too if the folder belongs to a recorded run
+            fresh = ", or save to another directory to start from scratch"
+        elif self.stage == "fit" and ckpt_path != "auto":
+            fresh = ", or 'auto' to start from scratch if there is no checkpoint"
+        return ValueError("; ".join(reason.rstrip(".") for reason in reasons) + f". Pass a path{fresh}.")
 
     def _latest(self, resumable: bool) -> OpenCheckpoint | None:
         """Return the latest intact checkpoint in the directories of this run's ModelCheckpoints.
@@ -213,7 +243,7 @@ class CheckpointResolver:
             report.searched += map(str, batch)
             for manifest, path in _latest_first(self._stores(batch), report):
                 if resumable and not has_part(manifest.files, STATE):
-                    report.skipped.append(f"{path} contains only weights, so no run can resume from it")
+                    report.skipped.append(f"{path} contains only weights, so no run can resume from it.")
                     continue
                 opened = OpenCheckpoint(path, manifest)
                 try:
@@ -271,8 +301,8 @@ class CheckpointResolver:
             if is_main and not callback.best_model_path and stage != "fit" and not has_run:
                 raise ValueError(
                     f"ckpt_path='best': {stage} was called without a fit in this process, so the ModelCheckpoint has "
-                    "saved no best checkpoint. Pass a path, call fit first, or use the folder of a run (RunFolder, "
-                    "--from-run), which has that run's checkpoints."
+                    "saved no best checkpoint. Pass a path, call fit first, or select an earlier run with "
+                    "RunFolder.open or --from-run."
                 )
         latest = None
         if not self.world.broadcast(callback.best_model_path):
@@ -292,10 +322,10 @@ class CheckpointResolver:
         if not best:
             if latest is None:
                 other_runs = self.report.describe_other_runs()
-                others = f" Those of other runs: {other_runs}." if other_runs else ""
+                others = f" The checkpoints from other runs are {other_runs}." if other_runs else ""
                 raise ValueError(
                     f"ckpt_path='best', but the ModelCheckpoint has saved no best checkpoint, and no intact checkpoint "
-                    f"of this run in {self.report.describe_searched()} records one.{others} Pass a path."
+                    f"from this run in {self.report.describe_searched()} records one.{others} Pass a path."
                 )
             best, source = _recorded_best(callback, latest), str(latest.path)
         if not best:
@@ -303,31 +333,9 @@ class CheckpointResolver:
         checkpoint.find_again(best)
         if not as_path(best).is_dir():
             raise ValueError(
-                f"ckpt_path='best', but {best}, the best checkpoint of {source}, does not exist. Pass a path."
+                f"ckpt_path='best', but {best}, the best checkpoint according to {source}, does not exist. Pass a path."
             )
         return as_path(best)
-
-
-def _check_is_checkpoint(path: AnyPath) -> None:
-    """Raise a ValueError if a path is not a checkpoint."""
-    checkpoint.find_again(path)
-    if path.is_file():
-        raise ValueError(
-            f"ckpt_path={str(path)!r} is a file, but Treadle's checkpoints are directories. Load weights from files of "
-            "Lightning and others with TaskModule.load_from_checkpoint or treadle.load_weights."
-        )
-    if not path.is_dir():
-        raise ValueError(
-            f"ckpt_path={str(path)!r} does not exist. Pass a checkpoint's directory, 'last', 'best' or 'auto'."
-        )
-    if not (path / checkpoint.MANIFEST).is_file():
-        inside = CheckpointStore(path).find() or CheckpointStore(path / CHECKPOINTS).find()
-        if inside:
-            names = ", ".join(str(checkpoint_path)[len(str(path)) + 1 :] for checkpoint_path in inside[:5])
-            raise ValueError(
-                f"ckpt_path={str(path)!r} is not a checkpoint, but a folder that contains checkpoints. Pass one of "
-                f"{names}."
-            )
 
 
 def _run_record(folder: AnyPath) -> AnyPath | None:

@@ -41,9 +41,9 @@ class Added(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(
-            f"{key!r} is not available to hooks, which get only the entries that hooks have added, 'state_dict', "
-            "'epoch', 'global_step' and 'hyper_parameters'. The states of optimizers, schedulers and callbacks are in "
-            "other files."
+            f"{key!r} is not available to checkpoint hooks, which get only 'state_dict', 'epoch', 'global_step', "
+            "'hyper_parameters' and the entries that hooks have added. Treadle itself saves and restores the states of "
+            "optimizers, schedulers and callbacks. To store another value, add it in on_save_checkpoint."
         )
 
 
@@ -128,16 +128,16 @@ class TrainerCheckpointer:
         if trainer.progress.in_step and not weights_only:
             raise ValueError(
                 f"{path} cannot be saved in the middle of optimizer step {trainer.progress.step + 1}, because no run "
-                "could resume from there. Save in on_train_batch_end or on_step_end, or save only the current weights "
-                "with weights_only=True."
+                "can resume from the middle of a step. Save in on_train_batch_end or on_step_end, or save only the "
+                "current weights with weights_only=True."
             )
         accelerator.world.meet("trainer.save_checkpoint")
         with accelerator.world.together():
             hooked = self.call_save_hooks(task)
         if trainer.stage is None and not accelerator.registered and not weights_only:
             warn(
-                f"{path}: the last stage was not fit, so only weights are saved, without optimizer, position and RNG "
-                "state, and no run can resume from this checkpoint. Save earlier, or pass weights_only=True."
+                f"{path} contains only weights, because the last stage was not fit, so no run can resume from this "
+                "checkpoint. Save directly after fit, or pass weights_only=True."
             )
             weights_only = True
         parts = self.parts(task)
@@ -164,7 +164,7 @@ class TrainerCheckpointer:
         if names := find_not_finite(task):
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(
-                f"{', '.join(names[:3])}{more} contain NaN or infinity after optimizer step "
+                f"{', '.join(names[:3])}{more} contain{'s' * (len(names) == 1)} NaN or infinity after optimizer step "
                 f"{self._trainer.progress.step}, so {path} is not saved. Resume from an earlier checkpoint with a "
                 "lower learning rate or with gradient_clip_val."
             )
@@ -390,8 +390,8 @@ class TrainerCheckpointer:
             )
             if info.get("saved_by", 1) > 1:
                 warn(
-                    f"{opened.path} was saved by rank zero alone after an error. It lacks the RNG state of the other "
-                    "ranks and their share of the epoch's logged means, which start from scratch."
+                    f"{opened.path} was saved by rank zero alone after an error. It lacks the other ranks' RNG state "
+                    "and their share of the epoch's logged means, so both start from scratch on these ranks."
                 )
             return random_state()
 
@@ -402,7 +402,10 @@ class TrainerCheckpointer:
             if name in callbacks:
                 callbacks[name].load_state_dict(saved)
             else:
-                warn(f"the checkpoint has a state for {name}, but the Trainer has no such callback.")
+                warn(
+                    f"the checkpoint contains the state of a callback {name}, which is ignored, because the Trainer "
+                    "has no callback with this state_key. Add the callback to restore its state."
+                )
         assert self._trainer.hooks is not None
         added = Added({**self._get_counts(), **state["added"]})
         if hparams := self._get_hparams():
@@ -427,7 +430,8 @@ def collect_callback_states(callbacks: list[Callback]) -> dict[str, Any]:
         if state := callback.state_dict():
             if callback.state_key in states:
                 raise ValueError(
-                    f"two callbacks would be saved under the name {callback.state_key!r}. Change the state_key of one."
+                    f"two callbacks have the state_key {callback.state_key!r}, under which only one state can be "
+                    "saved. Remove one of them, or override the property state_key in one of their classes."
                 )
             states[callback.state_key] = state
     return states

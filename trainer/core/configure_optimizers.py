@@ -48,7 +48,10 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if not (hasattr(self.scheduler, "step") and hasattr(self.scheduler, "state_dict")):
-            raise TypeError(f"{self.scheduler!r} is not a scheduler: it must have step() and state_dict().")
+            raise TypeError(
+                f"scheduler={self.scheduler!r:.100} must be a scheduler, an object with step() and state_dict(). Use "
+                "one from torch.optim.lr_scheduler."
+            )
         choose("interval", self.interval, ("epoch", "step"))
         check_int("frequency", self.frequency, 1)
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
@@ -57,7 +60,7 @@ class SchedulerConfig:
         """Raise a ValueError if a plateau scheduler has no ``monitor``. Call it only if the loop steps schedulers."""
         if self.reduce_on_plateau and self.monitor is None:
             raise ValueError(
-                "a ReduceLROnPlateau scheduler needs a monitor. Return "
+                f"the scheduler {type(self.scheduler).__name__} needs a monitor. Return "
                 "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
             )
 
@@ -78,15 +81,15 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
     if isinstance(returned, Mapping):
         return _parse_dict(returned)
     if not isinstance(returned, Sequence):
-        raise TypeError(f"configure_optimizers returned {name_type(returned)}. It may return {_FORMS}.")
+        raise TypeError(f"configure_optimizers returned {name_type(returned)}. It must return {_FORMS}.")
     parts = list(returned)
     if not parts:
-        raise ValueError(f"configure_optimizers returned an empty {type(returned).__name__}. It may return {_FORMS}.")
+        raise ValueError(f"configure_optimizers returned an empty {type(returned).__name__}. It must return {_FORMS}.")
     if len(parts) == 2 and isinstance(parts[0], list | tuple):
         if not parts[0]:
             raise ValueError(
                 "configure_optimizers returned two items, but the first, which must contain the optimizers, is empty. "
-                "Return at least one optimizer, or None to train without one."
+                "Return at least one optimizer, or None to train without an optimizer."
             )
         # A single scheduler, or its dict, counts as a list of one, as in Lightning.
         schedulers = parts[1] if isinstance(parts[1], list | tuple) else [parts[1]]
@@ -129,7 +132,7 @@ def _check_optimizer(value: Any) -> Optimizer:
     if isinstance(value, Optimizer):
         return value
     raise TypeError(
-        f"configure_optimizers returned {name_type(value)} where an optimizer is expected. It may return {_FORMS}."
+        f"configure_optimizers returned {name_type(value)} where an optimizer is expected. It must return {_FORMS}."
     )
 
 
@@ -164,9 +167,11 @@ def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) ->
         if key in valid:
             continue
         if (close := closest_name(key, valid, _TYPING_ERROR)) is not None:
-            raise ValueError(f"{source} with the key {key!r}; it may have {', '.join(valid)}. Did you mean {close!r}?")
-        keys = f"the keys are {', '.join(valid)}.{nearest(key, valid)}"
-        warn(f"{source} with the key {key!r}, which is ignored; {keys}")
+            raise ValueError(
+                f"{source} with the key {key!r}. The valid keys are {', '.join(valid)}. Did you mean {close!r}?"
+            )
+        keys = f"The valid keys are {', '.join(valid)}.{nearest(key, valid)}"
+        warn(f"{source} with the key {key!r}, which is ignored. {keys}")
 
 
 def endless(scheduler: Any) -> str | None:

@@ -53,8 +53,11 @@ class Exports(nn.Module):
                 those of the model.
         """
         require("to_onnx", "onnx", "onnxscript", extra="onnx")
-        if kwargs.pop("dynamo", True) is not True:
-            raise ValueError("dynamo=False is not supported, because torch has deprecated that export. Remove it.")
+        if (dynamo := kwargs.pop("dynamo", True)) is not True:
+            raise ValueError(
+                f"dynamo={dynamo!r} is not supported, because torch has deprecated its export based on TorchScript. "
+                "Remove dynamo."
+            )
         with _for_export(self, "to_onnx"):
             args, keywords = _prepare_arguments(self, "to_onnx", input_sample)
             expected = self(*args, **keywords)
@@ -183,7 +186,7 @@ def _for_export(task: nn.Module, method: str) -> Iterator[None]:
 
     _refuse_shards(task, method)
     if type(task).forward is nn.Module.forward:
-        raise ValueError(f"{method} exports forward, but {type(task).__name__} has no forward. Define one.")
+        raise ValueError(f"{method} exports forward, but {type(task).__name__} has no forward. Define forward.")
     with torch.no_grad(), evaluation_mode(task), plain_calls(task):
         yield
 
@@ -205,8 +208,9 @@ def _refuse_shards(task: nn.Module, method: str) -> None:
     """Raise a ValueError if the task is sharded or has parameters on the meta device."""
     if any(is_sharded(parameter) or parameter.is_meta for parameter in task.parameters()):
         raise ValueError(
-            f"{method}: this {type(task).__name__} is sharded, or not built, so no process holds the full model. Load "
-            f"a checkpoint with {type(task).__name__}.load_from_checkpoint(path), and export that task."
+            f"{method}: this {type(task).__name__} is sharded or not built yet, so no process holds the full model. "
+            f"Load a checkpoint with {type(task).__name__}.load_from_checkpoint(path), and export the task that it "
+            "returns."
         )
 
 
@@ -214,8 +218,9 @@ def _prepare_arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, 
     """Return the positional and keyword arguments for ``forward``, on the task's device."""
     sample = task.example_input_array if sample is None else sample
     if sample is None:
+        argument = "example_inputs" if method == "to_torchscript" else "input_sample"
         raise ValueError(
-            f"{method} needs an example input. Pass input_sample, or set {type(task).__name__}.example_input_array."
+            f"{method} needs an example input. Pass {argument}, or set {type(task).__name__}.example_input_array."
         )
     sample = move_data_to_device(sample, task.device)
     if isinstance(sample, Mapping):
@@ -239,5 +244,6 @@ def _check_shapes(method: str, expected: list[Any], actual: list[Any]) -> None:
     )
     if not fits:
         raise ValueError(
-            f"{method}: forward returns tensors of shapes {expected}, but the exported program returns {actual}."
+            f"{method}: forward returns tensors with the shapes {expected}, but the exported program returns the "
+            f"shapes {actual}. Rewrite the operations in forward whose output shapes depend on values."
         )

@@ -36,8 +36,8 @@ class HookedWeights:
         weights = checkpoint.get("state_dict")
         if not isinstance(weights, Mapping):
             raise ValueError(
-                f"a checkpoint hook left {name_type(weights)} as checkpoint['state_dict']. It must be a dict of "
-                "weights."
+                f"checkpoint['state_dict'] is {name_type(weights)} after the checkpoint hooks, but it must be a dict "
+                "of weights. Change the dict in place, or set the entry to another dict."
             )
         same = list(weights) == list(self._before) and all(
             value is before and _get_version(value) == version

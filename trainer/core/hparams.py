@@ -13,7 +13,7 @@ from typing import Any
 from numpy import ndarray
 from torch import Tensor
 
-from ...common.messages import warn
+from ...common.messages import nearest, warn
 from ...common.optional import is_config
 from ...loggers import plain
 from .signatures import signature
@@ -64,7 +64,10 @@ class HyperparametersMixin:
             self._keep({name: value for name, value in values.items() if name not in ignored})
         else:
             if len(args) != 1:
-                raise TypeError(f"save_hyperparameters got {args!r}. Pass names, or one object with all of them.")
+                raise TypeError(
+                    f"save_hyperparameters got {args!r:.200}. Pass names of arguments, or one object with all "
+                    "hyperparameters."
+                )
             self.hparams_kind = _classify(args[0])
             arguments = _collect_init_arguments(self, caller) or {}
             self.hparams_name = next((name for name, value in arguments.items() if value is args[0]), None)
@@ -153,7 +156,8 @@ def _classify(whole: Any) -> tuple[str, str]:
     if isinstance(whole, Mapping):
         return ("DictConfig", "") if is_config(whole) else ("mapping", class_name(kind))
     raise TypeError(
-        f"save_hyperparameters got {whole!r:.200}. Pass names, or a dict, Namespace, dataclass or DictConfig."
+        f"save_hyperparameters got {whole!r:.200}. Pass names of arguments, or a dict, Namespace, dataclass or "
+        "DictConfig."
     )
 
 
@@ -177,7 +181,10 @@ def _select_arguments(instance: Any, arguments: dict[str, Any] | None, names: tu
         )
     unknown = [name for name in names if name not in arguments]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is not an argument of __init__. The arguments are {', '.join(arguments)}.")
+        raise ValueError(
+            f"save_hyperparameters got {unknown[0]!r}, which is not an argument of {type(instance).__name__}.__init__. "
+            f"The arguments are {', '.join(arguments) or 'none'}.{nearest(unknown[0], arguments)}"
+        )
     return {name: arguments[name] for name in names or arguments}
 
 

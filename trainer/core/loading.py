@@ -19,6 +19,7 @@ from ...engine.checkpoint import (
     OpenCheckpoint,
     Record,
     extra_part,
+    filesystem,
     load_into_memory,
     model_part,
     open_added,
@@ -140,7 +141,8 @@ def build_datamodule(
             state = parts.get(cls.__qualname__)
         else:
             raise ValueError(
-                f"{opened_source.place} contains only weights, not a data module. Pass a checkpoint of a run."
+                f"{opened_source.place} contains only weights, not a data module. Pass a checkpoint from a run with a "
+                "data module."
             )
         if file_hparams is not None:
             document = _replace_hparams(file_hparams, document)
@@ -273,8 +275,8 @@ def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
     document = saved.read_part(part) if saved.has(part) else {}
     if not isinstance(document, dict):
         raise ValueError(
-            f"{saved.path}: part {part!r} is damaged: it is {name_type(document)}, but must be a dict. Use "
-            "another checkpoint."
+            f"{saved.path}: part {part!r} is damaged: it is {name_type(document)}, but must be a dict. "
+            f"{filesystem.RESTORE}"
         )
     return document
 
@@ -284,13 +286,14 @@ def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
     try:
         parts, dropped = _read_parts(file)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{opened_source.place}: {error}.") from error
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error).rstrip(".")
+        raise ValueError(f"{opened_source.place} cannot be read: {reason}.") from error
     arguments = {place: name for place, name in dropped.items() if place.startswith(("hyper_parameters.", "hparams."))}
     if arguments:
         dropped_text = ", ".join(f"{place} (a {name})"[:150] for place, name in list(arguments.items())[:8])
         warn(
-            f"{opened_source.place}: {dropped_text} is not plain data and is ignored, because no code in a checkpoint "
-            "is run. If the task needs it, pass it to load_from_checkpoint."
+            f"{opened_source.place}: hyperparameters that are not plain data are ignored, because no code in a "
+            f"checkpoint is run: {dropped_text}. If the task needs them, pass them to load_from_checkpoint."
         )
     return parts | {
         "state_dict": {name: read_tensor(piece) for name, piece in opened_source.weights.items()} | opened_source.others
@@ -362,8 +365,11 @@ def _merge_arguments(
     elif not takes_all:
         unknown = [str(name) for name in saved if name not in names and name not in overrides]
         if unknown:
+            several = "s" * (len(unknown) > 1)
+            more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
             warn(
-                f"{place}: the saved {', '.join(unknown[:8])} is ignored, because {cls.__name__} has no such argument."
+                f"{place}: the saved hyperparameter{several} {', '.join(unknown[:8])}{more} "
+                f"{'are' if several else 'is'} ignored, because {cls.__name__} has no such argument{several}."
             )
         saved = {name: value for name, value in saved.items() if name in names}
         lost = {name: words for name, words in lost.items() if name in names}
@@ -407,7 +413,8 @@ def _check_missing(cls: type[Any], place: str, available: set[str], lost: Mappin
             f"{place} does not contain {_join_words(words)}, which {cls.__name__} needs. {_advise_passing(words)}"
         )
     if lost:
-        warn(f"{place} does not contain {_join_words(lost)}; {cls.__name__} uses its default. {_advise_passing(lost)}")
+        defaults = "its default" if len(lost) == 1 else "their defaults"
+        warn(f"{place} does not contain {_join_words(lost)}; {cls.__name__} uses {defaults}. {_advise_passing(lost)}")
 
 
 def _join_words(words: Mapping[str, str]) -> str:
@@ -435,9 +442,9 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
     if ending not in (".yaml", ".yml", ".csv"):
         raise ValueError(f"hparams_file={str(path)!r} must be a .yaml, .yml or .csv file.")
     if not path.is_file():
-        raise ValueError(f"hparams_file={str(path)!r} is not a file.")
-    if os.path.getsize(path) > _MAX_HPARAMS_BYTES:
-        raise ValueError(f"hparams_file={str(path)!r} must have at most {_MAX_HPARAMS_BYTES:,} bytes.")
+        raise ValueError(f"hparams_file={str(path)!r} {'is not a file' if path.exists() else 'does not exist'}.")
+    if (size := os.path.getsize(path)) > _MAX_HPARAMS_BYTES:
+        raise ValueError(f"hparams_file={str(path)!r} has {size:,} bytes, but may have at most {_MAX_HPARAMS_BYTES:,}.")
     try:
         text = path.read_text(encoding="utf-8")
         hparams = _parse_csv(text) if ending == ".csv" else _parse_yaml(text)
@@ -470,7 +477,7 @@ def _parse_csv(text: str) -> dict[str, Any]:
     """Return the names and values in a logger's CSV file, without its header."""
     rows = [row for row in csv.reader(text.splitlines()) if row]
     if any(len(row) != 2 for row in rows):
-        raise ValueError("each line must be a key and a value")
+        raise ValueError("each line must consist of a key and a value")
     return {key: _parse_value(word) for key, word in rows[1:]}
 
 

@@ -49,7 +49,9 @@ class AttributeDict(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"no hyperparameter {name!r}; available: {', '.join(self) or 'none'}") from None
+            raise AttributeError(
+                f"there is no hyperparameter {name!r}. Available: {', '.join(self) or 'none'}."
+            ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -58,7 +60,7 @@ class AttributeDict(dict[str, Any]):
         try:
             del self[name]
         except KeyError:
-            raise AttributeError(f"no hyperparameter {name!r} to delete") from None
+            raise AttributeError(f"there is no hyperparameter {name!r} to delete.") from None
 
     def __repr__(self) -> str:
         return "\n".join(f"{name!r}: {value!r}" for name, value in self.items())
@@ -266,7 +268,7 @@ class _Flattener:
         if id(value) in self._open:
             raise _NoData("it contains itself")
         if len(place) >= MAX_DEPTH // 2:  # a record adds a level
-            raise _NoData(f"nested more than {MAX_DEPTH // 2} deep")
+            raise _NoData(f"it is nested more than {MAX_DEPTH // 2} levels deep")
         self._open.add(id(value))
         try:
             yield
@@ -377,7 +379,7 @@ class _Rebuilder:
             return Namespace(**content)
         if record.kind in ("DictConfig", "ListConfig"):
             return build_config(content)
-        raise CannotRebuild(f"{record.kind!r:.40}, a kind that this version of Treadle does not support")
+        raise CannotRebuild(f"it is stored as {record.kind!r:.40}, which this version of Treadle does not support")
 
     def _find_member(self, record: Record, allowed: tuple[type, ...]) -> Any:
         """Return the enum member that a record describes."""

@@ -284,8 +284,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         metrics = self._metrics
         if metrics is None:
             warn(
-                f"self.log({name!r}) has no effect here: log in a step, or in a hook of a running stage from its "
-                "on_*_start to its on_*_epoch_end."
+                f"self.log({name!r}) has no effect here. Call it in a step, or in a hook between the start of a stage "
+                "(on_*_start) and the end of an epoch (on_*_epoch_end)."
             )
             return
         metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx)

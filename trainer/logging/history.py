@@ -245,7 +245,10 @@ class History(Mapping[str, Curve]):
         try:
             import matplotlib.pyplot as plt
         except ImportError as error:
-            raise ModuleNotFoundError("plot() needs matplotlib: pip install matplotlib") from error
+            raise ModuleNotFoundError(
+                "plot() needs the package 'matplotlib', which is not installed. Run pip install 'treadle[plot]', or "
+                "pip install matplotlib."
+            ) from error
         from ...callbacks.reporting import group_names
 
         chosen = {name: self[name] for name in names} if names else {**self.curves, **self.rates}

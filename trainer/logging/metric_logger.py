@@ -279,8 +279,9 @@ class Logbook:
                     name = differs[0]
                     raise ValueError(
                         f"hyperparameter {name!r}: {type(task).__name__} has {merged[name]!r:.100}, "
-                        f"{type(owner).__name__} {hparams[name]!r:.100}, but loggers store one value per name. Rename "
-                        f"one, or exclude it with save_hyperparameters(ignore=[{name!r}]) or (logger=False)."
+                        f"{type(owner).__name__} has {hparams[name]!r:.100}, but loggers store one value per name. "
+                        f"Rename one of the two, or exclude one with save_hyperparameters(ignore=[{name!r}]) or "
+                        "save_hyperparameters(logger=False)."
                     )
                 merged |= hparams
         if merged:
@@ -355,7 +356,10 @@ class Logbook:
                 os.makedirs(folder, exist_ok=True)
             return folder
         except OSError as error:
-            warn(f"the folder of this run cannot be created in {root}: {error}")
+            warn(
+                f"the folder of this run cannot be created in {root}: {error.strerror or error}. Set default_root_dir "
+                "to a writable directory."
+            )
             return None
 
 

@@ -242,12 +242,13 @@ class Steps:
             if batch_index is not None
         ]
         leaving_text = (
-            ", ".join(f"rank {rank} (micro-batch {batch_index})" for rank, batch_index in leaving) or "some rank"
+            ", ".join(f"rank {rank} (micro-batch {batch_index})" for rank, batch_index in leaving)
+            or "at least one rank"
         )
         raise ValueError(
             f"on_train_batch_start returned -1 on {leaving_text} in epoch {self.progress.epoch}, but not on every "
             "rank. All ranks must end an epoch at the same step. Base the decision on a value that is the same on all "
-            "ranks, such as the index of the batch, global_step or a logged metric."
+            "ranks, such as batch_idx, global_step or a logged metric."
         )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -262,8 +263,9 @@ class Steps:
             RuntimeError: If the loop runs the backward pass itself.
         """
         raise RuntimeError(
-            "manual_backward needs a task with self.automatic_optimization = False. Otherwise, the Trainer calls "
-            "backward on the loss that training_step returns. Set it in __init__, or remove the call."
+            "manual_backward requires automatic_optimization=False. Otherwise, the Trainer runs the backward pass on "
+            "the loss that training_step returns. Set self.automatic_optimization = False in __init__, or remove the "
+            "call."
         )
 
     def clip(self) -> None:

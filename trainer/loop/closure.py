@@ -118,9 +118,10 @@ class ClosureSteps(Steps):
             loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
             check_loss(loss)
             if weight is not None:
+                name = type(self.optimizer.optimizer).__name__  # type: ignore[union-attr]
                 raise ValueError(
-                    "training_step returned a weight, but this optimizer steps with a closure, whose losses cannot be "
-                    "weighted. Return the loss only."
+                    f"training_step returned a weight, but {name} steps with a closure, whose losses cannot be "
+                    "weighted. Return only the loss."
                 )
             for hook in hooks.on_before_backward:
                 hook(loss)
@@ -149,8 +150,8 @@ def check_closure(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
     strategy, precision = trainer.accelerator.strategy, trainer.accelerator.precision
     in_parts = strategy.sharded or strategy.keeps_apart(optimizer)
     reasons = {
-        f"strategy={strategy.name!r}, because it would see only a shard of the model. Use plain 'ddp'": in_parts,
-        f"precision={precision.name!r}, whose loss scale skips steps. Use bf16-mixed or 32-true": precision.scaled,
+        f"strategy={strategy.name!r}, because it would see only a shard of the model. Use strategy='ddp'": in_parts,
+        f"precision={precision.name!r}, whose loss scale skips steps. Use 'bf16-mixed' or '32-true'": precision.scaled,
         "on_nonfinite='skip', because it cannot skip part of a step. Use 'raise'": trainer.on_nonfinite == "skip",
     }
     for reason, holds in reasons.items():

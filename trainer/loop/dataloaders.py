@@ -15,9 +15,11 @@ from ...engine import Accelerator, CombinedLoader, JointLoader, Loader, check_va
 from ...engine.data import is_collection
 from .. import arguments
 from ..core import DataModule, TaskModule, TransferHooks, has_own
+from .run_summary import count
 
 KINDS = ("train", "val", "test", "predict")
 KIND_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+LOADER_NAMES = {"train": "training", "val": "validation", "test": "test", "predict": "predict"}
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -88,8 +90,8 @@ class Sources:
         """
         if kind not in self._evaluation:
             sources = list(_split_sources(self._find(kind)))
-            world, count = self._accelerator.world, {f"{kind} loaders": len(sources)}
-            check_values_match("the ranks have different dataloaders", count, world)
+            world, count = self._accelerator.world, {f"{kind} dataloaders": len(sources)}
+            check_values_match("the ranks have different numbers of dataloaders", count, world)
             loaders = [self._prepare(kind, source, number) for number, source in enumerate(sources)]
             self._empty[kind] = [loader for loader in loaders if world.all(loader.length == 0)]
             self._evaluation[kind] = loaders
@@ -113,9 +115,9 @@ class Sources:
             return
         loaders = self.evaluation("val")
         for loader in self.empty("val"):
-            position = f" {loaders.index(loader)} (of {len(loaders)})" if len(loaders) > 1 else ""
+            position = f" with index {loaders.index(loader)}" if len(loaders) > 1 else ""
             reason = explain_empty(loader, self._accelerator.num_processes)
-            warn(f"validation dataloader{position} is empty, so nothing is validated on it. {reason}")
+            warn(f"the validation dataloader{position} is empty, so nothing is validated on it. {reason}")
 
     @property
     def hook_loaders(self) -> list[Loader]:
@@ -182,8 +184,8 @@ class Sources:
         if self._fixed_order and kind in ("train", "val") and loader.keep_order() and kind not in self._warned:
             self._warned.add(kind)
             warn(
-                f"overfit_batches disables shuffling of the {kind} dataloader: each epoch reads the same batches in "
-                "the same order."
+                f"overfit_batches disables shuffling in the {LOADER_NAMES[kind]} dataloader: each epoch reads the same "
+                "batches in the same order."
             )
         return loader
 
@@ -214,12 +216,17 @@ def check_kinds(stage: str, task: Any, datamodule: Any) -> None:
         datamodule: Object that was passed as the data module, or None.
     """
     if not isinstance(task, TaskModule):
-        hint = " Instantiate it with ()." if isinstance(task, type) else ""
-        raise TypeError(f"{stage} needs a treadle.TaskModule, not {task if hint else type(task).__name__!r}.{hint}")
+        hint = ""
+        if isinstance(task, type):
+            hint = f" Pass {task.__name__}() instead of the class."
+        elif isinstance(task, torch.nn.Module):
+            hint = f" Use the {type(task).__name__} within a TaskModule that defines training_step."
+        value = f"the class {task.__name__}" if isinstance(task, type) else name_type(task)
+        raise TypeError(f"{stage} needs a treadle.TaskModule, not {value}.{hint}")
     if "_metrics" not in vars(task):
         raise TypeError(f"{type(task).__name__}.__init__ must call super().__init__() first.")
     if datamodule is not None and not isinstance(datamodule, DataModule):
-        raise TypeError(f"datamodule must be a treadle.DataModule, not {type(datamodule).__name__!r}.")
+        raise TypeError(f"datamodule must be a treadle.DataModule, not {name_type(datamodule)}.")
 
 
 def explain_empty(loader: Loader, processes: int) -> str:
@@ -237,15 +244,17 @@ def explain_empty(loader: Loader, processes: int) -> str:
         samples = None
     kind = type(source).__name__
     if samples == 0:
-        return f"{kind}'s dataset ({type(dataset).__name__}) is empty. Add samples."
+        return f"The {kind} has an empty dataset ({type(dataset).__name__}). Add samples."
     size = getattr(source, "batch_size", None)
     if samples is not None and size and getattr(source, "drop_last", False) and samples < size * processes:
         return (
-            f"{kind} has {samples} samples and drop_last=True, which drops a global batch of fewer than "
-            f"{size * processes} ({size} x {processes} processes). Lower batch_size, or remove drop_last."
+            f"The {kind} has {count(samples, 'sample')} and drop_last=True, which drops a global batch of fewer than "
+            f"{count(size * processes, 'sample')} ({size} x {count(processes, 'process')}). Lower batch_size, or "
+            "remove drop_last."
         )
     if loader.limit == 0:
-        return "Its limit is 0 batches. Raise limit_*_batches."
+        flag = f"limit_{'val' if loader.evaluation else 'train'}_batches"
+        return f"{flag}=0 allows no batch. Raise {flag}."
     return f"Pass an iterable that has at least one batch and can be iterated more than once, not this {kind}."
 
 
@@ -258,12 +267,13 @@ def _refuse_non_loaders(kind: str, source: Any) -> None:
     """Raise a TypeError for iterables that are not dataloaders and would yield something other than batches."""
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
         raise TypeError(
-            f"the {kind} dataloader is {name_type(source)}, which yields single samples. Wrap it in a DataLoader "
-            "(with batch_size=None if its items are batches)."
+            f"the {LOADER_NAMES[kind]} dataloader is {name_type(source)}, which yields single samples. Wrap it in a "
+            "DataLoader (with batch_size=None if its items are batches)."
         )
     if isinstance(source, str | bytes | torch.Tensor):
         raise TypeError(
-            f"the {kind} dataloader is {name_type(source)}. Pass a DataLoader, or another iterable of batches."
+            f"the {LOADER_NAMES[kind]} dataloader is {name_type(source)}. Pass a DataLoader, or another iterable of "
+            "batches."
         )
 
 

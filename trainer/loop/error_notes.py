@@ -34,8 +34,8 @@ _MEMORY = (
     "batch size, or use treadle.find_executable_batch_size. bf16-mixed precision and FSDP need less memory."
 )
 _BACKWARD = (
-    "backward was already called on this loss: leave backward and the optimizer to the Trainer, and return the loss. "
-    "A tensor kept from the previous batch needs detach()."
+    "the backward pass has already run through this graph: leave the backward pass and the optimizer to the Trainer, "
+    "and return the loss. A tensor kept from the previous batch needs detach()."
 )
 _CALL = re.compile(r"(\S+)\(\) (?:takes|missing) .*positional argument")
 _SHOWN, _DEPTH = 8, 3
@@ -119,7 +119,7 @@ def _describe_batch(next_batch: int, within_fit: bool, frames: Sequence[FrameTyp
         yield f"reading batch {next_batch}"
     loop = variables.get("self")
     if isinstance(loop, EvaluationLoop) and len(loop.loaders) > 1:
-        yield f"loader {variables['number']}"
+        yield f"dataloader {variables['number']}"
 
 
 def _describe_signature(method: str, trainer: Trainer) -> Iterator[str]:
@@ -144,7 +144,7 @@ def _describe_mismatch(error: BaseException, task: nn.Module) -> str:
     names = {id(module): name for name, module in task.named_modules()}
     task_frames = [frame for frame in _iterate_frames(error) if id(frame.f_locals.get("self")) in names]
     if not task_frames:
-        return "look for tensors of different formats or devices."
+        return "look for tensors with different dtypes or devices."
     frame = task_frames[-1]
     module = frame.f_locals["self"]
     name = names[id(module)]

@@ -188,7 +188,8 @@ class EvaluationLoop:
         trainer = self.trainer
         if trainer.accelerator.world.all(index < 0):
             reason = explain_empty(loader, trainer.world_size)
-            message = f"the {self.stage} dataloader yielded no batch. {reason}"
+            position = f" with index {self.loaders.index(loader)}" if len(self.loaders) > 1 else ""
+            message = f"the {self.name} dataloader{position} yielded no batch. {reason}"
             if not self.within_fit:
                 raise ValueError(message)
             if loader.length != 0:  # otherwise fit warned at its start
@@ -200,7 +201,8 @@ class EvaluationLoop:
             return True
         self.trainer.preemption.departure.stay()
         announce(
-            "the run ends after this validation, not within it, because the model does not have the trained weights now"
+            "the run ends after this validation, not within it, because the model currently holds other weights than "
+            "the trained ones"
         )
         return False
 
@@ -240,9 +242,9 @@ def _warn_of_shared_metrics(training: Metrics, validation: Metrics) -> None:
     for entry in validation.entries:
         if id(entry.metric) in trained:
             warn(
-                f"training logs {trained[id(entry.metric)]!r} and validation {entry.name!r} as one "
-                f"{type(entry.metric).__name__} object, which mixes both, and the end of the validation resets it. Use "
-                "one metric object for each stage."
+                f"training logs {trained[id(entry.metric)]!r} and validation logs {entry.name!r} with the same "
+                f"{type(entry.metric).__name__} object, so it mixes the values of both, and the end of the validation "
+                "resets it. Use one metric object for each stage."
             )
 
 
@@ -275,8 +277,8 @@ def step_arguments(step: Callable[..., Any], loaders: int) -> int:
     count = count_positional(step)
     if loaders > 1 and count < 3:
         raise ValueError(
-            f"{step.__name__} has {count} argument(s), but with {loaders} dataloaders it needs (batch, batch_idx, "
-            "dataloader_idx). Add the missing ones."
+            f"{step.__name__} accepts {count} argument{'s' * (count != 1)}, but with {loaders} dataloaders it must "
+            "accept (batch, batch_idx, dataloader_idx). Add the missing arguments."
         )
     return min(count, 3)
 

@@ -129,7 +129,7 @@ class FitLoop:
             done = f"{count(progress.step, 'optimizer step')} and {count(progress.epoch, 'epoch')} are done"
             warn(
                 f"nothing is left to train: {spent}{done}, and max_steps={trainer.max_steps}, "
-                f"max_epochs={trainer.max_epochs} (-1: unlimited). Raise the limit to continue."
+                f"max_epochs={trainer.max_epochs} (-1 means unlimited). Raise the limit to continue."
             )
         with trainer.history.spending("training"):
             trainer.history.begin(progress, read_learning_rates(trainer))
@@ -181,8 +181,8 @@ class FitLoop:
         for group in groups:
             if progress.phase is Phase.EPOCH_TRAINED:
                 warn(
-                    f"{type(self.loader.source).__name__} yields more than the {self.total:,} batches of its length; "
-                    "the rest is ignored. Correct the length, or set limit_train_batches."
+                    f"{type(self.loader.source).__name__} yields more batches than its length of {self.total:,}, "
+                    "and the rest is ignored. Correct the length, or set limit_train_batches to a lower number."
                 )
                 break
             self.steps.take(group)
@@ -289,8 +289,9 @@ class FitLoop:
         if isinstance(interval, int):
             if trainer.check_val_every_n_epoch is not None and total is not None and interval > total:
                 raise ValueError(
-                    f"val_check_interval={interval} is more than the {total} batches of an epoch, so validation would "
-                    "never run. Pass at most that, or check_val_every_n_epoch=None to count across epochs."
+                    f"val_check_interval={interval} is more than the {count(total, 'batch')} of an epoch, so "
+                    f"validation would never run. Pass at most {total}, or pass check_val_every_n_epoch=None to count "
+                    "across epochs."
                 )
             return interval
         if interval == 1.0:

@@ -76,8 +76,9 @@ class Fit:
                 measured(trainer.profiler, "training", loop.run)(random_state)
         if idle := list_unused(task):
             warn(
-                f"no step called the forward of the compiled modules {', '.join(idle)}. Their other methods run "
-                "uncompiled."
+                f"torch.compile had no effect on {', '.join(idle)}, because no step called "
+                f"{'the module itself' if len(idle) == 1 else 'these modules themselves'}. Other methods of a module "
+                f"run uncompiled. Call self.{idle[0]}(...) instead."
             )
         for hook in hooks.on_fit_end:
             hook()
@@ -117,9 +118,9 @@ class Fit:
         if any(callback.save_on_exception for callback in trainer.checkpoint_callbacks):
             if trainer.world_size > 1 and (why := explain_need_of_others(trainer)):
                 warn(
-                    "save_on_exception=True saves this run after Ctrl-C, but not after an error: then only rank zero "
-                    f"can save, because other ranks may have ended, and {why}. Add every_n_train_steps with "
-                    "save_last=True."
+                    "save_on_exception=True saves this run after Ctrl-C, but not after an error. After an error, only "
+                    f"rank zero can save, because other ranks may have ended, and {why}. Also set every_n_train_steps "
+                    "and save_last=True."
                 )
             else:
                 trainer.last_step = LastStep(trainer, task)
@@ -159,7 +160,7 @@ class Fit:
         if loaders and not has_step:
             warn(
                 f"fit has a validation dataloader, but {name} has no validation_step, so nothing is validated. "
-                "Define one."
+                "Define validation_step."
             )
         if has_step:
             self.sources.warn_of_empty_validation()
@@ -237,7 +238,8 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
 def _why_endless(trainer: Trainer) -> str:
     """Return the reason why the number of optimizer steps is infinite, and the fix."""
     why = "the training dataloader has no length" if trainer.max_epochs != -1 else "max_epochs=-1"
-    return f"trainer.estimated_stepping_batches is infinite, as {why} and max_steps={trainer.max_steps}. Set max_steps."
+    unlimited = f"{why} and max_steps={trainer.max_steps}"
+    return f"trainer.estimated_stepping_batches is infinite, because {unlimited}. Set max_steps."
 
 
 def wrap(trainer: Trainer, task: TaskModule) -> Any:
@@ -257,12 +259,13 @@ def _check_steps(task: TaskModule) -> None:
     if type(task).training_step is TaskModule.training_step:
         own_methods = [m for m in dir(task) if callable(getattr(type(task), m, None)) and not hasattr(TaskModule, m)]
         misnamed = closest_name("training_step", own_methods, cutoff=0.7)
-        advice = "Define one that returns the loss." if misnamed is None else f"Rename {misnamed} to training_step."
+        advice = "Define it to return the loss." if misnamed is None else f"Rename {misnamed} to training_step."
         raise ValueError(f"{name} has no training_step. {advice}")
     is_configured = "configure_optimizers" in vars(task)  # set by a configuration, which replaces the class's
     if not is_configured and type(task).configure_optimizers is TaskModule.configure_optimizers:
         raise ValueError(
-            f"{name} has no configure_optimizers. Define one that returns an optimizer, or None to train without one."
+            f"{name} has no configure_optimizers. Define it to return an optimizer, or None to train without an "
+            "optimizer."
         )
 
 
@@ -284,14 +287,14 @@ def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimi
     if len(optimizers) > 1 and task.automatic_optimization:
         raise ValueError(
             f"{type(task).__name__}.configure_optimizers returned {len(optimizers)} optimizers, but automatic "
-            "optimization steps only one. Put their parameters into groups of one optimizer, or set "
-            "self.automatic_optimization = False and step them in training_step."
+            "optimization supports only one. Put all parameters into parameter groups of one optimizer, or set "
+            "self.automatic_optimization = False and step the optimizers in training_step."
         )
     if not (optimizers or task.automatic_optimization):
         name = f"{type(task).__name__}.configure_optimizers"
         if ranks > 1:
             raise ValueError(
-                f"{name} returned no optimizer. On {ranks} ranks gradients are averaged when a returned optimizer "
+                f"{name} returned no optimizer. On {ranks} ranks, gradients are averaged when a returned optimizer "
                 "steps, so any other optimizer would train each rank separately. Return the optimizer."
             )
         warn(f"{name} returned no optimizer, so each batch counts as a step, and checkpoints have no optimizer state.")
@@ -306,7 +309,8 @@ def _warn_of_evaluation_mode(task: TaskModule) -> None:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warn(
             f"{', '.join(names[:3])}{more} will be trained in evaluation mode (no dropout, fixed batch norm), because "
-            "fit keeps the modes. To change that, call train() on it before fit."
+            "fit does not change the mode of a module. To train in training mode, call train() on "
+            f"{'the module' if len(names) == 1 else 'these modules'} before fit."
         )
 
 

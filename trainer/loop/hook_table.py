@@ -82,7 +82,7 @@ class Hooks:
             if loaders > 1 and (hook := self.without_loader_index.get(name)) is not None:
                 raise ValueError(
                     f"{name_of(hook)} has no argument dataloader_idx, but there are {loaders} dataloaders. Add "
-                    "dataloader_idx=0 as its last argument."
+                    "dataloader_idx=0 as the last argument."
                 )
 
     if TYPE_CHECKING:
@@ -106,7 +106,7 @@ _LOST = {
 # Hooks from Lightning versions before 2, which are never called. Public code still defines them.
 _FORMER = {
     "predict_epoch_end": "use on_predict_epoch_end",
-    **{f"{kind}_step_end": "do it at the end of the step itself" for kind in ("training", *_KINDS)},
+    **{f"{kind}_step_end": f"move its code to the end of {kind}_step" for kind in ("training", *_KINDS)},
     "on_epoch_start": "use on_train_epoch_start",
     "on_epoch_end": "use on_train_epoch_end",
     "on_batch_start": "use on_train_batch_start",
@@ -128,9 +128,9 @@ def _check_uncalled_hooks(owner: object, valid_names: set[str]) -> None:
     kind = type(owner)
     for name in dir(kind):
         if name in _LOST and callable(getattr(kind, name)):
-            raise ValueError(f"{kind.__name__}.{name} is a hook that Treadle never calls: {_LOST[name]}.")
+            raise ValueError(f"{kind.__name__}.{name} is a hook that Treadle never calls. Instead, {_LOST[name]}.")
         if name in _FORMER and callable(getattr(kind, name)):
-            warn(f"{kind.__name__}.{name} is a hook of Lightning 1 and is never called: {_FORMER[name]}.")
+            warn(f"{kind.__name__}.{name} is a hook from Lightning 1 and is never called. Instead, {_FORMER[name]}.")
         elif name.startswith("on_") and name not in valid_names and (close := closest_name(name, valid_names, 0.9)):
             warn(f"{kind.__name__}.{name} is not a hook and is never called. Did you mean {close!r}?")
 

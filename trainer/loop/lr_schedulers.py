@@ -70,7 +70,7 @@ class Schedules:
         name = config.monitor or ""
         if config.interval == "step":
             name = trainer.metrics.step_label(name)
-        return read_monitored_metric(trainer, name, "the scheduler's monitor", config.strict, keep)
+        return read_monitored_metric(trainer, name, f"{type(config.scheduler).__name__}'s monitor", config.strict, keep)
 
 
 def _explain(scheduler: Any, error: Exception) -> None:
@@ -81,7 +81,7 @@ def _explain(scheduler: Any, error: Exception) -> None:
     if 0 < rate_count < group_count:
         name = type(scheduler).__name__
         raise ValueError(
-            f"{name} has rates for {rate_count} of the {group_count} parameter groups that its optimizer has now (a "
-            f"callback such as BackboneFinetuning adds some): {error}. Use a scheduler that scales each group's own "
-            "rate, such as ExponentialLR or StepLR."
+            f"{name} has learning rates for {rate_count} of the {group_count} parameter groups in its optimizer, "
+            f"because groups were added later, for example by BackboneFinetuning: {error}. Use a scheduler that scales "
+            "the rate of each group, such as ExponentialLR or StepLR."
         ) from error

@@ -33,7 +33,9 @@ class ManualSteps(Steps):
         _refuse_flags(self.trainer)
         name = type(self.task).__name__
         if idle := [hook for hook in _AUTOMATIC if overrides(self.task, hook)]:
-            warn(f"{name}.{idle[0]} is never called, because automatic_optimization=False leaves it to training_step.")
+            hooks = ", ".join(f"{name}.{hook}" for hook in idle)
+            verb = "is" if len(idle) == 1 else "are"
+            warn(f"{hooks} {verb} never called with automatic_optimization=False. Move the code to training_step.")
         self.step = self.accelerator.local_method(self.task, "training_step")
         self.optimizers = optimizers
         self.batch: Any = None  # the batch of the current training_step
@@ -158,12 +160,12 @@ class ManualSteps(Steps):
 def _refuse_flags(trainer: Any) -> None:
     """Raise a ValueError for flags that have no effect with manual optimization."""
     conflicts = {
-        "gradient_clip_val": (trainer.gradient_clip_val is not None, "call self.clip_gradients(optimizer, ...)"),
-        "accumulate_grad_batches": (trainer.accumulate_grad_batches != 1, "decide after which batches to step"),
+        "gradient_clip_val": (trainer.gradient_clip_val, None, "call self.clip_gradients(optimizer, ...)"),
+        "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1, "decide after which batches to step"),
     }
-    for flag, (is_set, fix) in conflicts.items():
-        if is_set:
+    for flag, (value, default, fix) in conflicts.items():
+        if value != default:
             raise ValueError(
-                f"Trainer({flag}) has no effect with automatic_optimization=False. Remove it, and {fix} in "
+                f"{flag}={value} has no effect with automatic_optimization=False. Remove it, and {fix} in "
                 "training_step."
             )

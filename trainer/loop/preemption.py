@@ -36,7 +36,10 @@ def save_and_leave(trainer: Trainer) -> NoReturn:
     for path in paths:
         announce(f"{caught.name}: the run as of optimizer step {step} is saved as {path}; ckpt_path='auto' resumes it")
     if not paths:
-        warn(f"{caught.name} ends the run at optimizer step {step}, and no ModelCheckpoint saves it.")
+        warn(
+            f"{caught.name} ends the run at optimizer step {step} without saving it, because the Trainer has no "
+            "ModelCheckpoint that saves full checkpoints."
+        )
     if trainer.last_step is not None:  # so that the exception below does not save the run again
         trainer.last_step.close()
         trainer.last_step = None
@@ -55,6 +58,6 @@ def leave_now(trainer: Trainer) -> NoReturn:
     """
     caught = trainer.preemption.agree()
     assert caught is not None
-    what = "the sanity check" if trainer.sanity_checking else f"{trainer.stage}, whose results are lost"
+    what = "the sanity check" if trainer.sanity_checking else f"the {trainer.stage} stage, whose results are lost"
     announce(f"{caught.name} ends {what}")
     trainer.preemption.leave()

@@ -60,7 +60,7 @@ class RunSummary:
         lines = [f"training on {devices}; strategy {accelerator.strategy.name}; precision {accelerator.precision.name}"]
         lines.append(self._describe_batch(loader))
         if loader.left_out:
-            lines.append(f"drop_last drops {count(loader.left_out, 'sample')} of each epoch")
+            lines.append(f"drop_last drops {count(loader.left_out, 'sample')} per epoch")
         if processes > 1 and not trainer.use_distributed_sampler:
             lines.append("each process reads its own dataloader unchanged (use_distributed_sampler=False)")
         if not accelerator.optimizers and task.automatic_optimization:
@@ -69,8 +69,8 @@ class RunSummary:
             lines.append(self._describe_steps() if task.automatic_optimization else self._describe_manual_steps())
         if _can_use_tf32(accelerator.device, accelerator.precision):
             lines.append(
-                "float32 products at full precision; float32_matmul_precision='high' computes them in TF32, several "
-                "times faster, with 10 of the 23 mantissa bits"
+                "float32 matrix products at full precision; float32_matmul_precision='high' computes them in TF32, "
+                "several times faster, with 10 of the 23 mantissa bits"
             )
         lines += accelerator.strategy.decisions(task)
         if fused := sorted({type(o.optimizer).__name__ for o in accelerator.optimizers if o.fused_by_choice}):
@@ -96,7 +96,7 @@ class RunSummary:
         """Return the number of optimizer steps as text."""
         trainer, progress = self.trainer, self.trainer.progress
         steps, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
-        done = "" if not progress.step else f"; {progress.step:,} are done"
+        done = "" if not progress.step else f"; {progress.step:,} {'is' if progress.step == 1 else 'are'} done"
         if steps == float("inf"):
             return "optimizer steps: until the dataloader ends or the run is stopped" + done
         if batches is None:
@@ -133,7 +133,7 @@ class RunSummary:
         if latest is not None:
             step, path = latest
             command = trainer.resume_command or f"trainer.fit(..., ckpt_path={str(path)!r})"
-            lines += [f"latest checkpoint: {path}, of optimizer step {step:,}", f"to resume: {command}"]
+            lines += [f"latest checkpoint: {path} (optimizer step {step:,})", f"to resume: {command}"]
         elif stage == "fit":
             lines.append("no checkpoint was saved")
         announce("\n".join(lines))
@@ -200,7 +200,7 @@ def _describe_parameters(module: nn.Module) -> str:
     frozen = sum(p.numel() for p in parameters) - trainable
     size = sum(p.numel() * p.element_size() for p in parameters)
     lazy = " + those of lazy layers" * any(map(is_lazy, module.parameters()))
-    return f"{trainable:,} trainable parameters{lazy}, {frozen:,} frozen, {size / 2**20:,.1f} MiB"
+    return f"{count(trainable, 'trainable parameter')}{lazy}, {frozen:,} frozen, {size / 2**20:,.1f} MiB"
 
 
 def _describe_best(callback: ModelCheckpoint) -> str:

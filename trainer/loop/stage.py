@@ -58,7 +58,7 @@ class Stage:
         if trainer.stage is not None:
             raise ValueError(
                 f"trainer.{name} was called within trainer.{trainer.stage}, whose model and optimizers would be lost. "
-                "Call it afterwards, or on another Trainer."
+                f"Call it after {trainer.stage}, or on another Trainer."
             )
         first = next(iter(loaders))
         if isinstance(loaders[first], DataModule):
@@ -70,7 +70,7 @@ class Stage:
             datamodule = datamodule or (None if has_loaders else trainer.datamodule)
         check_kinds(name, task, datamodule)
         if datamodule is not None and has_loaders:
-            raise ValueError("dataloaders and a datamodule were passed. Pass only one of them.")
+            raise ValueError(f"{name} got both dataloaders and a datamodule. Pass only one of the two.")
         self.trainer, self.name, self.task = trainer, name, task
         self.loaders, self.datamodule, self.ckpt_path = loaders, datamodule, ckpt_path
         self.failure: BaseException | None = None
@@ -130,7 +130,7 @@ class Stage:
         if datamodule is not None:
             datamodule.trainer = trainer
         accelerator.forget_prepared()
-        added = as_callbacks("what configure_callbacks returns", task.configure_callbacks())
+        added = as_callbacks("the result of configure_callbacks", task.configure_callbacks())
         trainer.callbacks = [c for c in trainer.callbacks if type(c) not in {type(a) for a in added}] + added
         for callback in trainer.callbacks:
             callback._task = task
@@ -198,7 +198,7 @@ class Stage:
             try:
                 clean_up(self.name)
             except Exception as error:
-                self._note_in_teardown(clean_up, error)
+                self._note_in_teardown(name_of(clean_up), error)
                 errors.append(error)
         for resource in (trainer.steps, trainer.last_step):
             if resource is not None:
@@ -223,7 +223,7 @@ class Stage:
             trainer.accelerator.world.raise_together(first)
             trainer.preemption.agree()  # about a signal that arrived after the last step
 
-    def _note_in_teardown(self, what: Any, error: Exception) -> None:
+    def _note_in_teardown(self, what: str, error: Exception) -> None:
         """Add an error of the teardown to the notes of the first error."""
         if self.failure is not None:
             self.failure.add_note(f"in the teardown after this error, {what} raised {type(error).__name__}: {error}")
@@ -236,7 +236,8 @@ def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule
         ValueError: If no stage has run.
     """
     if trainer.task is None:
-        raise ValueError(f"{stage} needs a model. Pass one, or call fit first.")
+        other = "" if stage == "fit" else ", or call fit first"
+        raise ValueError(f"{stage} needs a model. Pass a TaskModule as model{other}.")
     saving = trainer.checkpoint_callback if trainer.checkpoint_callbacks else None
     best = "" if saving is None else saving.best_model_path
     return trainer.task, ckpt_path or (best or None)

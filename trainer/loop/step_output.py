@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ...common.messages import name_type, warn
 
+_RULE = "It must return the loss (a tensor), or a dict with the loss under 'loss'."
+
 
 def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
     """Return the loss and the weight in a result of ``training_step`` that is not a tensor.
@@ -28,25 +30,23 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
             if weight is not None:
                 _check_weight(weight)
             return loss, weight
-        raise ValueError(
-            f"training_step returned a dict whose 'loss' is {loss!r}; its keys are {', '.join(map(str, output))}. "
-            "Put the loss, a tensor with a gradient, under 'loss'."
-        )
+        if "loss" in output:
+            raise ValueError(f"training_step returned a dict whose 'loss' is {name_type(loss)}. {_RULE}")
+        keys = ", ".join(map(repr, output)) or "none"
+        raise ValueError(f"training_step returned a dict without 'loss' (keys: {keys}). {_RULE}")
     if output is None and may_skip:
         warn(
-            "training_step returned None: the batch trains nothing, but still counts in the mean of its group. If the "
-            "return was forgotten, return the loss. To skip a batch, return {'loss': loss, 'weight': 0.0}, and give "
-            "the other batches the number of their samples as the weight."
+            "training_step returned None, so the batch contributes no gradient, but still counts in the mean of its "
+            "accumulation group. If the return was forgotten, return the loss. To skip a batch, return "
+            "{'loss': loss, 'weight': 0.0}, and return the number of samples as the weight of the other batches."
         )
         return torch.zeros((), requires_grad=True), None
     if output is None:
         raise ValueError(
-            "training_step returned None, which cannot skip a batch on several processes or in float16. Return the "
-            "loss. To skip a batch, return {'loss': loss, 'weight': 0.0}."
+            "training_step returned None, which does not skip a batch with several processes or with a loss scaler "
+            "(float16). Return the loss. To skip a batch, return {'loss': loss, 'weight': 0.0}."
         )
-    raise TypeError(
-        f"training_step returned {name_type(output)}. It must return the loss (a tensor) or a dict that contains it."
-    )
+    raise TypeError(f"training_step returned {name_type(output)}. {_RULE}")
 
 
 def check_loss(loss: Tensor) -> None:
@@ -57,12 +57,13 @@ def check_loss(loss: Tensor) -> None:
     """
     if loss.numel() != 1:
         raise ValueError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; it must be one number. Return its mean()."
+            f"training_step returned a loss with the shape {tuple(loss.shape)}, but the loss must be one number. "
+            "Return loss.mean()."
         )
     if loss.requires_grad:
         return
     raise ValueError(
-        f"training_step returned a loss without a gradient (shape {tuple(loss.shape)}, requires_grad=False). Compute "
+        "training_step returned a loss without a gradient (requires_grad=False). Compute "
         "it from the model's output, without detach(), item() or torch.no_grad(), and keep at least one parameter "
         "trainable."
     )
@@ -74,8 +75,8 @@ def _check_weight(weight: Any) -> None:
     if not number and not (isinstance(weight, Tensor) and weight.numel() == 1):
         weight_text = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
         raise ValueError(
-            f"training_step returned the weight {weight_text}; it must be one number of at least 0. Return the number "
-            "of items that the loss is the mean of, such as the batch's tokens."
+            f"training_step returned {weight_text} as the weight, but the weight must be one number of at least 0. "
+            "Return the number of items over which the loss is averaged, such as the tokens in the batch."
         )
 
 

@@ -40,8 +40,8 @@ def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
     ]
     if names and optimized_ids:  # without any optimizer, this is intended
         warn(
-            f"parameters that require gradients are in no optimizer and are not trained: {_join_first(names)}. Add "
-            "them in configure_optimizers, or freeze them with requires_grad_(False)."
+            "parameters that require gradients are not in any optimizer, so they are not trained: "
+            f"{_join_first(names)}. Add them in configure_optimizers, or freeze them with requires_grad_(False)."
         )
     if hidden := list(hidden_modules(task)):
         warn(
@@ -97,7 +97,8 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
         for owner, name, strict in monitors:
             if strict:
                 raise ValueError(
-                    f"{owner} {name!r} is never logged, because barebones=True disables self.log. Remove one of them."
+                    f"{owner} {name!r} is never logged, because barebones=True disables self.log. Remove barebones or "
+                    "the monitor."
                 )
     if logged is None:
         return
@@ -105,9 +106,9 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
     for owner, name, _ in monitors:
         if name not in names and _OF_VALIDATION & set(re.split(r"[^a-z]+", name.lower())):
             warn(
-                f"{owner} {name!r} was not logged by the validation of the sanity check, which logged "
+                f"{owner} {name!r} was not logged in the sanity check, which logged "
                 f"{', '.join(names) or 'nothing'}.{nearest(name, names)} If it is not logged elsewhere, the run will "
-                "fail at the first check."
+                "fail when the monitor is first read."
             )
 
 

@@ -205,7 +205,7 @@ def _advise(loader: Loader) -> str:
     """Return advice on how to shorten the wait for a dataloader."""
     workers = getattr(loader.source, "num_workers", None)
     if workers is None:
-        return "the batches do not come from a DataLoader; one with num_workers reads them in other processes"
+        return "the batches do not come from a DataLoader; a DataLoader with num_workers reads in other processes"
     if not workers:
         return "the dataloader reads in this process: DataLoader(num_workers=...) reads in other processes"
     text = f"num_workers={workers} is not enough: raise it, or make the transforms faster"

@@ -222,8 +222,8 @@ class RunFolder:
         if root is not None and _resolve_path(root) != self.path:
             raise ValueError(
                 f"default_root_dir={os.fspath(root)!r} contradicts the folder of this run, {self.path}. Remove "
-                "default_root_dir. The directory of all runs is run.dir in a configuration, and an argument of "
-                "RunFolder.create."
+                "default_root_dir. To change the directory of all runs, set run.dir in the configuration, or pass "
+                "directory to RunFolder.create."
             )
         flags["default_root_dir"] = str(self.path)
         plain = not flags.get("barebones")
@@ -384,7 +384,7 @@ class RunFolder:
         except OSError as refused:
             from ...common.messages import warn
 
-            warn(f"the end of the run could not be recorded in {self.path}: {refused}")
+            warn(f"the end of the run could not be recorded in {self.path}: {refused.strerror or refused}.")
 
     def _note_first(self, facts: Mapping[str, Any]) -> None:
         """Record an error unless another process has recorded one, which is probably its cause."""
@@ -480,7 +480,10 @@ def _lock(folder: AnyPath) -> RunLock | RemoteLock:
     try:
         return RemoteLock(folder) if isinstance(folder, RemotePath) else RunLock(folder)
     except OSError as error:
-        raise OSError(error.errno, f"cannot lock {folder / LOCK}: {error.strerror or error}.") from error
+        raise OSError(
+            error.errno,
+            f"cannot lock {folder / LOCK}: {error.strerror or error}. Make sure that this file can be written.",
+        ) from error
 
 
 def _open_world(settings: Mapping[str, Any] | None) -> World:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...callbacks.reporting import LARGEST, Points
+from ...common.messages import name_type
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path, is_url, lexists
 from .file_names import CONFIG, CURVES, ENVIRONMENT, ERROR, LOCK, RECORD
 from .lock import holder
@@ -123,9 +124,12 @@ def read(path: str | AnyPath) -> Run:
     """
     path = absolute(path)
     if not path.is_dir():
-        raise ValueError(f"{path} is not a folder.")
+        reason = "is a file, not a run's folder" if path.is_file() else "does not exist"
+        raise ValueError(f"{path} {reason}.")
     if not (lexists(path / RECORD) or lexists(path / LOCK)):
-        raise ValueError(f"{path} is not a run's folder: it has no {RECORD}.")
+        raise ValueError(
+            f"{path} is not a run's folder, because it has no {RECORD}. Pass a folder such as runs/default/1."
+        )
     number = int(path.name) if path.name.isascii() and path.name.isdigit() else 0
     try:
         facts = _select_facts(_read_json(path / RECORD))
@@ -164,7 +168,7 @@ def find(directory: AnyPath) -> list[Run]:
         names = _list_names(directory)
     except OSError as error:
         raise ValueError(
-            f"{directory} cannot be read: {error.strerror or error}. Pass the directory of runs."
+            f"{directory} cannot be read: {error.strerror or error}. Pass the directory that contains the runs."
         ) from error
     folders = [directory] + [directory / name for name in names if not name.startswith(".")]
     numbered = [path for folder in folders for path in _list_numbered(folder)]
@@ -217,7 +221,7 @@ def locate(reference: str | None, directory: AnyPath, name: str | None = None) -
             if lexists(path):
                 return path
         raise ValueError(
-            f"there is no run {reference!r}. Pass its number, its name and number (default/3), or its path."
+            f"there is no run {reference!r}. Pass the number of a run, its name and number (default/3), or its path."
         )
     runs = [run for run in find(directory) if name in (None, run.name)] if directory.is_dir() or not is_number else []
     if reference is None and runs:
@@ -225,13 +229,15 @@ def locate(reference: str | None, directory: AnyPath, name: str | None = None) -
     matches = [run for run in runs if run.number == int(reference or 0)]
     if len(matches) > 1:
         names = ", ".join(run.label for run in matches)
-        raise ValueError(f"{reference} is the number of several runs: {names}. Add the name.")
+        raise ValueError(
+            f"{reference} is the number of several runs: {names}. Also pass the name, as in {matches[0].label}."
+        )
     if matches:
         return matches[0].path
     if is_number and Path(str(reference)).is_dir():
         return Path(str(reference))
     if not runs:
-        raise ValueError(f"there are no runs in {directory}.")
+        raise ValueError(f"there are no runs {'' if name is None else f'with the name {name!r} '}in {directory}.")
     command = "treadle runs" if str(directory) == "runs" else f"treadle runs {directory}"
     raise ValueError(f"there is no run {reference} in {directory}. `{command}` lists the runs.")
 
@@ -264,7 +270,8 @@ def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
             for title, lines in saved_charts.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{CURVES} cannot be read: {error}") from error
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{CURVES} cannot be read: {reason}") from error
 
 
 def _parse_points(curve: Any) -> tuple[Points, int]:
@@ -344,13 +351,13 @@ def _read_json(path: AnyPath) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(document, dict):
-        raise ValueError(f"it contains {type(document).__name__}, not a JSON object")
+        raise ValueError(f"it contains {name_type(document)}, not a JSON object")
     return document
 
 
 def _refuse_constant(text: str) -> Any:
     """Raise a ValueError for NaN and infinity, which JSON does not have."""
-    raise ValueError(f"{text} is not JSON")
+    raise ValueError(f"it contains {text}, which is not valid JSON")
 
 
 def _select_facts(record: dict[str, Any]) -> dict[str, Any]:

@@ -225,7 +225,7 @@ class RunLock:
             os.mkdir(mark)
         except FileExistsError:
             raise ValueError(
-                f"{self.folder} is being taken over by another job. If there is no such job, delete {mark}."
+                f"{self.folder} is being taken over by another job. If no other job is running, delete {mark}."
             ) from None
         try:
             if (latest := read_holder(self.file)) != before:
@@ -254,7 +254,7 @@ def make_in_use_error(folder: AnyPath, file: AnyPath, occupant: Holder | None, c
     hint = ""
     if not certain and occupant is not None and occupant.place != _describe_place():
         hint = f" If that process has ended, which cannot be checked from this machine, delete {file}."
-    return ValueError(f"{folder} is in use by {occupant_text}. Wait for it, or start a new run.{hint}")
+    return ValueError(f"{folder} is in use by {occupant_text}. Wait until that job ends, or start a new run.{hint}")
 
 
 def encode_holder(holder: Holder) -> bytes:

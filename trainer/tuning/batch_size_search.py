@@ -46,8 +46,9 @@ class BatchSizeSearch:
         assert trainer.sources is not None
         if trainer.sources.passed_loaders.get(kind) is not None:
             raise ValueError(
-                f"BatchSizeFinder rebuilds dataloaders with other batch sizes, but one was passed to {trainer.stage}. "
-                f"Define {kind}_dataloader() with batch_size=self.{name} in the task or a data module instead."
+                "BatchSizeFinder rebuilds dataloaders with other batch sizes, but a dataloader was passed to "
+                f"{trainer.stage}. Define {kind}_dataloader() with batch_size=self.{name} in the task or a data module "
+                "instead."
             )
         limit, samples = finder.max_val, None
         if finder.keep_global_batch and trainer.stage == "fit":
@@ -88,7 +89,7 @@ class BatchSizeSearch:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(
                 f"{name}={size!r} must be an integer of at least 1, because keep_global_batch=True starts from "
-                "it. Set it."
+                f"it. Set self.{name} in __init__."
             )
         if not task.automatic_optimization:
             raise ValueError(
@@ -143,9 +144,10 @@ class BatchSizeSearch:
         sizes[size] = getattr(loader.source, "batch_size", None)
         first = next(iter(sizes))
         if len(sizes) == 2 and sizes[size] is not None and sizes[size] == sizes[first]:
+            method = f"{KIND_OF_STAGE[str(self.trainer.stage)]}_dataloader"
             raise ValueError(
-                f"the dataloader has batch_size={sizes[size]} with {name}={first} and with {name}={size}, so its "
-                f"method does not use the attribute. Write DataLoader(..., batch_size=self.{name}) there."
+                f"the batch size of the dataloader stayed {sizes[size]} when self.{name} changed from {first} to "
+                f"{size}. Create the dataloader in {method} with DataLoader(..., batch_size=self.{name})."
             )
 
     def _count_most_samples(self, loader: Loader) -> int:

@@ -73,7 +73,7 @@ class LRSearch:
         if name is None:
             raise ValueError(
                 f"{type(trainer.task).__name__} has neither lr nor learning_rate, which LearningRateFinder sets. Set "
-                "one in __init__ and use it in configure_optimizers, or pass attr_name=... or update_attr=False."
+                "self.lr in __init__ and use it in configure_optimizers, or pass attr_name=... or update_attr=False."
             )
         return name
 
@@ -98,7 +98,7 @@ def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
     if rates[0] == rates[1]:
         warn(
             f"{type(inner.task).__name__}.configure_optimizers does not use {name}, which LearningRateFinder sets, so "
-            "the result of the search has no effect."
+            f"the result of the search has no effect. Create the optimizer with lr=self.{name}."
         )
 
 
@@ -122,7 +122,10 @@ class _RisingRate:
         optimizers = self._inner.optimizers
         if not optimizers:
             name = type(self._inner.task).__name__
-            raise ValueError(f"{name}.configure_optimizers returned no optimizer, but LearningRateFinder needs one.")
+            raise ValueError(
+                f"{name}.configure_optimizers returned no optimizer, but LearningRateFinder needs an optimizer. Return "
+                "an optimizer, or remove the finder."
+            )
         groups = optimizers[0].param_groups
         if not self._shares:
             base = [_get_base_rate(group) for group in groups]

@@ -21,7 +21,7 @@ from ...engine.profilers import PassThroughProfiler
 from ...strategies.distributed import is_sharded
 from ..checkpointing import TrainerCheckpointer
 from ..logging import History, Logbook, SilentLogger
-from ..loop import Hooks
+from ..loop import LOADER_NAMES, Hooks
 from .tuned_attribute import set_attribute
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
     for loader in source.flattened if isinstance(source, CombinedLoader) else [source]:
         if isinstance(loader, Iterator):
             raise ValueError(
-                f"the {kind} dataloader is {name_type(loader)}, which can be read only once, but a search reads "
-                "it before the run. Pass an iterable that restarts with each iter(), such as a DataLoader."
+                f"the {LOADER_NAMES[kind]} dataloader is {name_type(loader)}, which can be read only once, but a "
+                "search reads it before the run. Pass an iterable that restarts with each iter(), such as a DataLoader."
             )
         put_back.enter_context(preserve_loader_state(loader))
 

@@ -62,7 +62,8 @@ def take_trial_steps(
                     return
             if done == done_before:
                 raise ValueError(
-                    "an epoch of the training dataloader had no batch to train on, but a search needs one."
+                    "an epoch had no batch to train on, but a search needs at least one. Check the training "
+                    "dataloader, and any on_train_batch_start hook that returns -1."
                 )
             steps.skip_rest = False
             loader.end_epoch()

@@ -73,7 +73,7 @@ class Tuner:
             ValueError: If the Trainer already has a `LearningRateFinder`, or an argument is invalid.
         """
         if method != "fit":
-            raise ValueError(f"lr_find(method={method!r}) must be 'fit', the only method that uses a learning rate.")
+            raise ValueError(f"method={method!r} of lr_find must be 'fit', the only method that uses a learning rate.")
         finder = LearningRateFinder(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
         loaders_by_kind = _map_loaders(method, train_dataloaders, val_dataloaders, dataloaders)
         self._search(finder, method, model, loaders_by_kind, datamodule)
@@ -143,8 +143,8 @@ class Tuner:
         trainer, kind = self.trainer, type(finder)
         if any(isinstance(callback, kind) for callback in trainer.callbacks):
             raise ValueError(
-                f"the Trainer already has a {kind.__name__} among its callbacks. Remove it, or call trainer.{method}, "
-                "which runs its search."
+                f"the Trainer already has a {kind.__name__} in its callbacks. Remove the callback, or call "
+                f"trainer.{method}, which runs its search."
             )
         before = trainer.callbacks
         finders = (LearningRateFinder, BatchSizeFinder)

@@ -76,18 +76,22 @@ class Fault:
             check_int(name, value, least)
         if not isinstance(self.point, str):
             raise TypeError(f"point={self.point!r} must be a name, such as 'backward:after' or 'disk:*'.")
-        parts = self.point.split(":")
+        written = self.point
+        parts = written.split(":")
         if len(parts) < (3 if parts[0] in ("callback", "disk") else 2):
             object.__setattr__(self, "point", f"{self.point}:before")
         if not self.places:
-            raise ValueError(f"{self.point!r} is not a point of a run.{nearest(self.point, POINTS)} See faults.POINTS.")
+            raise ValueError(f"point={written!r} matches none of faults.POINTS.{nearest(self.point, POINTS)}")
         on_disk = all(place.startswith("disk:") for place in self.places)
         if self.match is not None and not (on_disk and isinstance(self.match, str)):
             raise ValueError(
-                f"match={self.match!r} must be a pattern for paths, such as '*/model*', and needs a disk point."
+                f"match={self.match!r} must be a pattern for paths, such as '*/model*', and point={written!r} must be "
+                "a disk point."
             )
         if _parse(self.action)[0] == "oserror" and not on_disk:
-            raise ValueError(f"action={self.action!r} is only for disk points, and {self.point!r} is not one.")
+            raise ValueError(
+                f"action={self.action!r} is only for disk points, but point={written!r} is not a disk point."
+            )
 
     @functools.cached_property
     def places(self) -> frozenset[str]:

@@ -155,8 +155,8 @@ class FaultPlan:
 
     def _check(self, expected: set[tuple[int, int]], fired: Counter[tuple[int, int]]) -> None:
         mismatches = [
-            f"fault {number}, {self.faults[number]}, happened {fired[number, rank]} times on rank {rank}; this "
-            f"process reached its point {self._reached[number]} times"
+            f"fault {number}, {self.faults[number]}, happened {_times(fired[number, rank])} on rank {rank}; this "
+            f"process reached its point {_times(self._reached[number])}"
             for number, rank in sorted({*expected, *fired})
             if fired[number, rank] != ((number, rank) in expected)
         ]
@@ -224,6 +224,10 @@ class FaultPlan:
                 )
         plan = {"faults": [dataclasses.asdict(f) for f in self.faults], "record": self.record and str(self.record)}
         return {_VARIABLE: json.dumps(plan)}
+
+
+def _times(number: int) -> str:
+    return f"{number} time{'s' * (number != 1)}"
 
 
 def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractContextManager[FaultPlan | None]:

@@ -8,7 +8,7 @@ from ....common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import catalog
-    from .annotation_words import PLAIN, describe_annotation, simplify
+    from .annotation_words import PLAIN, describe_annotation, format_value, simplify
     from .annotations import Checker
     from .build import CheckedConfig, check, locate_error
     from .recipes import CollectionRecipe, MappingRecipe, ObjectRecipe, Opaque, PlainRecipe, Recipe, make_default_value

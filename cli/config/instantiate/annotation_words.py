@@ -14,7 +14,7 @@ from typing import Any, Literal, Union
 
 import torch
 
-from ....common.messages import nearest
+from ....common.messages import add_article, format_count, join_choices, nearest
 from ....trainer.core import Argument
 from ..values import Value, hide_secrets, to_plain
 from . import catalog
@@ -32,6 +32,7 @@ LISTS = {
 DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 PLAIN = (type(None), bool, int, float, str)
 PATHS = (FilePath, os.PathLike)
+_NUMBERS: dict[Any, str] = {int: "an integer", float: "a number"}
 WRITTEN = (*PATHS, torch.dtype, torch.device)
 """Types that are written as one word of text."""
 
@@ -45,7 +46,10 @@ def describe_unknown(name: str, key: Any, valid_names: list[str]) -> str:
         valid_names: The arguments that the class accepts.
     """
     hint = nearest(key, valid_names)
-    has = f" It has {', '.join(valid_names)}." if 0 < len(valid_names) <= 12 else "" if valid_names else " It has none."
+    if not valid_names:
+        return f": {name} has no argument {key!r}. It takes no arguments from the configuration."
+    names = "argument is" if len(valid_names) == 1 else "arguments are"
+    has = f" Its {names} {', '.join(valid_names)}." if len(valid_names) <= 12 else ""
     return f": {name} has no argument {key!r}.{hint}{has}"
 
 
@@ -86,8 +90,13 @@ def has_shape(value: Value, member: Any) -> bool:
     return False
 
 
-def describe_annotation(annotation: Any) -> str:
-    """Return an annotation in words: ``int or null``, ``list of float``, ``'min' or 'max'``."""
+def describe_annotation(annotation: Any, article: bool = False) -> str:
+    """Return an annotation in words: ``int or null``, ``a list of float``, ``'min' or 'max'``.
+
+    Args:
+        annotation: The annotation.
+        article: Whether the words continue a sentence: ``an integer or null``. Default: False.
+    """
     annotation = simplify(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation in (None, type(None)):
@@ -96,7 +105,7 @@ def describe_annotation(annotation: Any) -> str:
         return "anything"
     if origin in (Union, types.UnionType):
         return join_words(
-            [describe_annotation(member) for member in sorted(inner, key=lambda member: member is type(None))]
+            [describe_annotation(member, article) for member in sorted(inner, key=lambda member: member is type(None))]
         )
     if origin is Literal:
         return join_words([repr(member) for member in inner])
@@ -104,7 +113,8 @@ def describe_annotation(annotation: Any) -> str:
     if kind in LISTS or (kind is tuple and (not inner or inner[-1] is Ellipsis)):
         return f"a list of {describe_annotation(inner[0])}" if inner and inner[0] is not Any else "a list"
     if kind is tuple:
-        return f"a list of {len(inner)}: {', '.join(describe_annotation(member) for member in inner)}"
+        members = ", ".join(describe_annotation(member) for member in inner)
+        return f"a list of {format_count(len(inner), 'value')}: {members}"
     if kind in DICTS:
         return (
             f"a mapping of {describe_annotation(inner[0])} to {describe_annotation(inner[1])}"
@@ -124,14 +134,16 @@ def describe_annotation(annotation: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return join_words([repr(member.name) for member in kind])
     if isinstance(kind, type):
-        return {"str": "text", "bool": "true or false"}.get(kind.__name__, kind.__name__)
+        if article and kind in _NUMBERS:
+            return _NUMBERS[kind]
+        words = {"str": "text", "bool": "true or false"}
+        return words.get(kind.__name__) or (add_article(kind.__name__) if article else kind.__name__)
     return str(annotation).replace("typing.", "")
 
 
 def join_words(words: list[str]) -> str:
     """Join the distinct words with commas and "or"."""
-    words = list(dict.fromkeys(words))
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    return join_choices(list(dict.fromkeys(words)))
 
 
 def format_value(value: Value, secrets: Mapping[str, str]) -> str:

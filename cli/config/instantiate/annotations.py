@@ -111,7 +111,7 @@ class Checker:
     def _report_wrong_type(self, value: Value, annotation: Any, path: Path, more: str = "") -> Any:
         """Report a value of the wrong type and return None."""
         shown = format_value(value, self.secrets)
-        self.report(value, path, f"={shown} must be {describe_annotation(annotation)}.{more}")
+        self.report(value, path, f"={shown} must be {describe_annotation(annotation, article=True)}.{more}")
         return None
 
     def _check_plain(self, value: Value, annotation: Any, path: Path, lenient: bool) -> Recipe | None:
@@ -134,7 +134,7 @@ class Checker:
             and isinstance(data, str)
             and type(_parse_scalar(data)) in (int, expected_type)
         ):
-            return " Remove its quotes."
+            return " Remove the quotes."
         return ""
 
     def _check_literal(self, value: Value, allowed: tuple[Any, ...], path: Path) -> Recipe | None:
@@ -208,7 +208,7 @@ class Checker:
         for key, item in value.data.items():
             name = Checker().check(Value(key, item.source, str(key)), keys, path)
             if name is None:
-                self.report(item, (*path, key), f": the key {key!r} must be {describe_annotation(keys)}.")
+                self.report(item, (*path, key), f": the key {key!r} must be {describe_annotation(keys, article=True)}.")
             else:
                 recipes[name.make()] = self.check(item, kind, (*path, key))
         if len(recipes) < len(value.data) or None in recipes.values():
@@ -315,7 +315,7 @@ class Checker:
             self.report(
                 value,
                 path,
-                f"={format_value(value, self.secrets)} must be {describe_annotation(base)}, such as "
+                f"={format_value(value, self.secrets)} must be {describe_annotation(base, article=True)}, such as "
                 f"{{class: {example}, ...}}.",
             )
         return None
@@ -391,7 +391,7 @@ class Checker:
         for key, item in argument_values.items():
             argument = takes.arguments.get(key)
             if key in supplied and argument is not None:
-                self.report(item, (*path, key), f": {name} gets its {key!r} from the run. Remove it.")
+                self.report(item, (*path, key), f": {name} gets {key!r} from the run. Remove it.")
             elif argument is not None:
                 recipes[key] = self._check_argument(item, argument, (*path, key), supplied)
             elif takes.open and isinstance(key, str):

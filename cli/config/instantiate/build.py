@@ -19,6 +19,7 @@ from ....trainer import Trainer, TrainerSettings, arguments
 from ....trainer.core import DataModule, SchedulerConfig, Signature, TaskModule, signature
 from ..resolve import SECTIONS, Config
 from ..values import DEFAULT, ConfigError, Value
+from .annotation_words import format_value
 from .annotations import Checker
 from .recipes import ObjectRecipe, PlainRecipe, Recipe, make_default_value
 
@@ -199,13 +200,14 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
     ckpt_path = _check_simple(checker, config.get_section("ckpt_path"), "ckpt_path", str | None, None)
     schedule = _check_simple(checker, config.get_section("schedule"), "schedule", str | None, None)
     if isinstance(schedule, str) and schedule not in SCHEDULES:
-        checker.report(root.data["schedule"], ("schedule",), f"={schedule} must be one of {', '.join(SCHEDULES)}.")
+        checker.report(root.data["schedule"], ("schedule",), f"={schedule!r} is not one of {', '.join(SCHEDULES)}.")
     if isinstance(seed, int) and not 0 <= seed < 2**32:
         checker.report(root.data["seed"], ("seed",), f"={seed} must be between 0 and 2**32 - 1.")
     run = _check_run(checker, config)
     if task is None and not checker.problems:
         checker.problems.append(
-            "there is no model. Add a section 'model: {class: my_module.MyTask}', or pass model=..."
+            "there is no model. Add a section, such as 'model: {class: my_module.MyTask}', or set "
+            "model=my_module.MyTask on the command line."
         )
     if checker.problems or task is None:
         raise ConfigError(*checker.problems)
@@ -222,7 +224,8 @@ def _read_mapping(checker: Checker, config: Config, name: str) -> dict[str, Valu
     if section is None:
         return {}
     if not isinstance(section.data, dict):
-        checker.report(section, (name,), f"={section.data!r} must be a mapping: {SECTIONS[name]}.")
+        shown = format_value(section, checker.secrets)
+        checker.report(section, (name,), f"={shown} must be a mapping ({SECTIONS[name]}).")
         return {}
     return section.data
 
@@ -303,7 +306,7 @@ def _check_run(checker: Checker, config: Config) -> dict[str, str]:
     for key, item in _read_mapping(checker, config, "run").items():
         if key not in run:
             hint = nearest(str(key), run)
-            checker.report(item, ("run", key), f": a run has no {key!r}.{hint} It has name and dir.")
+            checker.report(item, ("run", key), f": the section has no key {key!r}.{hint} Its keys are name and dir.")
         elif isinstance(recipe := checker.check(item, str, ("run", key)), PlainRecipe):
             run[key] = recipe.built_value
     return run

@@ -91,11 +91,12 @@ def find(name: str, base: Any) -> Any:
         if main is not None:
             return main
         hint = nearest(name, homes)
+        one_of = "one of " if len(homes) > 1 else ""
         raise ConfigError(
-            f"there is no {_format_noun(base)}{name!r}.{hint} Use one of {_format_some(homes)}, or an import path such "
-            "as 'my_package.module.Name'."
+            f"there is no {_format_noun(base)}{name!r}.{hint} Use {one_of}{_format_some(homes)}, or an import path, "
+            "such as 'my_package.module.Name'."
             if homes
-            else f"{name!r} needs an import path, such as 'my_package.module.{name}'."
+            else f"{name!r} must be an import path, such as 'my_package.module.{name}'."
         )
     return import_target(name)
 
@@ -111,7 +112,7 @@ def import_target(name: str) -> Any:
     """
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise ConfigError(f"{name!r} is not an import path, such as 'my_package.module.Name'.")
+        raise ConfigError(f"{name!r} must be an import path, such as 'my_package.module.Name'.")
     module: Any = None
     for end in range(1, len(parts)):
         path = ".".join(parts[:end])
@@ -124,7 +125,7 @@ def import_target(name: str) -> Any:
                     (f"{f.filename}:{f.lineno}" for f in reversed(place) if "importlib" not in f.filename), path
                 )
                 raise ConfigError(
-                    f"{path!r} can't be imported: {asking} imports {error.name!r}, which is not installed."
+                    f"{path!r} can't be imported: {asking} imports {error.name!r}, which is not installed. Install it."
                 ) from error
             if module is None:
                 hint = nearest(parts[0], _list_importable_modules())

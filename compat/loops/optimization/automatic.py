@@ -14,6 +14,8 @@ from .closure import AbstractClosure, OutputResult
 
 __all__ = ["Closure", "ClosureResult"]
 
+_RULE = "It must return the loss (a tensor), a dict with the loss under 'loss', or None."
+
 
 @dataclass
 class ClosureResult(OutputResult):
@@ -50,13 +52,10 @@ class ClosureResult(OutputResult):
             extra = {name: value for name, value in loss.items() if name != "loss"}
             loss = loss.get("loss")
             if loss is None:
-                raise ValueError(
-                    f"training_step returned a dict of {list(training_step_output)}, but it needs a 'loss'."
-                )
+                keys = ", ".join(map(repr, training_step_output)) or "none"
+                raise ValueError(f"training_step returned a dict without 'loss' (keys: {keys}). {_RULE}")
         if loss is not None and not isinstance(loss, Tensor):
-            raise ValueError(
-                f"training_step returned {name_type(loss)}. It must return a loss, a dict with a loss, or None."
-            )
+            raise ValueError(f"training_step returned {name_type(loss)}. {_RULE}")
         return cls(None if loss is None else loss / normalize, extra=extra)
 
     def asdict(self) -> dict[str, Any]:

@@ -32,7 +32,9 @@ class ManualResult(OutputResult):
         """
         output = {"loss": training_step_output} if isinstance(training_step_output, Tensor) else training_step_output
         if output is not None and not isinstance(output, Mapping):
-            raise ValueError(f"training_step returned {name_type(output)}. It must return a loss, a dict, or None.")
+            raise ValueError(
+                f"training_step returned {name_type(output)}. It must return the loss (a tensor), a dict, or None."
+            )
         extra = dict(output or {})
         if "loss" in extra:
             extra["loss"] = extra["loss"].detach()

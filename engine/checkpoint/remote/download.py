@@ -53,7 +53,9 @@ class Download:
         missing = [name for name in names if name not in self._here]
         for name in missing:
             if not filesystem.is_inside(name):
-                raise ValueError(f"{self._source}: {name!r:.80} is not a valid name for a file of a checkpoint.")
+                raise ValueError(
+                    f"{self._source}: {name!r:.80} is not a valid checkpoint file name. {filesystem.RESTORE}"
+                )
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="treadle-download") as pool:
             for future in [pool.submit(self._fetch, name) for name in missing]:

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from ....common.messages import warn
 from ....common.remote_path import RemotePath
+from ..filesystem import RESTORE
 from ..manifest import FOLDER, MANIFEST, Manifest, read_manifest
 
 
@@ -31,8 +32,8 @@ def check_target(target: RemotePath) -> None:
     objects = target.sizes()
     if MANIFEST not in objects and (foreign := _find_foreign(objects)):
         raise ValueError(
-            f"{target} contains {foreign[0]} and is not a checkpoint, so it isn't replaced. Move the other files, or "
-            "save elsewhere."
+            f"{target} contains {foreign[0]} and is not a checkpoint, so it isn't replaced. Move its files, or save "
+            "elsewhere."
         )
     if not objects and target.is_file():
         raise ValueError(f"{target} is an object, but a checkpoint needs a folder. Save elsewhere.")
@@ -109,13 +110,14 @@ def check_files(path: RemotePath, manifest: Manifest) -> None:
     compare_sizes(path, manifest, path.sizes())
 
 
-def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, int]) -> None:
+def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, int], fix: str = RESTORE) -> None:
     """Check the sizes of objects that were already listed; see `check_files`.
 
     Args:
         path: The checkpoint's URL.
         manifest: Its manifest.
         objects: The sizes by name.
+        fix: The end of the error message.
 
     Raises:
         ValueError: If an object is missing or has another size.
@@ -123,9 +125,9 @@ def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, in
     for name, entry in {**manifest.files, **manifest.others}.items():
         size = objects.get(manifest.path_of(name))
         if size is None:
-            raise ValueError(f"{path}: {name} is missing.")
+            raise ValueError(f"{path}: {name} is missing. {fix}")
         if size != entry["bytes"]:
-            raise ValueError(f"{path}: {name} has {size:,} bytes, but {entry['bytes']:,} were written.")
+            raise ValueError(f"{path}: {name} has {size:,} bytes, but {entry['bytes']:,} were written. {fix}")
 
 
 def remove(path: RemotePath) -> None:

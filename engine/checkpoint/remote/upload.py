@@ -13,6 +13,7 @@ from ....common.remote_path import RemotePath
 from ....common.temporary import temporary_folder
 from ....strategies.processes import forget_unfinished, note_unfinished
 from .. import filesystem
+from ..atomic_swap import explain_refused_file
 from ..manifest import MANIFEST, Manifest, read_source
 from ..parts import Files, serialize, write_file
 from .folder import check_target, compare_sizes, delete, delete_superseded, find_next_sequence
@@ -86,7 +87,7 @@ class Upload:
         written = self._upload_others(set(files)) if others else {}
         manifest = Manifest.build(entries, info, find_next_sequence(target.parent), written, self._folder)
         data = manifest.to_json()
-        compare_sizes(target, manifest, target.sizes())
+        compare_sizes(target, manifest, target.sizes(), "Save again, to a URL that no other job writes to.")
         self._may_be_committed = True
         try:
             (target / MANIFEST).write_bytes(data)
@@ -109,12 +110,7 @@ class Upload:
         names = [name for name in filesystem.list_leaves(self.staging) if name not in files]
         for name in names:
             if name == MANIFEST or not (self.staging / name).is_file():
-                problem = (
-                    "reserved for the manifest. Use another name"
-                    if name == MANIFEST
-                    else "not a file. Write files only"
-                )
-                raise ValueError(f"a save_state pre-hook wrote {name}, which is {problem}.")
+                raise ValueError(explain_refused_file(name))
 
         def transfer(name: str) -> filesystem.Entry:
             file = (self.staging / name).resolve()  # a store does not support links

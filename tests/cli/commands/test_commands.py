@@ -131,7 +131,9 @@ def test_every_command_takes_every_spelling_of_a_run(here, capsys):
         assert main(["validate", "--from-run", said, "trainer.enable_progress_bar=false"]) == 0
     for command in (["runs", "show", "1"], ["fit", "--from-run", "1"]):
         assert main(command) == 2
-        assert "1 is the number of several runs: one/1, two/1. Add the name." in capsys.readouterr().err
+        assert (
+            "1 is the number of several runs: one/1, two/1. Also pass the name, as in one/1." in capsys.readouterr().err
+        )
     assert main(["fit", "--from-run", "2", "ckpt_path=last", "trainer.max_epochs=2"]) == 0
     assert sorted(str(path.relative_to(here)) for path in here.glob("runs/*/*")) == [
         "runs/one/1",
@@ -160,7 +162,7 @@ def test_what_can_not_be_gone_on_with_leaves_no_folder(here, capsys):
     assert main(["fit", "--from-run", "runs/default/1", "ckpt_path=last", "run.name=other"]) == 2
     assert "command line: run.name applies to a new run only" in capsys.readouterr().err
     assert main(["fit", "--from-run", str(saved), "ckpt_path=last"]) == 2
-    assert "is not a run folder (it has no config.yaml), but ckpt_path=last requires one" in capsys.readouterr().err
+    assert "is not a run folder (it has no config.yaml), but ckpt_path=last resumes a run" in capsys.readouterr().err
     assert [str(path.relative_to(here)) for path in here.glob("runs/*/*")] == ["runs/default/1"]
 
 
@@ -202,7 +204,7 @@ def test_a_longer_run_follows_the_schedule_in_the_file(here, capsys):
     assert "SGD resumes with lr 0.0691342, from this script's schedule" in capsys.readouterr().err
     assert "schedule" not in (here / "runs" / "default" / "1" / "config.1.yaml").read_text().replace("lr_scheduler", "")
     for line, text in (
-        (["fit", "--from-run", "runs/default/1", "schedule=mine"], "schedule=mine must be one of saved, script"),
+        (["fit", "--from-run", "runs/default/1", "schedule=mine"], "schedule='mine' is not one of saved, script"),
         (["fit", "--from-run", "runs/default/1", "schedule=script"], "schedule='script' applies to a resume"),
         (["test", "--from-run", "runs/default/1", "schedule=script"], "schedule applies to fit only"),
     ):
@@ -255,7 +257,7 @@ def test_evaluation_of_an_earlier_run(here, capsys):
     for words in (["ckpt_path=last"], ["ckpt_path=best"], []):
         capsys.readouterr()
         assert main(["validate", "--from-run", "runs/default/1", *words]) == 0
-        assert f"loads the weights of {saved}" in capsys.readouterr().err
+        assert f"loads the weights from {saved}" in capsys.readouterr().err
     assert main(["validate", "--from-run", str(saved)]) == 0
     with pytest.warns(UserWarning, match="the task's initial weights are used"):
         assert main(["validate", "--config", "run.yaml"]) == 0
@@ -277,7 +279,7 @@ def test_an_interrupt_says_how_to_go_on(here, capsys):
     first, newest, resume = said.splitlines()[-3:]
     assert first == "interrupted in fit, epoch 0, after optimizer step 2, in batch 2"
     assert newest.startswith(f"latest checkpoint: {here / 'runs' / 'default' / '2' / 'checkpoints'}")
-    assert newest.endswith(", of optimizer step 2")
+    assert newest.endswith(" (optimizer step 2)")
     assert resume == "to resume: treadle fit --from-run runs/default/2 ckpt_path=auto"
 
 
@@ -294,7 +296,7 @@ def test_secrets_are_kept_nowhere(here, monkeypatch, capsys):
     assert main([*line, "model.key=${oc.env:TREADLE_KEY}"]) == 2
     said = capsys.readouterr().err
     assert "command line: model.key contains a secret" in said
-    assert "ignore=['key']" in said
+    assert "save_hyperparameters(ignore=['key'])" in said
     monkeypatch.setenv("TREADLE_KEY", "7654321")
     assert main([*line, "model.more={a: 1}", "model.more.a=${oc.env:TREADLE_KEY}"]) == 2
     assert "command line: model.more.a contains a secret" in capsys.readouterr().err
@@ -337,7 +339,7 @@ def test_print_config_runs_nothing(here, capsys):
         (["run.dir=/dev/null/runs"], ["command line: run: cannot create a run's folder"]),
         (["trainer.devices=0"], ["command line: trainer.devices: devices=0"]),
         (["trainer.default_root_dir=x"], ["trainer.default_root_dir", "the folder of this run"]),
-        (["model.lrr=1", "seed=x"], ["treadle fit: 2 problems\n  command line: model.lrr", "\n  command line: seed"]),
+        (["model.lrr=1", "seed=x"], ["treadle fit: 2 problems:\n  command line: model.lrr", "\n  command line: seed"]),
         (["ckpt_path=nowhere"], ["command line: ckpt_path: ckpt_path='nowhere' does not exist"]),
         (["trainer.plugins=[1]"], ["command line: trainer.plugins: plugins="]),
         (["--from-run", "nowhere"], ["--from-run nowhere", "no run 'nowhere'", "default/3"]),

@@ -69,7 +69,7 @@ def test_what_needs_a_hand_is_listed_and_is_status_1(capfd):
     write("bad.py", "import lightning\nprint 'old'\n")
     write("letters.py", b"import lightning\n# \xff\n")
     out = migrate(capfd, ".", "--write", status=1)
-    assert "Needs a manual change:\n  a.py:1: accelerate.utils.flux: has no counterpart" in out
+    assert "Needs a manual change:\n  a.py:1: accelerate.utils.flux has no counterpart" in out
     assert "  bad.py:2: does not parse and is unchanged: " in out
     assert "  letters.py: cannot be read and is unchanged: " in out
     assert Path("bad.py").read_text() == "import lightning\nprint 'old'\n"
@@ -84,12 +84,12 @@ def test_bytes_modes_and_links_stay(capfd, tmp_path):
     outside.write_text(OLD)
     Path("link.py").symlink_to(outside)
     Path("loop").symlink_to(".")
-    assert migrate(capfd, ".", "--write") == "1 of 1 files changed.\n"
+    assert migrate(capfd, ".", "--write") == "1 of 1 file changed.\n"
     assert script.read_bytes() == b"\xef\xbb\xbfimport treadle as L\r\n# \xc3\xa9"
     assert script.stat().st_mode & 0o7777 == 0o755
     assert outside.read_text() == OLD
     assert sorted(os.listdir()) == ["link.py", "loop", "run.py"]
-    assert migrate(capfd, "link.py", "--write") == "1 of 1 files changed.\n"
+    assert migrate(capfd, "link.py", "--write") == "1 of 1 file changed.\n"
     assert (Path("link.py").is_symlink(), outside.read_text()) == (True, NEW)
 
 
@@ -102,7 +102,7 @@ def test_what_is_left_out(capfd):
     write("conda/conda-meta/history", "")
     os.mkfifo("pipe.py")
     assert migrate(capfd, ".", "--write") == "0 of 0 files changed.\n"
-    assert migrate(capfd, ".venv/a.py").endswith("1 of 1 files would change; --write changes them.\n")
+    assert migrate(capfd, ".venv/a.py").endswith("1 of 1 file would change; --write changes it.\n")
 
 
 def test_what_cannot_be_read_is_named(capfd, project):

@@ -122,10 +122,10 @@ def test_as_json(runs, capsys):
         (["--name", "nwe"], "--name 'nwe' is not one of old, new. Did you mean 'new'?"),
         (["--sate", "failed"], "unrecognized arguments: --sate"),
         (["show", "9"], "there is no run 9 in runs"),
-        (["show", "1"], "1 is the number of several runs: old/1, new/1. Add the name"),
+        (["show", "1"], "1 is the number of several runs: old/1, new/1. Also pass the name"),
         (["show", "old/7"], "there is no run 'old/7'"),
-        (["show", "4", "--metric", "vall"], "--metric 'vall' is not one of"),
-        (["show", "4", "--width", "0"], "--width 0 is not between 24 and 1000 characters"),
+        (["show", "4", "--metric", "vall"], "--metric 'vall' can't be drawn, because the run has no curves"),
+        (["show", "4", "--width", "0"], "--width 0 must be between 24 and 1000 characters"),
     ],
     ids=["state", "name", "option", "number", "two", "path", "metric", "width"],
 )
@@ -383,7 +383,7 @@ def test_a_constant_curve_is_a_line():
 @pytest.mark.parametrize(
     ("points", "words"),
     [
-        (([], []), "t: nothing"),
+        (([], []), "t: no values"),
         (([1], [2.0]), "step 1"),
         (([1, 2], [float("nan"), float("inf")]), "t: no finite value among 2"),
         (([1, 2, 3], [1.0, float("nan"), 1.0]), "not drawn, because not finite: 1"),

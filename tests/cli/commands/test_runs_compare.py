@@ -62,7 +62,7 @@ def test_what_differs_is_printed_and_what_does_not_is_counted(runs, capsys):
     assert rows["optimizer.class"] == ["SGD", "AdamW"]
     assert rows["optimizer.betas.0"] == ["0.9"]
     assert not {"optimizer.lr", "data.batch_size", "trainer.default_root_dir"} & set(rows)
-    assert "2 further configuration values are the same" in printed
+    assert "the same in all runs: 2 configuration values" in printed
 
 
 def test_the_page_has_a_chart_per_metric_with_a_line_per_run(runs, capsys):
@@ -112,7 +112,7 @@ def test_a_comparison_is_written_anew_and_nothing_else_is_replaced(runs, capsys)
         ([1], "needs two or more runs, but got 1"),
         ([1, 1], "given twice"),
         ([1, 9], "no run 9"),
-        ([1, 2, "--name", "bse"], "Did you mean 'base'"),
+        ([1, 2, "--name", "bse"], "--name 'bse' must be 'base'."),
     ],
 )
 def test_what_cannot_be_compared_is_said(arguments, words, runs, capsys):

@@ -259,7 +259,7 @@ def test_the_settings_optimizer_is_announced_and_may_be_changed():
             return optimizer
 
     words = ("fit", "--optimizer=Adam", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=2")
-    with pytest.warns(UserWarning, match=r"Model.configure_optimizers is not used: --optimizer replaces it"):
+    with pytest.warns(UserWarning, match=r"Model.configure_optimizers is not used, because --optimizer replaces it"):
         cli = execute(*words, cli=Halved)
     assert cli.model.seen == [torch.optim.Adam, torch.optim.lr_scheduler.StepLR]
     with pytest.raises(SystemExit):

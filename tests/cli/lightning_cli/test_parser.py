@@ -71,7 +71,7 @@ def test_values_become_what_annotations_say(word):
 
 
 def test_null_is_not_text():
-    with pytest.raises(ConfigError, match=r"model.name=null must be int or text"):
+    with pytest.raises(ConfigError, match=r"model.name=null must be an integer or text"):
         model_of("name=null")
     assert model_of("name='null'").name == "null"
 
@@ -104,17 +104,17 @@ def test_words_added_to_the_last_callback():
 
 
 WRONG = {
-    "--model.lr=fast": r"command line: model.lr='fast' must be float",
+    "--model.lr=fast": r"command line: model.lr='fast' must be a number",
     "--model.lrr=1": r"model.lrr: Model has no argument 'lrr'. Did you mean 'lr'",
     "--model.color=GREEN": r"model.color='GREEN' must be 'RED' or 'BLUE'",
     "--model.mode=mix": r"model.mode='mix' must be 'min' or 'max'",
-    "--model.sizes=[1, x]": r"model.sizes.1='x' must be int",
-    "--model.batch_size=3.0": r"model.batch_size=3.0 must be int. Write 3.",
+    "--model.sizes=[1, x]": r"model.sizes.1='x' must be an integer",
+    "--model.batch_size=3.0": r"model.batch_size=3.0 must be an integer. Write 3.",
     "--model.flag=1": r"model.flag=1 must be true or false",
     "--model.options.widht=3": r"Options has no argument 'widht'. Did you mean 'width'",
-    "--model.lr.x=3": r"model.lr={'x': 3} must be float",
+    "--model.lr.x=3": r"model.lr={'x': 3} must be a number",
     "--modle.lr=3": r"unknown option --modle.lr. Did you mean '--model.lr'",
-    "--model.lr": r"--model.lr needs a value: --model.lr=VALUE",
+    "--model.lr": r"--model.lr needs a value. Write --model.lr=VALUE",
     "--note": r"--note needs a value",
     "-x": r"unknown option -x",
     "fit": r"unexpected 'fit': options begin with --",
@@ -123,7 +123,7 @@ WRONG = {
     "--trainer.callbacks+=EarlyStoping": r"no Callback named 'EarlyStoping'. Did you mean 'EarlyStopping'",
     "--trainer.callbacks+=EarlyStopping": r"EarlyStopping needs 'monitor'",
     "--optimizer=Adem": r"no Optimizer named 'Adem'. Did you mean 'Adam'",
-    "--model.encoder=torch.nn.Linear": r"model.encoder='torch.nn.Linear' must be Encoder or null",
+    "--model.encoder=torch.nn.Linear": r"model.encoder='torch.nn.Linear' must be an Encoder or null",
     "--model.sizes=[1, 2": r"--model.sizes=\[1, 2: .*expected ',' or '\]'",
     "--config=nothing.yaml": r"nothing.yaml: the file does not exist",
     "--print_config=full": r"'full' is not one of comments, skip_null",
@@ -141,7 +141,7 @@ def test_an_error_ends_the_program_with_status_2(capsys):
         parse("--model.lr=fast", "--model.flag=1", exit_on_error=True)
     assert ended.value.code == 2
     printed = capsys.readouterr().err
-    assert "train.py: 2 problems" in printed
+    assert "train.py: 2 problems:" in printed
     assert "`train.py --help` lists the options." in printed
 
 
@@ -236,8 +236,8 @@ def test_single_options():
     for words, message in {
         (): "--count is required",
         ("-n=3", "--pair=x"): r"pair='x' was rejected by parse_pair\(\)",
-        ("-n=3", "--kind=c"): "kind='c' must be one of a, b",
-        ("-n=x",): "count='x' must be int",
+        ("-n=3", "--kind=c"): "kind='c' is not one of a, b",
+        ("-n=x",): "count='x' must be an integer",
     }.items():
         with pytest.raises(ConfigError, match=message):
             parser.parse_args(list(words))

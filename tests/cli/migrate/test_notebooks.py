@@ -33,7 +33,7 @@ def test_cells_are_one_program():
     assert new == wanted
     json.loads(new)
     assert [str(finding) for finding in findings] == [
-        "n.ipynb:cell 7:2: accelerate.utils.flux: has no counterpart in Treadle."
+        "n.ipynb:cell 7:2: accelerate.utils.flux has no counterpart in Treadle."
     ]
     assert migrate_notebook(new, "n.ipynb")[0] == new
 

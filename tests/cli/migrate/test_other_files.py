@@ -29,7 +29,7 @@ def test_class_paths():
         .replace("lightning.pytorch.loggers.", "treadle.loggers.")
     )
     assert [str(finding) for finding in findings] == [
-        "conf/run.yaml:8: lightning.pytorch.strategies.WarpStrategy: has no counterpart in Treadle."
+        "conf/run.yaml:8: lightning.pytorch.strategies.WarpStrategy has no counterpart in Treadle."
     ]
     assert migrate_text(new, "conf/run.yaml") == (new, findings)
 

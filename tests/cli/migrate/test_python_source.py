@@ -401,7 +401,7 @@ def test_names_without_a_counterpart_stay_and_are_named():
     from accelerate.utils import flux  # once more
     if True: from treadle.utils import set_seed; from accelerate.utils import flux
     """
-    text = "accelerate.utils.{}: has no counterpart in Treadle."
+    text = "accelerate.utils.{} has no counterpart in Treadle."
     found = {(line, text.format(name)) for line, name in [(4, "warp_drive"), (7, "flux"), (9, "flux"), (10, "flux")]}
     assert migrate(dedent(old)) == (dedent(new), found)
 
@@ -423,7 +423,7 @@ def test_attributes_without_a_counterpart_are_named():
     L.warp, callbacks.Warp
     """)
     assert found == {
-        (line, f"{name}: has no counterpart in Treadle.")
+        (line, f"{name} has no counterpart in Treadle.")
         for line, name in [
             (2, "accelerate.commands.flight"),
             (4, "lightning.pytorch.quantum"),

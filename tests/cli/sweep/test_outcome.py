@@ -41,7 +41,7 @@ def test_outcomes(state, facts, status, end, tmp_path):
     assert outcome.value == (0.5 if end is End.COMPLETE else None)
     assert bool(outcome.error) == (end in (End.FAILED, End.CUT_SHORT))
     if status == 2:
-        assert outcome.error.splitlines() == ["its process ended with status 2:", *map(str, range(80, 100))]
+        assert outcome.error.splitlines() == ["the process ended with status 2:", *map(str, range(80, 100))]
 
 
 def test_what_another_process_works_at_is_left_to_it(tmp_path):

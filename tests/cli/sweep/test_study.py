@@ -117,7 +117,7 @@ def test_hyperband_knows_the_epochs_of_every_process():
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("prune: {type: hyperband, reductio_factor: 3}", "prune: hyperband has no 'reductio_factor'. Did you mean"),
+        ("prune: {type: hyperband, reductio_factor: 3}", "prune: hyperband has no option 'reductio_factor'. Did you mean"),
         ("prune: {type: hyperband, reduction_factor: 1}", "prune: hyperband: "),
         ("prune: percentile", "missing"),
         ("storage: postgres://nowhere/x", "can't be opened"),
@@ -134,7 +134,7 @@ def test_options_of_the_method():
         values = study.draw(study.ask())
         study.tell(number, optuna.trial.TrialState.COMPLETE, values["model.lr"])
     assert study.study.sampler._n_startup_trials == 2
-    with pytest.raises(ConfigError, match="tpe has no 'startup'"):
+    with pytest.raises(ConfigError, match="tpe has no option 'startup'"):
         Study(make(TEXT.replace("random", "{type: tpe, startup: 2}")))
 
 

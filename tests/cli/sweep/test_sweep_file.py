@@ -69,7 +69,7 @@ def test_a_grid_knows_its_number_of_trials():
         (lr, size) for lr in (0.1, 0.2) for size in (1, 2, 3)
     ]
     assert read(text, "trials=4").trials == 4
-    assert "a grid needs a list of values, or a step" in wrong(text + "  model.x: {min: 0.1, max: 1}\n")[0]
+    assert "a grid needs a list of values, or min, max and step" in wrong(text + "  model.x: {min: 0.1, max: 1}\n")[0]
 
 
 def test_overrides_go_to_the_sweep_or_to_the_configuration():
@@ -106,7 +106,7 @@ def test_changes_are_named_and_some_are_none():
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("method", "metod", "s.yaml:3: a sweep has no 'metod'. Did you mean 'method'?"),
+        ("method", "metod", "s.yaml:3: a sweep has no key 'metod'. Did you mean 'method'?"),
         ("random", "randm", "s.yaml:3: method='randm' is not one of grid, random, tpe. Did you mean 'random'?"),
         ("trials: 20", "trials: many", "s.yaml:5: trials='many' must be an integer of at least 1."),
         ("trials: 20\n", "", "s.yaml: the number of trials is missing. Add trials: 20."),
@@ -115,10 +115,10 @@ def test_changes_are_named_and_some_are_none():
         (
             "{name: val_loss, goal: minimize}",
             "val_loss",
-            "metric must be a mapping such as {name: val_loss, goal: minimize}.",
+            "metric='val_loss' must be a mapping, such as metric: {name: val_loss, goal: minimize}.",
         ),
-        ("{name:", "{nam:", "metric has no 'nam'. Did you mean 'name'?"),
-        ("config: base.yaml", "config: bas.yaml", "there is no file 'bas.yaml'"),
+        ("{name:", "{nam:", "metric has no key 'nam'. Did you mean 'name'?"),
+        ("config: base.yaml", "config: bas.yaml", "the file 'bas.yaml' does not exist"),
         ("config: base.yaml", "program: train.py", "a sweep runs `treadle fit`"),
         ("trials: 20", "trainer: {}\ntrials: 20", "it is a section of the configuration. Put it below 'config'."),
         ("trials: 20", "trials: 20\nrun_cap: 3", "run_cap and trials mean the same. Keep one of them."),

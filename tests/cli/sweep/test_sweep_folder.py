@@ -96,7 +96,7 @@ def test_another_sweep_in_its_place_is_refused(folder):
     assert folder.describe() is True
     assert folder.describe() is False
     Path("s.yaml").write_text(TEXT.replace("[1, 2]", "[1, 3]"))
-    with pytest.raises(ConfigError, match=r"parameters.model.lr.values: \[1, 2\] is now \[1, 3\]\nTo start again"):
+    with pytest.raises(ConfigError, match=r"parameters.model.lr.values: \[1, 2\] is now \[1, 3\]\nTo start over"):
         SweepFolder(read_sweep("s.yaml")).describe()
     (folder.path / "sweep.json").write_text("{")
     with pytest.raises(ConfigError, match=r"sweep.json can't be read"):

@@ -81,7 +81,7 @@ def test_a_view_is_written_as_it_looks(tmp_path: Path) -> None:
 
 def test_a_file_of_another_size(tmp_path: Path) -> None:
     (tmp_path / "a.dat").write_bytes(b"1234")
-    with pytest.raises(ValueError, match=r"has 4 bytes, but float32 of shape \[2, 2\] takes 16"):
+    with pytest.raises(ValueError, match=r"has 4 bytes, but weight_info \(dtype float32, shape \[2, 2\]\) requires 16"):
         load_offloaded_weight(tmp_path / "a.dat", INDEX["a"])
 
 

@@ -741,7 +741,7 @@ def damaged(plain, tmp_path, how):
     index = json.loads((path / "model.safetensors.index.json").read_text())
     if how == "file missing":
         (path / "model-2.safetensors").unlink()
-        return path, r"lists model-2.safetensors, which is missing next to it, for layers\.1"
+        return path, r"lists model-2.safetensors for layers\.1\..*, but this file is missing in the folder"
     if how == "file cut":
         data = (path / "model-1.safetensors").read_bytes()
         (path / "model-1.safetensors").write_bytes(data[:-10])
@@ -760,13 +760,13 @@ def damaged(plain, tmp_path, how):
         return path, "'../outside"
     if how in ("path outside", "wrong file"):
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
-        return path, "'../model" if how == "path outside" else "not in their files: positions"
+        return path, "'../model" if how == "path outside" else "not in the listed files: positions"
     if how == "shape":
         state["positions"] = state["positions"][:, :5].clone()
         words = r"positions has shape \[16, 5\], but \[16, 32\] in the model"
     elif how == "missing":
         del state["layers.1.up.weight"], state["layers.1.up.bias"]
-        words = r"lacks layers\.1\.up\.weight, layers\.1\.up\.bias, and the model has no values"
+        words = r"neither the checkpoint nor the model has values for layers\.1\.up\.weight, layers\.1\.up\.bias"
     elif how == "pickle":
         torch.save({"positions": copy.deepcopy}, path / "model.pt")
         return path / "model.pt", "has no tensors by name"
@@ -832,9 +832,12 @@ def test_names_that_only_one_side_has(plain, tmp_path):
             r"'layer\.0', but the model has no such module or tensor\. Did you mean 'layers",
         ),
         ({"embed": "cpu", "head": "cpu", "mask": "cpu"}, r"no device for positions, layers\.0\."),
-        ({"": "cpu", "head": "disk"}, r"'embed\.weight' on cpu and 'head\.weight' on disk, but they are one tensor"),
+        (
+            {"": "cpu", "head": "disk"},
+            r"'embed\.weight' to 'cpu' and 'head\.weight' to 'disk', but they are one tensor",
+        ),
         ({"": "cpu", "layers": "dsk"}, "'dsk' is not a valid device.*Did you mean 'disk'"),
-        ({"": 99}, "device 99 is not on this machine"),
+        ({"": 99}, "=99 is not on this machine"),
         ("balance", "device_map='balance' is not one of auto"),
     ],
     ids=["unknown", "missed", "tied", "device", "absent", "word"],
@@ -843,9 +846,9 @@ def test_a_map_that_can_not_be_followed(plain, tmp_path, device_map, words):
     path = write(plain, tmp_path, "file")
     with pytest.raises(ValueError, match=words):
         load_checkpoint_and_dispatch(empty(), path, device_map)
-    with pytest.raises(ValueError, match=r"positions.*on the disk, but offload_dir is not set"):
+    with pytest.raises(ValueError, match=r"positions.* to 'disk', but offload_dir is not set"):
         dispatch_model(copy.deepcopy(plain), {"": "disk"})
-    with pytest.raises(ValueError, match="'disk' stores weights, but nothing can be computed there"):
+    with pytest.raises(ValueError, match="main_device='disk' can't compute anything, because it only"):
         dispatch_model(copy.deepcopy(plain), {"": "disk"}, main_device="disk", offload_dir=tmp_path)
     with pytest.raises(ValueError, match="are used together by MultiheadAttention"):
         dispatch_model(nn.MultiheadAttention(4, 2), {"": "cpu", "out_proj": "disk"}, offload_dir=tmp_path)

@@ -182,7 +182,10 @@ def test_the_manifest_says_what_was_trained_how(saved):
 
 def test_another_global_batch_is_said(saved):
     accelerator, *_ = prepared(accumulate=3, batch=2)
-    with pytest.warns(UserWarning, match=r"a global batch of 4 \(4 over 1 processes, x 1\), but this run has 6"):
+    with pytest.warns(
+        UserWarning,
+        match=r"a global batch of 4 \(micro-batches of 4 over 1 process, accumulation 1\), but this run has 6",
+    ):
         accelerator.load_state(saved[0])
     accelerator, *_ = prepared(accumulate=2, batch=2)
     with warnings.catch_warnings():
@@ -202,7 +205,9 @@ def test_loaders_that_are_made_for_each_epoch(saved):
     """A script prepares another one in each epoch: before the load there are more or fewer than were saved."""
     accelerator, *_ = prepared()
     accelerator.prepare_data_loader([1, 2, 3])
-    with pytest.warns(UserWarning, match="contains 1 loaders, but this run has 2, so they are not restored"):
+    with pytest.warns(
+        UserWarning, match="contains 1 training loader, but this run has 2, so training loaders are not restored"
+    ):
         accelerator.load_state(saved[0])
     assert [list(loader) for loader in accelerator.loaders][1] == [1, 2, 3]
 
@@ -227,7 +232,7 @@ def test_the_first_pass_is_what_was_left(tmp_path, skip):
 def test_a_script_that_evaluates_prepares_the_model_alone(saved):
     accelerator = treadle.Accelerator(cpu=True)
     model = accelerator.prepare(Net())
-    with pytest.warns(UserWarning, match="contains 1 optimizers, but this run has 0"):
+    with pytest.warns(UserWarning, match="contains 1 optimizer, but this run has 0"):
         accelerator.load_state(saved[0])
     same(model.state_dict(), saved[1].state_dict())
 
@@ -319,7 +324,7 @@ def test_what_else_differs_is_refused_before_anything_changes(tmp_path, other):
     before = snapshot(model, stepper)
     words = {
         "scheduler": "scheduler: StepLR in the checkpoint, ConstantLR in this run",
-        "registered": "no state for else; its registered objects are note, left",
+        "registered": "registered objects: note, left in the checkpoint, which lacks else",
         "models": "contains 2 models, but this run has 1",
     }[other]
     with pytest.raises(ValueError, match=words):
@@ -331,7 +336,7 @@ def test_what_else_differs_is_refused_before_anything_changes(tmp_path, other):
         accelerator.load_state(tmp_path / "x", strict=False)
     texts = [str(one.message) for one in said]
     assert any(words in text and "is not restored" in text for text in texts)
-    assert any("a state for " in text and "left" in text for text in texts)
+    assert any("contains state for " in text and "left" in text for text in texts)
     if other == "scheduler":
         assert accelerator.registered["note"].value == 3
         assert "step_size" not in accelerator.schedulers[0].state_dict()
@@ -354,7 +359,7 @@ def test_another_precision_is_said_and_the_optimizer_goes_with_it(saved, optimiz
     first[0].save_state(tmp_path / "x")
     for precision in ("bf16-true", "64-true"):
         accelerator, model, stepper = make(precision)
-        with pytest.warns(UserWarning, match=f"saved with precision 32-true, but this run uses {precision}"):
+        with pytest.warns(UserWarning, match=f"saved with precision='32-true', but this run uses '{precision}'"):
             accelerator.load_state(tmp_path / "x")
         step(accelerator, model, stepper)
         weight = accelerator.unwrap_model(model).parts["head"].weight
@@ -381,7 +386,7 @@ def test_weights_that_are_tied_here_and_differ_there(tmp_path):
     accelerator.save_state(tmp_path / "x")
     again = treadle.Accelerator(cpu=True)
     tied = again.prepare(Pair(True))
-    words = r"b\.weight: tied to a\.weight in the model, but different values in the checkpoint"
+    words = r"b\.weight: tied to a\.weight in the model, but has different values in the checkpoint"
     with pytest.raises(ValueError, match=words):
         again.load_state(tmp_path / "x")
     with torch.no_grad():
@@ -441,7 +446,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(saved, calls):
     if calls == 1:
         accelerator.register_load_state_pre_hook(lambda models, folder: other.save_state(folder))
         before = snapshot(model, stepper)
-        with pytest.raises(ValueError, match="was replaced while it was read"):
+        with pytest.raises(ValueError, match="was replaced or deleted while it was being read"):
             accelerator.load_state(path)
         assert accelerator.steps == 1
     else:  # as the Trainer loads it
@@ -465,7 +470,7 @@ def test_one_model_more_without_the_models(saved):
     accelerator, model, stepper = prepared()
     accelerator.prepare(Net(3))
     before = snapshot(model, stepper)
-    with pytest.raises(ValueError, match="contains 1 models, but this run has 2"):
+    with pytest.raises(ValueError, match="contains 1 model, but this run has 2"):
         accelerator.load_state(saved[0], models=False)
     same(snapshot(model, stepper), before)
 

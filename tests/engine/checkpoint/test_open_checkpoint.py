@@ -102,7 +102,8 @@ def load_each(*templates):
 
 
 def damaged(path, name):
-    return "ValueError", f"{path}: {name} is not the file that was written (its digest differs)."
+    fix = "Copy or download the checkpoint again, or use another checkpoint."
+    return "ValueError", f"{path}: {name} is not the file that was written (its digest differs). {fix}"
 
 
 def test_all_processes_refuse_what_one_finds_damaged(tmp_path):
@@ -150,7 +151,7 @@ def test_another_save_to_the_path_is_noticed(tmp_path, verified):
         model.weight.add_(1)
     accelerator.save_state(path)
     before = model.weight.clone()
-    with pytest.raises(ValueError, match="was replaced while it was read"):
+    with pytest.raises(ValueError, match="was replaced or deleted while it was being read"):
         accelerator.load_state(opened)
     assert torch.equal(model.weight, before)
     accelerator.load_state(path)

@@ -85,10 +85,10 @@ def test_a_saved_run_has_these_keys_and_no_others(tmp_path, fails):
 @pytest.mark.parametrize(
     ("form", "value", "said"),
     [
-        (RankState, {"random": {}}, r"missing or of another type: buffers \(list\)"),
-        (RankState, {"random": [], "buffers": []}, r"missing or of another type: random \(dict\)"),
-        (RankState, [], r"missing or of another type: random \(dict\), buffers \(list\)"),
-        (OptimizerState, {}, r"missing or of another type: class \(str\), shapes \(dict\), .*, others"),
+        (RankState, {"random": {}}, r"entries are missing or have a wrong type: buffers \(list\)"),
+        (RankState, {"random": [], "buffers": []}, r"entries are missing or have a wrong type: random \(dict\)"),
+        (RankState, [], r"entries are missing or have a wrong type: random \(dict\), buffers \(list\)"),
+        (OptimizerState, {}, r"entries are missing or have a wrong type: class \(str\), shapes \(dict\), .*, others"),
     ],
 )
 def test_another_form_is_refused_by_name(tmp_path, form, value, said):

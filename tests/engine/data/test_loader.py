@@ -553,7 +553,7 @@ def test_an_evaluation_loader_may_get_another_generator():
     assert sorted(flat(again.ids())) == list(range(8))
     for other in (np.random.default_rng(1), None):  # another kind, and none
         ranks = Ranks(make(True), 1)
-        with pytest.raises(ValueError, match=r"had 1 separate generators, but this one has [01].*same kind"):
+        with pytest.raises(ValueError, match=r"(has 0 separate generators, but .* 1|of other kinds than).*same kind"):
             Ranks(lambda g=other: DataLoader(range(8), sampler=Held(g)), 1, state=ranks.state())
 
 
@@ -622,7 +622,7 @@ def test_no_state_inside_a_group():
     for number in range(1, 9):
         next(batches)
         if number % 4:
-            with pytest.raises(ValueError, match="inside a group"):
+            with pytest.raises(ValueError, match="during gradient accumulation"):
                 ranks.state()
         else:
             assert ranks.state()["loader"]["samples"] == number

@@ -234,7 +234,7 @@ def test_a_resume_by_the_sources_own_state_reads_nothing_again(tmp_path, kind, w
         resumed = next(iter(loader))
     loader.close()
     assert torch.equal(torch.as_tensor(resumed), torch.as_tensor(expected))
-    said = any("are read again and skipped" in str(warning.message) for warning in caught)
+    said = any("must be read again and skipped" in str(warning.message) for warning in caught)
     assert said == ((kind, workers) in [getattr(case, "values", case) for case in AGAIN])
     read = sum(take_read())
     if said:

@@ -179,5 +179,5 @@ def test_a_checkpoint_of_another_sampler_is_refused(tmp_path):
     accelerator.prepare(shuffled())
     accelerator.save_state(tmp_path / "c")
     accelerator, _ = prepared(shuffled())
-    with pytest.raises(ValueError, match="0 samplers with a state_dict, but this one has 1"):
+    with pytest.raises(ValueError, match="has 1 sampler with a state_dict, but the checkpoint has 0"):
         accelerator.load_state(Path(tmp_path / "c"))

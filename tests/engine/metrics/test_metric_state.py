@@ -187,7 +187,9 @@ def test_what_can_not_be_shared_out(metric, why):
     metric.update(found, found.roll(1))
     one = metric_state.collect_states({"it": metric}, set(), World())["it"][0]
     saved = {"it": [one, one, one]}
-    with pytest.raises(ValueError, match=rf"metric 'it' \({type(metric).__name__}\).*3 process.*over 2: .*{why}.*end"):
+    with pytest.raises(
+        ValueError, match=rf"metric 'it' \({type(metric).__name__}\).*3 process.* 2 processes: .*{why}.*end"
+    ):
         metric_state.load({"it": metric}, saved, Seat(0, 2))
     metric.reset()
     fresh = metric_state.collect_states({"it": metric}, set(), World())["it"][0]
@@ -207,7 +209,7 @@ def test_a_tally_of_one_process_goes_to_rank_zero():
 
 
 def test_a_metric_that_is_gone():
-    with pytest.warns(UserWarning, match="a metric 'it', but the task has no such metric"):
+    with pytest.warns(UserWarning, match="the metric 'it', but the task has no metric with this name"):
         metric_state.load({}, {"it": [{"counts": {}}], "over": None}, World())
 
 

@@ -86,9 +86,9 @@ def test_it_says_what_it_does(monkeypatch):
     assert train(gradient_accumulation_steps=3) == 12
     assert lines == [
         "train ran out of memory; trying batch_size=4. With gradient_accumulation_steps=6 "
-        "the global batch keeps its size.",
+        "the global batch size stays the same.",
         "train ran out of memory; trying batch_size=2. With gradient_accumulation_steps=12 "
-        "the global batch keeps its size.",
+        "the global batch size stays the same.",
     ]
 
 
@@ -104,7 +104,7 @@ def test_a_reduction_of_ones_own():
     assert train(90) == 90
     with pytest.raises(
         ValueError,
-        match=r"batch_size=81 does not fit .* returned 81\. It must return an integer from 1 to 80\.",
+        match=r"batch_size=81 does not fit .* returned 81\. It must return a positive integer below 81\.",
     ):
         train(10)
 

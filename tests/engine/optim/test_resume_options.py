@@ -63,7 +63,7 @@ SAID = {
     "sequence": r"SequentialLR: _schedulers\[1\].T_max 11 in the checkpoint, 26 in this script",
     "chain": r"ChainedScheduler: _schedulers\[0\].total_iters 15 in the checkpoint, 30 in this script",
     "callable": r"LambdaLR: lr_lambdas\[0\].length 15 in the checkpoint, 30 in this script",
-    "function": r"LambdaLR: lr \[.*\] in the checkpoint, \[.*\] by this script's function at its step 6",
+    "function": r"LambdaLR: lr \[.*\] in the checkpoint, \[.*\] from this script's function at step 6",
 }
 
 

@@ -67,7 +67,7 @@ def test_what_fits_gets_no_advice_to_shrink():
         (FSDP, 1.5, ["activation_checkpointing_policy=True", "micro-batches of", "accumulated"]),
         pytest.param(FSDP, 0.8, ["no simple change makes it fit"], marks=pytest.mark.exhaustive),
         pytest.param(
-            FSDP, 0.2, ["parameters and optimizer alone are", "Use more processes"], marks=pytest.mark.exhaustive
+            FSDP, 0.2, ["parameters and optimizer state alone need", "Use more processes"], marks=pytest.mark.exhaustive
         ),
     ],
 )

@@ -268,8 +268,8 @@ def scripted(path):
     [
         (lambda d: (d / ".metadata").write_bytes(b"x") and d, "dcp_to_torch"),
         (lambda d: (d / "zero_to_fp32.py").write_text("x") and d, "DeepSpeed"),
-        (lambda d: d, "no weights"),
-        (lambda d: pt(net(), d), "contains (treadle_gone.*|torch.*.Sequential), not a dict of tensors"),
+        (lambda d: d, "no files"),
+        (lambda d: pt(net(), d), "contains a (treadle_gone.*|torch.*.Sequential), not a dict of tensors"),
         (lambda d: pt({"model": net(), "epoch": 1}, d), "torch.nn.modules.container.Sequential"),
         (lambda d: pt({"epoch": 3, "net": {"weight": torch.ones(1)}}, d), "epoch, net"),
         (lambda d: pt({"weight": torch.ones(1), "epoch": 3}, d), "epoch is an int"),
@@ -342,7 +342,7 @@ def test_urls(server, tmp_path):
             treadle.load_weights(net(), source, sha256="0" * 64)
     with pytest.raises(OSError, match="file"):
         treadle.load_weights(net(), f"{url}/to-file", sha256=right)
-    with pytest.raises(ValueError, match="bytes, the limit of"):
+    with pytest.raises(ValueError, match="bytes, the limit for downloads"):
         treadle.load_weights(net(), f"{url}/large", sha256=right)
     with pytest.raises(OSError, match="404"):
         treadle.load_weights(net(), f"{url}/none", sha256=right)
@@ -449,7 +449,7 @@ def test_a_lightning_checkpoint_becomes_a_task(elsewhere, tmp_path):
     words = "\n".join(str(one.message) for one in said)
     assert "hyper_parameters.given (a somebody.configs.Color)" in words
     assert "hyper_parameters.optimizer (a somebody.configs.Config)" in words
-    assert "the saved gone is ignored" in words
+    assert "the saved hyperparameter gone is ignored" in words
     assert "somebody" not in sys.modules
     assert task.arguments == {
         "width": 5, "path": pathlib.Path("a/b"), "given": "default", "namespace": argparse.Namespace(x=1),

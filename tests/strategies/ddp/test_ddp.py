@@ -158,7 +158,7 @@ def test_a_loss_scale_of_each_process_contradicts_local_steps():
 
 def test_one_process_says_what_changes_nothing(capsys):
     treadle.Accelerator(cpu=True, strategy=DDP(zero=True, comm_hook="bf16"))
-    assert "comm_hook, zero has no effect" in capsys.readouterr().err
+    assert "DDP's comm_hook and zero have no effect" in capsys.readouterr().err
 
 
 # -- errors of the reducer -------------------------------------------------------------------------------------------
@@ -435,7 +435,7 @@ def odd_norms():
 def test_batch_norms_that_can_not_be_replaced():
     for whole, own in run(odd_norms, 2):
         assert "inside a module" in whole
-        assert "1 is a OwnNorm" in own
+        assert "layer '1' is an OwnNorm" in own
 
 
 # -- ZeRO ------------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_a_rank_with_another_version(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report, _ = run(examine_rank, 2, "install_old_numpy")
     installed = importlib.metadata.version("numpy")
-    expected = f"numpy {installed} on rank 0, 1.0.1 on rank 1. Install the same on all machines."
+    expected = f"numpy {installed} on rank 0, 1.0.1 on rank 1. Install the same versions on all machines."
     assert ("fault", expected) in find(report, "versions")
     assert list_faults(report) == {"versions"}
 
@@ -87,7 +87,7 @@ def test_a_clock_that_is_ahead():
     report, _ = run(examine_rank, 2, "set_clock_ahead")
     ((mark, text),) = find(report, "clocks")
     assert mark == "fault"
-    assert text.startswith("rank 1 is 5.0 s ahead of rank 0")
+    assert text.startswith("the clock of rank 1 is 5.0 s ahead of rank 0's")
 
 
 def test_a_rank_that_never_comes():
@@ -128,7 +128,7 @@ def report_stopped():
 def test_a_sum_that_is_wrong():
     report, _ = run(examine_rank, 2, "spoil_sums")
     ((_, text),) = find(report, "meeting")
-    assert text.endswith("returned up to 1 wrong sums on rank 1")
+    assert text.endswith("returned up to 1 wrong sum on rank 1")
     assert list_faults(report) == {"meeting"}
 
 
@@ -157,7 +157,7 @@ def test_two_processes_that_are_the_same_rank():
 
 def test_an_address_that_does_not_resolve():
     reports = run(examine_rank, 2, "lose_address")
-    expected = "MASTER_ADDR='nowhere.invalid' does not resolve on "
+    expected = "MASTER_ADDR='nowhere.invalid' can't be resolved on "
     assert find(reports[0], "meeting")[0][1].startswith(expected)
     assert find(reports[1], "rank 1")[0][1].startswith(expected)
 

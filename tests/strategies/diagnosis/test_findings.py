@@ -81,7 +81,7 @@ def test_a_library_that_a_rank_lacks(inspected):
     ((mark, text),) = find([inspected, other], "libraries")
     assert (mark, text) == (
         "fault",
-        f"safetensors {version} on rank 0, none on rank 1. Install the same on all machines.",
+        f"safetensors {version} on rank 0, none on rank 1. Install the same versions on all machines.",
     )
 
 

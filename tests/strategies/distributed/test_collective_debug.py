@@ -77,7 +77,7 @@ def test_calls_that_do_not_match(size):
         assert re.search(rf"^  {odd}: {theirs} .*{FILE}:{line} <lambda>$", text, re.MULTILINE), text
     assert "calls that differ in the tensor:" in found[0][1]
     assert "pad_across_processes" in found[0][1]
-    assert "calls that differ in the call" in found[2][1]
+    assert "calls that differ in the operation" in found[2][1]
     assert "same calls in the same order" in found[2][1]
 
 
@@ -156,7 +156,7 @@ def test_branches_may_meet_in_a_barrier_but_not_mix_values():
     assert first == second
     assert first[0] == "sent"
     assert "calls that differ in the line:" in first[1]
-    assert "\nEarlier: The processes make the call broadcast from 0 from different lines:" in first[1]
+    assert "\nEarlier: the processes make the call broadcast from 0 from different lines:" in first[1]
 
 
 def parts():

@@ -56,9 +56,9 @@ def test_calls_of_one_name_do_not_meet_those_of_another():
 
 def test_a_rank_that_does_not_come_is_named():
     store = dist.HashStore()
-    with pytest.raises(RuntimeError, match=r"rank\(s\) 1, 2 of 3 have not connected to rank 0 within 0:00:00\.1"):
+    with pytest.raises(RuntimeError, match=r"ranks 1-2 of 3 have not connected to rank 0 within 0\.1 s"):
         join_attempt(store, "groups", 0, 3, timedelta(seconds=0.1))
-    with pytest.raises(RuntimeError, match=r"rank 0 has not connected to rank 2 within 0:00:00\.1"):
+    with pytest.raises(RuntimeError, match=r"rank 0 has not connected to rank 2 within 0\.1 s"):
         join_attempt(dist.HashStore(), "groups", 2, 3, timedelta(seconds=0.1))
 
 

@@ -73,7 +73,7 @@ def test_a_script(tmp_path):
     counted = [line for line in lines if line.startswith("  ... ")]
     frames = int(done.stdout.split()[-1])
     assert [sum(int(line.split()[1]) for line in counted), len(counted)] == [frames - 3, 2]
-    assert counted[0].endswith(" frames of treadle (TREADLE_FULL_TRACEBACK=1 shows them)")
+    assert counted[0].endswith(" frames of treadle (set TREADLE_FULL_TRACEBACK=1 to show all frames)")
     assert counted[1].endswith(" frames of torch") or counted[1].endswith(" frame of torch")
 
 
@@ -86,7 +86,7 @@ def test_an_own_loop(tmp_path):
     )
     lines = script(path).stderr.splitlines()
     assert [line.split()[-1] for line in lines if line.startswith("  File ")] == ["<module>"]
-    assert any("of treadle (TREADLE_FULL_TRACEBACK=1 shows them)" in line for line in lines)
+    assert any("of treadle (set TREADLE_FULL_TRACEBACK=1 to show all frames)" in line for line in lines)
     assert lines[-1].startswith("ValueError: ")
 
 

@@ -104,7 +104,7 @@ def test_without_a_limit_one_process_has_no_watchdog():
 
 
 def test_a_limit_is_a_duration():
-    with pytest.raises(TypeError, match="timeout=5 must be text of the form DD:HH:MM:SS"):
+    with pytest.raises(TypeError, match="timeout=5 must be a string of the form DD:HH:MM:SS"):
         treadle.Trainer(accelerator="cpu", timeout=5)
 
 

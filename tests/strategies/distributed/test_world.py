@@ -119,7 +119,7 @@ def test_flags_against_the_launcher(no_launcher):
         no_launcher.setenv(name, value)
     with pytest.raises(ValueError, match=r"devices=3 asks for 3 .* started 2"):
         open_world("cpu", 3)
-    with pytest.raises(ValueError, match="num_nodes=3, but the launcher started 2"):
+    with pytest.raises(ValueError, match="num_nodes=3, but the launcher started processes on 2 machines"):
         open_world("cpu", num_nodes=3)
 
 

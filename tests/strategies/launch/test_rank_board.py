@@ -63,7 +63,8 @@ def test_ranks_that_are_all_stopped_end_the_job(ranks, command, tmp_path):
     assert process.returncode == 124, err
     assert 2 < time.monotonic() - began < 12  # 2 + 5 on a machine with a core to spare
     for rank in range(ranks):
-        assert re.search(rf"treadle: rank {rank} of {ranks} is stopped by a signal .* is at .*train.py:9", err), err
+        words = rf"treadle: rank {rank} of {ranks} \(process \d+\) is stopped by a signal .* is at .*train.py:9"
+        assert re.search(words, err), err
     (folder,) = tmp_path.glob("here/stacks-*")
     for rank in range(ranks):
         assert "train.py" in (folder / f"rank-{rank}.txt").read_text()

@@ -129,7 +129,7 @@ def test_devices_and_nodes_against_the_job(cluster):
     assert done.returncode != 0
     assert "`#SBATCH --ntasks-per-node=2`" in done.stderr
     done = cluster.run("srun", "-N2", "-n2", sys.executable, script, "1", "4", env=LOOPBACK)
-    assert "num_nodes=4, but the launcher started 2" in done.stderr
+    assert "num_nodes=4, but the launcher started processes on 2 machines" in done.stderr
     assert "`#SBATCH --nodes=4`" in done.stderr
     alone = cluster.run("srun", "-N1", "-n1", sys.executable, script, "2", env=LOOPBACK)
     assert seen(alone.stdout) == [(0, 2, 0, 0, 2, 3), (1, 2, 0, 1, 2, 3)], alone.stderr
@@ -138,7 +138,7 @@ def test_devices_and_nodes_against_the_job(cluster):
 def test_a_first_host_that_is_unknown_is_named(cluster):
     done = cluster.run("srun", "-N2", "-n2", sys.executable, write(cluster, "where.py", WHERE))
     assert done.returncode != 0
-    assert "this machine can't resolve the address of rank 0, 'n1'" in done.stderr
+    assert "the address of rank 0, 'n1', can't be resolved on " in done.stderr
     assert "Set MASTER_ADDR" in done.stderr
 
 

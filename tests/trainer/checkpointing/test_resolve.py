@@ -319,7 +319,7 @@ def test_the_best_without_a_fit_is_an_error_but_in_the_folder_of_a_run(tmp_path,
 def test_a_best_that_is_gone_is_an_error(tmp_path):
     fit(tmp_path, best(tmp_path), max_epochs=3)
     store.remove(tmp_path / "c" / "epoch=1.ckpt")
-    with pytest.raises(ValueError, match=r"epoch=1.ckpt, the best checkpoint of .*last.ckpt, does not exist"):
+    with pytest.raises(ValueError, match=r"epoch=1.ckpt, the best checkpoint according to .*last.ckpt, does not exist"):
         fit(tmp_path, best(tmp_path), ckpt_path="best")
 
 
@@ -336,7 +336,7 @@ def test_the_best_of_a_run_that_was_moved(tmp_path):
 @pytest.mark.parametrize(
     ("path", "error", "text"),
     [
-        ("hpc", ValueError, "Use 'auto'"),
+        ("hpc", ValueError, "Use 'last'"),
         ("registry", ValueError, "no model registry"),
         ("registry:name:version:3", ValueError, "no model registry"),
         ("newest", ValueError, "'last', 'best' or 'auto'"),

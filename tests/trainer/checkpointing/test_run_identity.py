@@ -102,9 +102,10 @@ OTHER_RUNS = {
 def test_another_runs_checkpoints_are_skipped_and_said_once(tmp_path, name):
     first, second, text = OTHER_RUNS[name]
     fit(tmp_path, first(), saver=ModelCheckpoint(tmp_path / "c", "{step}", every_n_train_steps=1, save_top_k=-1))
-    with pytest.raises(ValueError, match=f"'last', but there is no intact checkpoint of this run .*{text}"):
+    with pytest.raises(ValueError, match=f"'last', but there is no intact checkpoint from this run .*{text}"):
         fit(tmp_path, second(), "last")
-    with pytest.warns(UserWarning, match=f"skips checkpoints of other runs: .*step=5.ckpt and 4 more .*{text}") as said:
+    words = f"skips checkpoints from other runs: .*step=5.ckpt and 4 more .*{text}"
+    with pytest.warns(UserWarning, match=words) as said:
         assert fit(tmp_path, second()) == 0
     assert sum("skips" in str(one.message) for one in said) == 1
 
@@ -208,7 +209,7 @@ def test_in_the_folder_of_a_run_nothing_is_begun_beside_it(tmp_path):
     with RunFolder.create(tmp_path) as folder:
         fit(folder.path, Line(), saver=ModelCheckpoint(folder.path / "checkpoints"))
     with pytest.raises(
-        ValueError, match=r"'auto', but there is no intact checkpoint of this run .*lr=0.1 in the checkpoint, 0.2"
+        ValueError, match=r"'auto', but there is no intact checkpoint from this run .*lr=0.1 in the checkpoint, 0.2"
     ):
         fit(folder.path, Line(lr=0.2), saver=ModelCheckpoint(folder.path / "checkpoints"))
 

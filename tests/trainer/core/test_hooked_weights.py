@@ -143,7 +143,8 @@ class Emptied(Captioner):
 
 
 def test_a_state_dict_has_to_be_left(tmp_path):
-    with pytest.raises(ValueError, match=r"left None as checkpoint\['state_dict'\]\. It must be a dict"):
+    words = r"checkpoint\['state_dict'\] is None after the checkpoint hooks, but it must be a dict"
+    with pytest.raises(ValueError, match=words):
         fitted(Emptied(), tmp_path / "c")
 
 
@@ -178,7 +179,7 @@ class ReadsOptimizers(Captioner):
 def test_other_keys_are_an_error(tmp_path):
     with pytest.raises(
         KeyError,
-        match="'optimizer_states' is not available to hooks, which get only the entries that hooks have added, ",
+        match="'optimizer_states' is not available to checkpoint hooks, which get only 'state_dict', 'epoch', ",
     ):
         fitted(ReadsOptimizers(), tmp_path / "c")
 

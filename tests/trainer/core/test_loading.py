@@ -54,7 +54,8 @@ class Renamed(Tiny):
 
 def test_an_argument_that_is_no_more_is_left_out_and_said(tmp_path):
     path = saved(Tiny(gone=7), tmp_path, False)
-    with pytest.warns(UserWarning, match="the saved gone is ignored, because Renamed has no such argument"):
+    words = "the saved hyperparameter gone is ignored, because Renamed has no such argument"
+    with pytest.warns(UserWarning, match=words):
         again = Renamed.load_from_checkpoint(path)
     assert again.net.out_features == 3
 

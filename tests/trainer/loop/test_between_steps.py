@@ -113,7 +113,7 @@ def test_max_steps_at_the_end_of_a_stream():
 
 def test_a_stream_that_is_longer_than_it_says_is_cut_and_that_is_said():
     task, one = Task(), trainer(max_epochs=2)
-    with pytest.warns(UserWarning, match=r"more than the 2 batches of its length"):
+    with pytest.warns(UserWarning, match=r"more batches than its length of 2"):
         one.fit(task, stream(6, ShortStream), loader(1))
     assert (one.global_step, one.current_epoch, task.validated) == (4, 2, [2, 4])
 

@@ -64,7 +64,7 @@ def test_overfitting_reads_one_order(kind, expected):
     if kind == "in order":
         own.fit(task, loader, DataLoader(data(6), 2))
     else:
-        with pytest.warns(UserWarning, match="overfit_batches disables shuffling of the train dataloader") as caught:
+        with pytest.warns(UserWarning, match="overfit_batches disables shuffling in the training dataloader") as caught:
             own.fit(task, loader, DataLoader(data(6), 2, shuffle=True))
         assert len([w for w in caught if "disables shuffling" in str(w.message)]) == 2  # training's, validation's
     assert task.seen == task.seen[:2] * 3
@@ -258,7 +258,7 @@ def test_lightnings_checkpoint(tmp_path):
         "Numbers": {"loaded": True},
     }
     torch.save(content, tmp_path / "theirs.ckpt")
-    with pytest.warns(UserWarning, match="the saved gone is ignored"):
+    with pytest.warns(UserWarning, match="the saved hyperparameter gone is ignored"):
         module = Numbers.load_from_checkpoint(tmp_path / "theirs.ckpt", map_location="cpu")
     assert dict(module.hparams) == {"count": 8, "batch_size": 4}
     assert module.loaded

@@ -73,29 +73,29 @@ def test_within_fit_there_is_no_validation(empty):
     assert [text for text in said if "validat" in text] == [text for text in said if "empty" in text or val == []]
     assert len([text for text in said if "nothing is validated" in text]) == 1
     if val != []:
-        with pytest.raises(ValueError, match="the validate dataloader yielded no batch"):
+        with pytest.raises(ValueError, match="the validation dataloader yielded no batch"):
             trainer.validate(Task(), val)
 
 
 def test_a_share_of_nothing():
     _, seen, said = fit(loader(0), limit_val_batches=0.5)
     assert seen == []
-    assert any("dataset (TensorDataset) is empty. Add samples" in text for text in said)
+    assert any("has an empty dataset (TensorDataset). Add samples" in text for text in said)
 
 
 def test_a_stream_that_is_empty_is_known_when_it_ends():
     trainer, seen, said = fit(DataLoader(Dry()))
     assert trainer.global_step == 8
     assert set(seen) == {"start", "end"}
-    assert any("the validate dataloader yielded no batch" in text for text in said)
-    with pytest.raises(ValueError, match="the validate dataloader yielded no batch"):
+    assert any("the validation dataloader yielded no batch" in text for text in said)
+    with pytest.raises(ValueError, match="the validation dataloader yielded no batch"):
         trainer.validate(Task(), DataLoader(Dry()))
 
 
 def test_one_of_several_is_empty():
     trainer, seen, said = fit([loader(4), loader(0), loader(2)], num_sanity_val_steps=0)
     assert seen == ["start", 0, 0, 2, "end"] * 2
-    assert [text for text in said if "empty" in text and "validation dataloader 1 (of 3)" in text]
+    assert [text for text in said if "empty" in text and "validation dataloader with index 1 is empty" in text]
     assert len([text for text in said if "empty" in text]) == 1
     assert "val_loss/dataloader_idx_2" in trainer.callback_metrics
 
@@ -107,7 +107,7 @@ def test_no_validation_that_is_asked_for_is_not_warned_of():
 
 
 def test_a_monitor_that_never_comes(tmp_path):
-    words = "'val_loss' was never logged.*no validation. At least one of its validation dataloaders is empty"
+    words = "'val_loss' was never logged.*no validation. At least one validation dataloader is empty"
     with pytest.raises(ValueError, match=f"ModelCheckpoint's monitor {words}"):
         fit(loader(0), enable_checkpointing=None, callbacks=ModelCheckpoint(tmp_path, monitor="val_loss"))
     with pytest.raises(ValueError, match=words):

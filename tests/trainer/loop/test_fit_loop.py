@@ -1140,4 +1140,4 @@ def test_two_processes_and_a_loss_that_is_not_finite():
 @pytest.mark.parametrize(("size", "drop", "left"), [(4, True, 2), (5, True, 0), (4, False, 0)])
 def test_what_drop_last_leaves_out_is_said(capsys, size, drop, left):
     fit(Line(), ones(10, batch_size=size, drop_last=drop), max_epochs=1)
-    assert (f"drop_last drops {left} samples of each epoch" in capsys.readouterr().err) is bool(left)
+    assert (f"drop_last drops {left} samples per epoch" in capsys.readouterr().err) is bool(left)

@@ -89,7 +89,7 @@ def test_a_run_that_hangs_after_a_signal_ends(devices, hook, number, to_rank, tm
     assert status == (130 if number is signal.SIGINT else 143), text
     assert 0.9 < seconds < 10
     assert orphans == {}
-    assert "grace=1 s have passed since the signal" in text
+    assert "the grace period of 1 s after the signal is over" in text
     newest, broken = CheckpointStore(tmp_path / "ckpt").latest()
     assert newest is not None
     assert broken == []

@@ -124,7 +124,7 @@ def never(self, *arguments):
         ("on_training_epoch_end", "Did you mean 'on_train_epoch_end'"),
         ("on_train_batch_ends", "Did you mean 'on_train_batch_end'"),
         ("on_epoch_end", "use on_train_epoch_end"),
-        ("training_step_end", "at the end of the step itself"),
+        ("training_step_end", "move its code to the end of training_step"),
     ],
 )
 @pytest.mark.parametrize("of_task", [True, False], ids=["task", "callback"])

@@ -179,10 +179,10 @@ def test_hooks():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"gradient_clip_val": 1.0}, r"gradient_clip_val\) has no effect .* self.clip_gradients"),
+        ({"gradient_clip_val": 1.0}, r"gradient_clip_val=1.0 has no effect .* self.clip_gradients"),
         (
             {"accumulate_grad_batches": 2},
-            r"accumulate_grad_batches\) has no effect .* decide after which batches",
+            r"accumulate_grad_batches=2 has no effect .* decide after which batches",
         ),
         ({"strategy": FSDP()}, "strategy='fsdp' can't run .* Use 'ddp', or DDP"),
     ],

@@ -100,7 +100,7 @@ def plain(tensor):
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_the_parameter_next_to_the_origin_is_named(strategy):
     message = fail(Net(), Samples(), strategy=strategy)
-    assert "the gradient of middle.bias is not, the first of 4 in the order of backward, in optimizer step 3" in message
+    assert "the gradient of middle.bias is not, the first of 4 in the order of the backward pass, in optimizer step 3" in message
     assert "On rank 0: samples 4, 5 of the dataset. Check" in message
 
 
@@ -148,7 +148,7 @@ def test_a_skipped_step_is_logged_with_its_samples(manual, caplog):
 def test_clipping_hides_nothing(clip, manual):
     flags = {} if manual else {"gradient_clip_val": 1.0, "gradient_clip_algorithm": clip}
     message = fail(Net(manual=manual, clip=clip), Samples(), **flags)
-    assert "the gradient of middle.bias is not, the first of 4 in the order of backward, in" in message
+    assert "the gradient of middle.bias is not, the first of 4 in the order of the backward pass, in" in message
 
 
 def on_two_ranks(strategy, where, bad_input):
@@ -166,9 +166,9 @@ def test_two_ranks(strategy, where):
     if where == "loss":
         assert "On rank 1: sample 5 of the dataset. Check" in finite_input[0]
     else:
-        assert "the gradient of middle.bias is not, the first of 4 in the order of backward" in finite_input[0]
+        assert "the gradient of middle.bias is not, the first of 4 in the order of the backward pass" in finite_input[0]
         samples = "On rank 0: sample 4 of the dataset. On rank 1: sample 5 of the dataset."
-        assert f"{samples} The reduced gradients do not show the rank" in finite_input[0]
+        assert f"{samples} The gradients are already reduced over ranks" in finite_input[0]
 
 
 def watched_on_two_ranks(strategy, manual):
@@ -181,7 +181,7 @@ def watched_on_two_ranks(strategy, manual):
 )
 def test_the_watch_names_the_rank(strategy, manual):
     for message in [run_until_failure(strategy, manual)] if manual else run(watched_on_two_ranks, 2, strategy, manual):
-        assert message.startswith("the gradient of the output of middle (Linear) is the first to contain NaN or inf")
+        assert message.startswith("the gradient of the output of middle (Linear) is the first tensor to contain NaN")
         assert "on rank 1 in optimizer step 3 (epoch 0, micro-batch 2)" in message
 
 

@@ -243,7 +243,8 @@ def test_a_signal_in_a_finalizer_ends_the_run_behind_it(tmp_path):
 
 @in_own_process
 def test_nothing_can_be_saved(tmp_path):
-    with pytest.warns(UserWarning, match="SIGTERM ends the run at optimizer step 3, and no ModelCheckpoint saves it"):
+    words = "SIGTERM ends the run at optimizer step 3 without saving it, because the Trainer has no ModelCheckpoint"
+    with pytest.warns(UserWarning, match=words):
         found = fit(tmp_path, [Signals(signal.SIGTERM, 3)], saving={"save_top_k": 0})
     assert (found["status"], list(tmp_path.iterdir())) == (143, [])
 

@@ -64,5 +64,5 @@ def test_all_ranks_train_until_the_last_has_read_its_stream(strategy, accumulate
     assert first == second
     assert len(first) == 7 * epochs
     assert samples == 2 * (7 + 3) * epochs
-    rest = "Ranks without data take part with weight 0 until all ranks are done, so no sample is lost."
+    rest = "Ranks without data contribute with weight 0 until all ranks are done, so no sample is lost."
     assert told == [f"{said}. {rest}"]

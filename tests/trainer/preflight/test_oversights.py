@@ -60,7 +60,7 @@ class Forgetful(Task):
 
 
 UNTRAINED = (
-    "parameters that require gradients are in no optimizer and are not trained: "
+    "parameters that require gradients are not in any optimizer, so they are not trained: "
     "more.0.weight, more.0.bias, more.1.weight and 1 more."
 )
 HIDDEN = "modules in plain lists or dicts are not registered in Forgetful: blocks[0], blocks[1], scales[0] and 1 more."
@@ -93,7 +93,7 @@ def test_nothing_is_said_of_a_task_that_is_whole(strategy):
 def test_nothing_is_said_of_a_task_without_an_optimizer():
     task = Task()
     task.configure_optimizers = lambda: None
-    assert not [said for said in fit(task) if "in no optimizer" in said]
+    assert not [said for said in fit(task) if "not in any optimizer" in said]
 
 
 class Plateau(Task):

@@ -239,9 +239,9 @@ def test_a_forked_worker_does_not_hold_the_lock(tmp_path):
 
 
 def test_only_a_run_folder_is_gone_on_with(tmp_path):
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match=r"none does not exist\."):
         RunFolder.open(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"not a run's folder: it has no run\.json"):
+    with pytest.raises(ValueError, match=r"not a run's folder, because it has no run\.json"):
         RunFolder.open(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
