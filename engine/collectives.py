@@ -422,9 +422,10 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
 def _count_inputs(inputs: Any) -> tuple[int, Any]:
     """Return the number of inputs, and the inputs as a value that can be sliced."""
     if isinstance(inputs, str | bytes | bytearray):
+        is_text = isinstance(inputs, str)
         raise TypeError(
-            f"split_between_processes got {inputs[:40]!r} ({name_type(inputs)}), which would be split into its "
-            f"{'characters' if isinstance(inputs, str) else 'bytes'}. Pass a list of inputs."
+            f"split_between_processes got {inputs[:40]!r} ({name_type(inputs)}{'' if is_text else ' object'}), which "
+            f"would be split into its {'characters' if is_text else 'bytes'}. Pass a list of inputs."
         )
     if isinstance(inputs, Set):
         raise TypeError(

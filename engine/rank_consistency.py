@@ -41,9 +41,9 @@ def check_values_match(subject: str, values: Mapping[str, Any], world: World, fi
         for rank, rank_values in enumerate(every):
             ranks.setdefault(repr(rank_values[name]) if name in rank_values else "missing", []).append(rank)
         if len(ranks) > 1:
-            lines.append(
-                f"  {name}: {', '.join(f'{value} on {named_ranks(holders)}' for value, holders in ranks.items())}"
-            )
+            separator = "; " if any("," in named_ranks(holders) for holders in ranks.values()) else ", "
+            parts = [f"{value} on {named_ranks(holders)}" for value, holders in ranks.items()]
+            lines.append(f"  {name}: {separator.join(parts)}")
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
     raise ValueError(
@@ -94,7 +94,7 @@ def check_model_matches(model: nn.Module, world: World) -> None:
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise ValueError(
-            f"{type(model).__name__}.{lazy} belongs to a lazy layer, which has no weights yet, but {world.size} ranks "
+            f"{type(model).__name__}.{lazy} belongs to a lazy layer that has no weights yet, but {world.size} ranks "
             "need its weights before the first batch. Run a batch through the model when it is built (in __init__ or "
             "configure_model)."
         )

@@ -597,7 +597,7 @@ def locked_task():
             Task,
             BatchSizeFinder,
             lambda: DataLoader(dataset(), 4),
-            "but one was passed to fit",
+            "but a dataloader was passed to fit",
             id="given",
         ),
         pytest.param(lambda_task, BatchSizeFinder, None, "the batch size of the dataloader stayed ", id="unused"),

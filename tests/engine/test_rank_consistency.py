@@ -57,10 +57,10 @@ class Ranks:
 
 def test_ranks_with_the_same_value_are_named_together():
     ranks = ({"steps": 1, "clip": 0.5}, {"steps": 1, "clip": 0.5}, {"steps": 2}, {}, {"steps": 1, "clip": 0.5})
-    with pytest.raises(ValueError, match="they differ, so they") as caught:
+    with pytest.raises(ValueError, match="they differ, so the ranks would take different steps") as caught:
         check_values_match("they differ", {}, Ranks(*ranks))
     assert str(caught.value).splitlines()[1:3] == [
-        "  steps: 1 on ranks 0-1, 4, 2 on rank 2, nothing on rank 3",
-        "  clip: 0.5 on ranks 0-1, 4, nothing on ranks 2-3",
+        "  steps: 1 on ranks 0-1, 4; 2 on rank 2; missing on rank 3",
+        "  clip: 0.5 on ranks 0-1, 4; missing on ranks 2-3",
     ]
     check_values_match("they differ", {}, Ranks({"steps": float("nan")}, {"steps": float("nan")}))

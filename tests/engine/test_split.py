@@ -148,8 +148,8 @@ def test_dicts_are_split_by_their_values_and_left_as_they_are():
 @pytest.mark.parametrize(
     ("bad", "error", "says"),
     [
-        ("a prompt", TypeError, "one str, 'a prompt'.*Pass a list"),
-        (b"bytes", TypeError, "one bytes"),
+        ("a prompt", TypeError, r"got 'a prompt' \(a str\), .*Pass a list"),
+        (b"bytes", TypeError, r"got b'bytes' \(a bytes object\)"),
         ({"b", "a"}, TypeError, r"Pass sorted\(inputs\)"),
         (5, TypeError, "got an int"),
         (torch.tensor(5), TypeError, "a Tensor without dimensions"),

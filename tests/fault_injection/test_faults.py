@@ -635,7 +635,7 @@ def test_nobody_who_does_not_ask_for_it_imports_it():
         ({"occurrence": 0}, ValueError, "occurrence=0 must be an integer of at least 1"),
         ({"occurrence": None}, ValueError, "occurrence=None must be"),
         ({"occurrence": True}, ValueError, "occurrence=True must be"),
-        ({"match": "*/x"}, ValueError, "needs a disk point"),
+        ({"match": "*/x"}, ValueError, "point='backward' must be a disk point"),
         ({"point": "disk:*", "match": 3}, ValueError, "match=3 must be a pattern"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

@@ -165,7 +165,7 @@ def test_a_loader_that_yields_nothing():
     ]:
         with says(ValueError, *words):
             trainer(**flags).fit(Plain(), source)
-    with says(ValueError, "validate dataloader", "empty"):
+    with says(ValueError, "validation dataloader", "empty"):
         trainer().validate(Validated(), DataLoader(Nothing()))
     with says(ValueError, "validate has no dataloader"):
         trainer().validate(Validated())

@@ -114,6 +114,8 @@ def _describe_batch(next_batch: int, within_fit: bool, frames: Sequence[FrameTyp
     reading = any(isinstance(frame.f_locals.get("self"), Loader) for frame in frames[position + 1 :])
     if codes[position] is not FitLoop._epoch.__code__:
         number = variables.get("index", -1) + reading
+        if number < 0:  # an empty dataloader
+            return
         yield f"{'reading' if reading else 'in'} {kind}{' ' if kind else ''}batch {number}"
     elif reading:
         yield f"reading batch {next_batch}"

@@ -243,7 +243,7 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path, capsys):
     lines = [line for line in error.splitlines() if re.match("epoch|validation", line)]
     assert 3 <= len(lines) <= 7
     pace = r"\d+\.\d (batches/s|s/batch), \d:\d\d:\d\d left"
-    training = rf"epoch \d, batch \d/5, step \d+/10, {pace} of the epoch(, \w+_loss = \S+){{1,2}}"
+    training = rf"epoch \d, batch \d/5, step \d+/10, {pace} in the epoch(, \w+_loss = \S+){{1,2}}"
     assert all(re.fullmatch(rf"{training}|validation, batch \d/2, {pace}", line) for line in lines), lines
     assert "\r" not in error
     fit(tmp_path, TQDMProgressBar(), max_epochs=2)

@@ -205,7 +205,7 @@ def test_a_longer_run_follows_the_schedule_in_the_file(here, capsys):
     assert "schedule" not in (here / "runs" / "default" / "1" / "config.1.yaml").read_text().replace("lr_scheduler", "")
     for line, text in (
         (["fit", "--from-run", "runs/default/1", "schedule=mine"], "schedule='mine' is not one of saved, script"),
-        (["fit", "--from-run", "runs/default/1", "schedule=script"], "schedule='script' applies to a resume"),
+        (["fit", "--from-run", "runs/default/1", "schedule=script"], "schedule='script' applies only to a resumed run"),
         (["test", "--from-run", "runs/default/1", "schedule=script"], "schedule applies to fit only"),
     ):
         assert main(line) == 2

@@ -349,9 +349,9 @@ def test_states_that_do_not_fit():
     )
     with pytest.raises(ValueError, match="2 combined loaders, but this run has a single loader"):
         single.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"1 training loader\(s\), but this run combines 2"):
+    with pytest.raises(ValueError, match="with 1 training loader, but this run combines 2"):
         two.loaders[0].load_state_dict(single.state_dict())
-    with pytest.raises(ValueError, match="mode 'min_size', but this run uses 'max_size'"):
+    with pytest.raises(ValueError, match=r"mode='min_size'\), but this run uses mode='max_size'"):
         Ranks(lambda: [shuffled(5), shuffled(7)], "max_size").loaders[0].load_state_dict(state)
     run = Ranks(lambda: [shuffled(5), shuffled(7)], "min_size", accumulate=2)
     next(run.epoch())

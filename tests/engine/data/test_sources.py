@@ -240,7 +240,7 @@ def what_is_said(_):
 
 def test_streams_that_can_not_be_trained_on_are_refused_on_every_rank():
     for rank in run(what_is_said, 3, None):
-        assert "the same on ranks 0, 1; 2" in rank["alike"]
+        assert "on ranks 0-1, but different batches on the other ranks, so it can neither" in rank["alike"]
         assert "yields no batch on ranks 1-2" in rank["empty"]
 
 

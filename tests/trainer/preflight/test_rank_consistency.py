@@ -152,9 +152,9 @@ class Other(Task):
 
 
 OTHER = {
-    "shape": "net.weight: nothing on rank 0, 'float32 [2, 1], trained' on rank 1",
+    "shape": "net.weight: missing on rank 0, 'float32 [2, 1], trained' on rank 1",
     "frozen": "net.0.bias: 'float32 [4], trained' on rank 0, 'float32 [4]' on rank 1",
-    "buffer": "mine: nothing on rank 0, 'float32 [2]' on rank 1",
+    "buffer": "mine: missing on rank 0, 'float32 [2]' on rank 1",
     "optimizer": "optimizers: ['AdamW'] on rank 0, ['SGD'] on rank 1",
     "parameters": "optimizer 0, group 0, params: ['net.0.weight', 'net.0.bias', 'net.1.weight'",
     "rate": "optimizer 0, group 0, lr: 0.01 on rank 0, 0.02 on rank 1",
