@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,9 +62,9 @@ class JointBatches:
         return (max if self.mode == "sequential" else sum)(loader.total_batch_size for loader in self.loaders)
 
     @property
-    def left_out(self) -> int:
-        """Number of samples per pass that ``drop_last`` skips."""
-        return sum(loader.left_out for loader in self.loaders)
+    def left_out(self) -> Counter[str]:
+        """What ``drop_last`` drops of each pass; see `ShardedBatches.left_out`."""
+        return sum((loader.left_out for loader in self.loaders), Counter())
 
     def batches(self, left: int | None) -> Iterator[Any]:
         """Yield at most ``left`` micro-batches, and add their metadata to ``micros``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -266,10 +266,11 @@ class ShardedBatches:
         return self.batch_size * self.planner.world_size
 
     @property
-    def left_out(self) -> int:
-        """Number of samples per epoch that ``drop_last`` drops: the samples of a short last global batch."""
+    def left_out(self) -> Counter[str]:
+        """Number of samples, or of batches of a custom batch sampler, that ``drop_last`` drops per epoch, by unit."""
         count = self._count_items(get_length)
-        return count % self.width if self.drop_last and count is not None else 0
+        dropped = count % self.width if self.drop_last and count is not None else 0
+        return +Counter({"sample" if self.plain or not self.batched else "batch": dropped})
 
     def items(self, samples: int, batches: int) -> int:
         """Return the number of sampler items, over all ranks, in the first batches of this epoch.

@@ -60,7 +60,8 @@ class RunSummary:
         lines = [f"training on {devices}; strategy {accelerator.strategy.name}; precision {accelerator.precision.name}"]
         lines.append(self._describe_batch(loader))
         if loader.left_out:
-            lines.append(f"drop_last drops {count(loader.left_out, 'sample')} of each epoch")
+            dropped = " and ".join(count(number, thing) for thing, number in loader.left_out.items())
+            lines.append(f"drop_last drops {dropped} of each epoch")
         if processes > 1 and not trainer.use_distributed_sampler:
             lines.append("each process reads its own dataloader unchanged (use_distributed_sampler=False)")
         if not accelerator.optimizers and task.automatic_optimization:
