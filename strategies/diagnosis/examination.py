@@ -52,7 +52,7 @@ def examine(
         accelerator: Device type of the ranks. Default: ``"auto"``, the available devices.
 
     Returns:
-        The report on the rank that published it, None on the others.
+        The report on the rank that published it, None on the other ranks.
     """
     if launched.supervisor is not None:
         die_with_parent(launched.supervisor)

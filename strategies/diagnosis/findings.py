@@ -32,7 +32,7 @@ _CLOCK_NOTE, _CLOCK_FAULT = 0.1, 1.0  # seconds
 
 @dataclass(frozen=True)
 class Finding:
-    """Line of the report.
+    """One line of the report.
 
     Args:
         mark: ``"good"``, ``"note"`` or ``"fault"``.
