@@ -32,7 +32,7 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Call `filter_linear_layers` with the first and last linear layer of ``module`` as the listed layers.
+    """Return the result of `filter_linear_layers` for the names of the first and last linear layer in ``module``.
 
     Args:
         module: A module of the model.

@@ -206,7 +206,7 @@ class TransformersTask(TaskModule):
         """Return an AdamW optimizer and its learning rate schedule.
 
         Raises:
-            ValueError: If no parameter is trainable, or if the schedule needs the length of the run, which is unknown.
+            ValueError: If no parameter is trainable, or if the schedule needs the length of the run but it is unknown.
         """
         options = self.hparams
         decayed: list[nn.Parameter] = []

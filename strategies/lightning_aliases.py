@@ -16,7 +16,7 @@ class StrategyAliases:
     """Base class of `Strategy` that adds Lightning's names, for ``trainer.strategy.barrier()`` and similar calls.
 
     Attributes:
-        prepared: Prepared models and optimizers, in the lists of the Accelerator.
+        prepared: The Accelerator's lists of prepared models and optimizers.
     """
 
     world: World

@@ -65,7 +65,7 @@ class Strategy(StrategyAliases):
     precision: Precision
 
     def attach(self, world: World, precision: Precision) -> None:
-        """Attach the strategy to a world and a precision. Called once, before any other method.
+        """Attach the strategy to a world and a precision. Called before any other method, and again after `detach`.
 
         Args:
             world: All processes.
@@ -90,7 +90,7 @@ class Strategy(StrategyAliases):
         return True
 
     def detach(self) -> None:
-        """Release everything that belongs to the process group, because the group is about to end."""
+        """Release everything that belongs to the process group, which is about to end. `attach` is called next."""
 
     @property
     def data_world(self) -> World:

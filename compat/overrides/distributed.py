@@ -64,7 +64,7 @@ class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
     """`UnrepeatedDistributedSampler` of the samples that another sampler yields.
 
     Args:
-        sampler: Sampler that yields the same samples on every rank.
+        sampler: Sampler, which must yield the same samples on every rank.
         args, kwargs: See ``torch.utils.data.DistributedSampler``.
     """
 

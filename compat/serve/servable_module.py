@@ -20,7 +20,7 @@ class ServableModule(ABC, nn.Module):
 
     @abstractmethod
     def configure_serialization(self) -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
-        """Return functions that convert request values to arguments, and functions that convert results, by name."""
+        """Return functions by name: from request values to arguments of `serve_step`, and from its results to data."""
 
     @abstractmethod
     def serve_step(self, *args: Tensor, **kwargs: Tensor) -> dict[str, Tensor]:

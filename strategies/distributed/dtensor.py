@@ -152,7 +152,7 @@ def fill(part: Tensor, full: Whole, like: Any) -> None:
     """Copy this process's shard of ``full`` into ``part``.
 
     Args:
-        part: Tensor with the shape of the shard, which is overwritten.
+        part: Tensor to overwrite, with the shape of the shard.
         full: The full tensor.
         like: The tensor whose sharding is used.
     """

@@ -143,7 +143,7 @@ class Watchdog:
     Attributes:
         thread: The training thread.
         awaits_others: With ``strict``, whether this process waits at its end until all other processes have ended.
-        ended: The first rank that is known to have ended; None if all are running.
+        ended: The first rank that is known to have ended; None if there is none.
         interruptible: Whether this process waits to leave at a moment that all ranks agree on. Once another rank has
             ended, they cannot agree, and the main thread receives another SIGTERM.
         interrupted: Whether the main thread has received that SIGTERM.
@@ -675,7 +675,7 @@ def dismiss() -> None:
 
 
 def _connect(world: World) -> dist.Store | None:
-    """Return a separate connection to the process group's store, because a call of another thread may block the first.
+    """Return a separate connection to the process group's store, because other threads' calls would block a shared one.
 
     Return None if the store does not support two connections.
     """

@@ -447,7 +447,8 @@ class World:
 
         Raises:
             PeerFailed: On the processes that did not fail, with the rank and the error of the first process that did.
-            SystemExit: If the first process that failed exited with a status. All processes then exit with that status.
+            SystemExit: If the first process that failed exited with a numeric status. The processes that did not fail
+                exit with it too.
         """
         if self.size > 1:
             words = None if error is None else f"{type(error).__name__}: {error}"

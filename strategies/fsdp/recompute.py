@@ -29,8 +29,8 @@ class Recompute:
         blocks: A policy that selects the modules, in any form that ``auto_wrap_policy`` accepts. Default:
             ``auto_wrap_policy``.
         every: Select only every n-th of these modules, starting with the first.
-        keep: Operations in the modules that keep their results, such as ``torch.ops.aten.mm.default``. ``"products"``
-            keeps those of matrix products and attention, which take longest, so that recomputation is cheap.
+        keep: Operations whose results are kept, such as ``torch.ops.aten.mm.default``. ``"products"`` keeps the results
+            of matrix products and attention, which take longest, so that recomputation is cheap.
         budget: Let the compiler choose which activations to keep, within this fraction of their memory and at the least
             cost in time: 0.0 frees all, 1.0 keeps all. It applies to the compiled models of the whole process, and
             cannot be combined with other arguments.

@@ -53,7 +53,7 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Call `function(*args)` in several processes and wait for all of them. The signature is that of Accelerate.
+    """Call `function(*args)` in several processes and wait for all of them. The signature is Accelerate's.
 
     The processes are forked, so the function may be defined in a cell and use the variables of the session. The session
     must not have used a GPU before. Each process computes with one CPU thread. A single process is not forked.
@@ -63,8 +63,7 @@ def notebook_launcher(
         args: Its positional arguments. Default: none.
         num_processes: Number of processes on this machine. Default: one per GPU, or one if there is no GPU.
         mixed_precision: Must be "no". Set the precision in the function instead: `Accelerator(mixed_precision="bf16")`.
-        use_port: Port on machine 0 at which the processes meet. Default: any free port on one machine, 29500 on
-            several.
+        use_port: Port on machine 0 at which the processes meet. Default: any free one; 29500 on several machines.
         master_addr: Address of machine 0. Default: 127.0.0.1.
         node_rank: Number of this machine, from 0. Default: 0.
         num_nodes: Number of machines, each of which calls this function. Default: 1.
