@@ -80,7 +80,7 @@ class GeneralTracker:
 
         Args:
             values: The values to log, by name.
-            step: The step at which the values were logged; None if unknown.
+            step: The step that the values belong to; None if unknown.
             kwargs: Further arguments, from ``log_kwargs`` of `Accelerator.log`.
         """
 
@@ -121,7 +121,7 @@ class LoggerTracker(GeneralTracker):
 
         Args:
             values: The values to log, by name.
-            step: The step at which the values were logged; None if unknown.
+            step: The step that the values belong to; None if unknown.
             kwargs: Further arguments of the logger's ``log_metrics``.
         """
         self.logger.log_metrics(values, step, **kwargs)
@@ -168,7 +168,7 @@ class TensorBoardTracker(LoggerTracker):
 
         Args:
             values: Batches of images by name.
-            step: The step at which the images were logged.
+            step: The step that the images belong to.
             kwargs: Further arguments of ``add_images``.
         """
         for name, images in values.items():
@@ -200,7 +200,7 @@ class WandBTracker(RunTracker):
 
         Args:
             values: Lists of images by name.
-            step: The step at which the images were logged.
+            step: The step that the images belong to.
             kwargs: Further arguments of ``wandb.Image``.
         """
         import wandb
@@ -224,7 +224,7 @@ class WandBTracker(RunTracker):
             columns: The names of the columns, required with ``data``.
             data: The rows, each a list of values.
             dataframe: A pandas data frame, instead of ``columns`` and ``data``.
-            step: The step at which the table was logged.
+            step: The step that the table belongs to.
             kwargs: Further arguments of ``wandb.log``.
 
         Raises:
@@ -287,7 +287,7 @@ class AimTracker(RunTracker):
 
         Args:
             values: Images by name. Each is an array, a PIL image, or a tuple of either and a caption.
-            step: The step at which the images were logged.
+            step: The step that the images belong to.
             kwargs: ``{"aim_image": {...}, "track": {...}}`` with further arguments of ``aim.Image`` and ``Run.track``.
         """
         import aim
@@ -355,7 +355,7 @@ class ClearMLTracker(RunTracker):
 
         Args:
             values: Images by name, each an array or a PIL image.
-            step: The step at which the images were logged.
+            step: The step that the images belong to.
             kwargs: Further arguments of ``Logger.report_image``.
         """
         for name, image in values.items():
@@ -377,7 +377,7 @@ class ClearMLTracker(RunTracker):
             columns: The names of the columns. Default: the first row of ``data``.
             data: The rows, each a list of values.
             dataframe: A pandas data frame, instead of ``columns`` and ``data``.
-            step: The step at which the table was logged.
+            step: The step that the table belongs to.
             kwargs: Further arguments of ``Logger.report_table``.
 
         Raises:
@@ -420,7 +420,7 @@ class SwanLabTracker(RunTracker):
 
         Args:
             values: Lists of images by name.
-            step: The step at which the images were logged.
+            step: The step that the images belong to.
             kwargs: Further arguments of ``Run.log``.
         """
         import swanlab
@@ -591,7 +591,7 @@ def _resolve_registered(tracker_class: type[GeneralTracker], project: ProjectCon
 
 
 class Trackers:
-    """Collection of the trackers of an `Accelerator`, whose methods contain the full documentation.
+    """Collection of the trackers of an `Accelerator`. The methods of `Accelerator` contain the full documentation.
 
     Args:
         world: All processes.
@@ -640,7 +640,7 @@ class Trackers:
 
         Args:
             values: Numbers, tensors with one element, or other values, by name.
-            step: The step at which the values were logged; None if unknown.
+            step: The step that the values belong to; None if unknown.
             log_kwargs: Further arguments of each tracker's ``log``, by name of the tracker.
         """
         if self.sources and not self.started and self._world.is_main:

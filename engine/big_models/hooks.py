@@ -87,7 +87,7 @@ class Loan:
         set_tensor(self.module, self.name, new)
 
     def take_back(self) -> None:
-        """Release the values. A buffer that the forward pass changed, such as running statistics, is kept."""
+        """Release the values. A buffer that ``forward`` changed, such as a cache or running statistics, is kept."""
         buffer = self.module._buffers.get(self.name) if is_buffer(self.shape) else None
         if buffer is not None and buffer is not self.stand_in and self._is_changed(buffer):
             self.piece = MemoryPiece(buffer.detach().clone().to("cpu"))
@@ -273,7 +273,7 @@ class Home:
         return move(args, self.device, ()), move(kwargs, self.device, self.skip)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Move the output to the device of the inputs after the forward pass, even if it raised an error.
+        """Move the output to the device of the inputs after the forward pass. Also called if the pass raised an error.
 
         Args:
             module: The model.

@@ -21,7 +21,7 @@ class JointBatches:
     Args:
         loaders: The prepared loaders; each of their batches is a separate group.
         source: The user's combination.
-        planner: Groups and weights.
+        planner: Computes the accumulation groups and the weights of their batches.
 
     Attributes:
         order: Not None while an epoch runs.

@@ -298,7 +298,7 @@ class StreamedBatches:
 
         Args:
             get_iterator: Function that starts and returns the iterator.
-            silently: Whether the run had already started persistent workers before it was resumed.
+            silently: Whether persistent workers were already started, in this process or before a resume.
         """
         draws = self.draws
         start_state = draws.state()

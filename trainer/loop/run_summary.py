@@ -213,7 +213,7 @@ def _describe_best(callback: ModelCheckpoint) -> str:
 
 
 def describe_results(stage: str, metrics: Iterable[dict[str, float]]) -> str:
-    """Return the values that an evaluation logged as text, one per line.
+    """Return a text with the values that an evaluation logged, one per line.
 
     Args:
         stage: Name of the stage.
