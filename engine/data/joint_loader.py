@@ -63,7 +63,7 @@ class JointBatches:
 
     @property
     def left_out(self) -> Counter[str]:
-        """What ``drop_last`` drops of each pass; see `ShardedBatches.left_out`."""
+        """Counts of what ``drop_last`` drops per pass; see `ShardedBatches.left_out`."""
         return sum((loader.left_out for loader in self.loaders), Counter())
 
     def batches(self, left: int | None) -> Iterator[Any]:

@@ -399,7 +399,7 @@ class Loader:
 
     @property
     def left_out(self) -> Counter[str]:
-        """What ``drop_last`` drops of each epoch; see `ShardedBatches.left_out`."""
+        """Counts of what ``drop_last`` drops per epoch; see `ShardedBatches.left_out`."""
         return self._plan.left_out
 
     @property

@@ -446,8 +446,8 @@ class World:
             error: The error of this process, or None.
 
         Raises:
-            PeerFailed: On the processes that did not fail, with the rank and the error of the first process that did.
-            SystemExit: If the first process that failed exited with a numeric status. The processes that did not fail
+            PeerFailed: On the processes that did not fail, with the lowest failed rank and its error.
+            SystemExit: If the lowest failed rank exited with a numeric status. The processes that did not fail
                 exit with it too.
         """
         if self.size > 1:
