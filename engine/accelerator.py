@@ -845,7 +845,7 @@ class Accelerator(Process):
         return self.accumulation.agree()
 
     def not_finite_on(self) -> list[int]:
-        """Return and clear the list of ranks whose loss was not finite, after `agree` has reported such a loss."""
+        """Return the ranks whose loss was not finite, after `agree` reported one. Must be called on all ranks."""
         return self.accumulation.not_finite_on()
 
     def preemptible(

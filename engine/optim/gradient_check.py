@@ -1,4 +1,4 @@
-"""Checks that gradients are finite, in one pass over their memory."""
+"""Checks that gradients are finite, in one pass over their memory. `find_bad` and `is_finite` wait for the device."""
 
 from __future__ import annotations
 
