@@ -54,7 +54,7 @@ class MixedPrecision(_Named):
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
-        device: The device of `forward_context`. A run computes on its own device.
+        device: The device of `forward_context`. The Trainer ignores it and uses its own device.
         scaler: Must be None, because a run scales the loss of float16 itself.
     """
 

@@ -141,7 +141,7 @@ def members(group: Any) -> tuple[int, ...]:
 
 
 def lay_out(strategy: Strategy, world: World, precision: Precision, module: nn.Module) -> nn.Module:
-    """Wrap a module without values as ``strategy`` would wrap a module with values, and return the module to call.
+    """Wrap a module on the meta device as ``strategy`` would wrap a module with values, and return the module to call.
 
     Args:
         strategy: Strategy that lays out the module.

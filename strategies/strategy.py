@@ -447,7 +447,7 @@ class Strategy(StrategyAliases):
     def wrap_without_values(self, module: nn.Module) -> nn.Module:
         """Wrap a module on the meta device as `wrap` would wrap a module with values, and return the module to call.
 
-        Replicas are not wrapped, because torch's reducer does not support tensors without values (torch 2.13).
+        Replicas are not wrapped, because torch's reducer does not support fake tensors (torch 2.13).
         `reduction_buckets` returns the buckets that it would send.
 
         Args:

@@ -63,7 +63,7 @@ def run(
         program: The command's name, as shown in the help and in suggested commands.
         model: The task's class, unless the configuration names a subclass. None requires the configuration to name one.
         data: The data module's class, unless the configuration names a subclass. Default: None.
-        defaults: Default configuration, which files and overrides override.
+        defaults: Default configuration. Configuration files and command-line overrides take precedence.
         keep: Whether ``predict`` returns the predictions. Otherwise, they are written to files, unless a callback may
             use them. Default: True.
 

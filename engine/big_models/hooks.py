@@ -19,7 +19,7 @@ from .module_tensors import copy_attributes, is_buffer, set_tensor
 
 
 class StandIn(Tensor):
-    """Stand-in for an offloaded tensor, with the tensor's shape on device ``meta`` and without values.
+    """Stand-in for an offloaded tensor, with the tensor's shape on the meta device and without values.
 
     torch 2.13 multiplies a CPU tensor by a ``meta`` one and returns uninitialized memory; this class raises an error.
     """
@@ -38,7 +38,7 @@ class StandIn(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return another stand-in of the same shape.
 
-        Torch's own copy does not support subclasses on device ``meta``.
+        Torch's own copy does not support subclasses on the meta device.
         """
         new: Tensor = torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(type(self))
         if isinstance(self, nn.Parameter):
@@ -54,7 +54,7 @@ class Loan:
         module: The module that has the tensor.
         name: The tensor's name in the module.
         piece: The location of the tensor's values.
-        shape: A description of the tensor: its class, dtype and shape, on device ``meta``.
+        shape: A description of the tensor: its class, dtype and shape, on the meta device.
         stand_in: The stand-in that the module holds while it is not running; tied tensors share one stand-in.
     """
 
