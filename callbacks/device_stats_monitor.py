@@ -18,10 +18,10 @@ class DeviceStatsMonitor(BestEffortCallback):
     """Monitor that logs device statistics every ``log_every_n_steps`` steps, at the start and the end of the step.
 
     On a CUDA GPU, the statistics are those of ``torch.cuda.memory_stats``, which do not require a synchronization with
-    the device. On a CPU, they are ``cpu_percent``, ``cpu_vm_percent`` and ``cpu_swap_percent``. Each name consists of
-    the class, the hook and the statistic, such as ``DeviceStatsMonitor.on_train_batch_end/cpu_percent``. During
-    evaluation, the statistics are logged every ``log_every_n_steps`` batches. Only the statistics of rank zero are
-    logged.
+    the device. On an Apple GPU, they are ``current_allocated_memory`` and ``driver_allocated_memory``. On a CPU, they
+    are ``cpu_percent``, ``cpu_vm_percent`` and ``cpu_swap_percent``. Each name consists of the class, the hook and the
+    statistic, such as ``DeviceStatsMonitor.on_train_batch_end/cpu_percent``. During evaluation, the statistics are
+    logged every ``log_every_n_steps`` batches. Only the statistics of rank zero are logged.
 
     Args:
         cpu_stats: Whether CPU statistics are logged. True logs them for any device, None only if the device is the CPU.

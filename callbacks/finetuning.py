@@ -157,7 +157,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze a module's own parameters. A BatchNorm layer is also put in evaluation mode.
+        """Freeze a module's own parameters. A BatchNorm layer is put in evaluation mode, which keeps its statistics.
 
         Args:
             module: The module.

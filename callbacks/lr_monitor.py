@@ -157,7 +157,7 @@ class LearningRateMonitor(BestEffortCallback):
             self._rates, self._others = rates, others
 
     def _write(self, trainer: Trainer) -> None:
-        """Write the current values to the loggers."""
+        """Write the values that `_read` collected to the loggers."""
         if not self._rates:
             return
         for name, value in self._rates.items():

@@ -56,7 +56,7 @@ class LatestValidation:
         self.step, self.names = state_dict["step"], frozenset(state_dict["names"])
 
     def just_measured(self, trainer: Trainer) -> frozenset[str]:
-        """Return the names that a validation of the current weights logged.
+        """Return the names of the metrics that the latest validation logged, if it measured the current weights.
 
         Args:
             trainer: The running Trainer.
@@ -64,7 +64,7 @@ class LatestValidation:
         return self.names if self.step == trainer.progress.step else frozenset()
 
     def stale(self, trainer: Trainer) -> frozenset[str]:
-        """Return the names that a validation of older weights logged.
+        """Return the names of the metrics that the latest validation logged, if the weights have changed since.
 
         Args:
             trainer: The running Trainer.

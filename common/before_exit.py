@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401, its own hook is registered first, and so called after ours
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,10 @@ def before_exit(work: Callable[[], Any]) -> Callable[[], None]:
 def _run() -> None:
     while _waiting:
         _, work = _waiting.popitem()
-        work()
+        try:
+            work()
+        except Exception:  # the other functions may have data to save
+            sys.excepthook(*sys.exc_info())
 
 
 # Not public, but concurrent.futures itself uses it, from Python 3.9 on.

@@ -31,9 +31,9 @@ ATTEMPTS = 4
 _PAUSES = (0.5, 2.0, 8.0)  # seconds before each further attempt
 
 _FILE_PART_BYTES = 16 * 2**20
-"""Bytes per request for uploads of large files to S3 or GCS; the packages' 50 MiB allow too few at a time."""
+"""Bytes per request for uploads of large files to S3 or GCS; with the packages' 50 MiB, too few run concurrently."""
 _PART_BYTES = 8 * 2**20
-"""Bytes per part of a multipart upload; the default of boto3."""
+"""Minimum number of bytes per part of a multipart upload; the default of boto3."""
 _MOST_PARTS = 10_000
 """Number of parts that S3 accepts for one object."""
 _CHECKSUM = "CRC32"

@@ -40,8 +40,7 @@ _QUERIES = {
 class _Kind(type):
     """Metaclass that lets ``isinstance(trainer.accelerator, CUDAAccelerator)`` check the type of the device.
 
-    A run's `treadle.Accelerator` does much more than name a device type, so that it cannot be an instance of these
-    classes.
+    A run's `treadle.Accelerator` does much more than name a device type, so it cannot be an instance of these classes.
     """
 
     def __instancecheck__(cls, instance: Any) -> bool:

@@ -1,4 +1,4 @@
-"""File systems by path or URL, from fsspec."""
+"""Selection of fsspec's file system for a path or URL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def get_filesystem(path: str | Path, **kwargs: Any) -> AbstractFileSystem:
     """Return the file system of a path or URL, such as ``"s3://bucket/key"``.
 
     Args:
-        path: The path or URL.
+        path: Path or URL of a file or folder.
         **kwargs: Settings of the file system.
 
     Raises:

@@ -26,13 +26,13 @@ _NO_LIMIT = 2**63  # bytes; no file is larger
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Make Transformers load a checkpoint's values on rank zero only, through environment variables."""
+    """Set the environment variables that make Transformers load a checkpoint's values on rank zero only."""
     os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Make Transformers load a checkpoint's values on every rank, through an environment variable."""
+    """Set the environment variable that makes Transformers load a checkpoint's values on every rank."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
 
 
@@ -40,7 +40,7 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries with the prefixes of compilation and activation checkpointing removed from their names.
 
     Args:
-        named_params: The entries by name.
+        named_params: Entries, keyed by name.
     """
     return {
         strip_compile_prefix(name.replace("._checkpoint_wrapped_module", "")).replace("._orig_mod", ""): value
@@ -54,10 +54,10 @@ def get_parameters_from_modules(
     """Return the parameters of modules.
 
     Args:
-        modules: The modules, or a regular expression for their full names. Modules found by name are moved to
-            ``device``.
+        modules: The modules, or a regular expression for their full names. Modules that are selected by name are moved
+            to ``device``.
         model: The model in which names are looked up.
-        device: The device for modules found by name.
+        device: Device for modules that are selected by name.
     """
     if isinstance(modules, str):
         pattern = re.compile(modules)
@@ -68,10 +68,10 @@ def get_parameters_from_modules(
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], nn.Module], model: nn.Module, device: torch.device | str
 ) -> Callable[[nn.Module], nn.Module]:
-    """Return an initializer of modules that ties the model's tied weights again.
+    """Return an initializer of modules that also ties the model's tied weights again.
 
     Args:
-        param_init_fn: The initializer. It may give a module new parameters.
+        param_init_fn: Function that initializes a module, and may replace its parameters.
         model: The model. Its ``_tied_weights_keys`` names the tied weights.
         device: Not used.
     """
@@ -96,11 +96,11 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
     """Replace the parameters of an optimizer in place.
 
     Args:
-        optimizer: The optimizer.
-        mapping: The new parameters by the old ones' ``data_ptr`` methods.
+        optimizer: Optimizer to change.
+        mapping: New parameters, keyed by the ``data_ptr`` methods of the old parameters.
 
     Raises:
-        KeyError: If a parameter of the optimizer has no new one and would no longer be trained.
+        KeyError: If a parameter of the optimizer has no replacement and would no longer be trained.
     """
     for group in optimizer.param_groups:
         missing = [tuple(parameter.shape) for parameter in group["params"] if parameter.data_ptr not in mapping]
@@ -117,8 +117,8 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     """Shard a model with the accelerator's FSDP and return it.
 
     Args:
-        accelerator: The accelerator.
-        model: The model.
+        accelerator: Accelerator that shards models.
+        model: Model to shard.
 
     Raises:
         ValueError: If the accelerator does not shard models.
@@ -134,9 +134,9 @@ def fsdp2_load_full_state_dict(
 
     Args:
         accelerator: The accelerator that sharded the model.
-        model: The model.
-        full_sd: The state. It is ignored on ranks other than zero.
-        cpu_offload: Accepted and ignored: each shard is loaded to the device of the model's shard.
+        model: The sharded model.
+        full_sd: Full state of the model. It is ignored on ranks other than zero.
+        cpu_offload: Accepted and ignored. Each shard is loaded to the device of the existing shard.
 
     Returns:
         The model.
@@ -172,11 +172,11 @@ def save_fsdp_model(
     Args:
         fsdp_plugin: Its ``state_dict_type`` selects the format: the full state in ``pytorch_model_fsdp.bin``, or shards
             in a folder ``pytorch_model_fsdp_0`` of ``torch.distributed.checkpoint``. Default: shards with
-            ``fsdp_version=2``.
+            ``fsdp_version=2``, otherwise the full state.
         accelerator: The accelerator that sharded the model.
-        model: The model.
+        model: The sharded model.
         output_dir: The folder, which is created if it is missing.
-        model_index: The index of the model, if there are several.
+        model_index: Index of the model, if there are several.
         adapter_only: Whether to write only the trainable parameters.
         use_dcp: Must be True, unless the full state is written.
     """
@@ -197,7 +197,7 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Load the weights that `save_fsdp_model` wrote into a sharded model. The arguments are the same."""
+    """Load weights that were saved by `save_fsdp_model` into a sharded model. The arguments are the same."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     full = _is_full(fsdp_plugin, use_dcp)
@@ -266,14 +266,14 @@ def merge_fsdp_weights(
     """Merge a sharded checkpoint into one file, ``output_path/model.safetensors``, on rank zero. The other ranks wait.
 
     Args:
-        checkpoint_dir: A folder of ``torch.distributed.checkpoint``, whose index is a pickle that torch runs, or a
-            checkpoint of Treadle, of which nothing is run.
+        checkpoint_dir: A folder of ``torch.distributed.checkpoint``, or a checkpoint of Treadle. torch unpickles the
+            index of the former, which may run code. No code of the latter is run.
         output_path: The folder, which is created if it is missing.
         safe_serialization: Whether to write safetensors. False writes ``pytorch_model.bin`` in torch's format.
         remove_checkpoint_dir: Whether to delete the sharded checkpoint once the file is complete.
 
     Raises:
-        ValueError: If there is no checkpoint; if a subfolder is one, the error names it.
+        ValueError: If the folder is not a checkpoint. If a subfolder is one, the error names it.
     """
     folder, world = Path(checkpoint_dir), current_world()
     if not folder.is_dir():

@@ -23,7 +23,7 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.Gr
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """Return a gradient scaler.
+    """Return torch's standard gradient scaler, which Accelerate also returns for FSDP2.
 
     Args:
         **kwargs: Arguments of ``torch.amp.GradScaler``.

@@ -18,7 +18,7 @@ def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
     """Delete values that cannot be pickled, with a warning for each.
 
     Args:
-        hparams: The hyperparameters, which are changed in place.
+        hparams: Hyperparameters by name, which are changed in place.
     """
     for name in [name for name, value in hparams.items() if not is_picklable(value)]:
         warn(
@@ -32,7 +32,7 @@ def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
     """Return the names of ``self``, ``*args`` and ``**kwargs`` in a class's ``__init__``; None for a missing one.
 
     Args:
-        cls: The class.
+        cls: Class whose ``__init__`` is inspected.
     """
     parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
     positional, keyword = (next((p.name for p in parameters if p.kind == kind), None) for kind in _VARIADIC)
@@ -40,10 +40,10 @@ def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """Return the arguments of the ``__init__`` that runs in a frame; empty for any other frame.
+    """Return the arguments of the ``__init__`` that runs in a frame; an empty dict for any other frame.
 
     Args:
-        frame: The frame.
+        frame: Frame of a running function.
     """
     return _read_frame(frame)[1]
 
@@ -64,13 +64,14 @@ def _read_frame(frame: FrameType) -> tuple[Any, dict[str, Any]]:
 def collect_init_args(
     frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Return the arguments of the ``__init__`` calls that a frame is part of, the outermost class last.
+    """Return the arguments of the ``__init__`` calls that a frame belongs to, the outermost class last.
 
     Args:
-        frame: The frame to start from.
-        path_args: The list to append to.
+        frame: Frame in which the search starts.
+        path_args: List to which the arguments are appended.
         inside: Whether ``frame`` belongs to such a call, so that any other frame ends the search.
-        classes: Classes whose ``__init__`` counts. Default: all. It must refer to ``__class__``, as ``super()`` does.
+        classes: Classes whose ``__init__`` counts. Default: all. The method must refer to ``__class__``, as ``super()``
+            does.
     """
     current: FrameType | None = frame
     while current is not None and current.f_back is not None:
@@ -109,7 +110,7 @@ def save_hyperparameters(
 
 
 def _find_holders(model: Any, attribute: str) -> list[Any]:
-    """Return the objects that have the attribute, of: task, its hyperparameters, data module, its hyperparameters."""
+    """Return those that have the attribute: the task, its hyperparameters, the data module, its hyperparameters."""
     trainer = model.__dict__.get("_trainer")
     holders = []
     for owner in (model, None if trainer is None else trainer.datamodule):
@@ -139,7 +140,10 @@ def lightning_hasattr(model: Any, attribute: str) -> bool:
 
 
 def lightning_getattr(model: Any, attribute: str) -> Any:
-    """Return an attribute of the last of these that has it: task, hyperparameters, data module, its hyperparameters.
+    """Return an attribute of a task, its data module, or the hyperparameters of either.
+
+    If several of them have it, the last one of these applies: task, its hyperparameters, data module, its
+    hyperparameters.
 
     Args:
         model: The task.

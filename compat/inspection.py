@@ -26,7 +26,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     Args:
         module: The module after a backward pass. If its gradients are sharded, all ranks must call this.
         norm_type: 2 for the Euclidean norm, ``"inf"`` for the largest element, or another number above 0.
-        group_separator: Separates the kind of norm from the parameter's name.
+        group_separator: Text between the kind of norm and the parameter's name.
 
     Returns:
         0-d tensors by name, such as ``"grad_2.0_norm/net.weight"``; the last one is ``"grad_2.0_norm_total"``.
@@ -83,10 +83,10 @@ def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[st
 
 
 def is_picklable(obj: object) -> bool:
-    """Return whether an object can be pickled, and so sent to another process.
+    """Return whether an object can be pickled, and therefore sent to another process.
 
     Args:
-        obj: The object.
+        obj: Any object.
     """
     try:
         pickle.dumps(obj)
@@ -96,10 +96,10 @@ def is_picklable(obj: object) -> bool:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return the number of dataloader workers for each of this machine's processes, one core left for each process.
+    """Return the number of dataloader workers for each process of this machine. One core is left for each process.
 
     Args:
-        local_world_size: Processes on this machine, at least 1.
+        local_world_size: Number of processes on this machine, at least 1.
 
     Raises:
         ValueError: If ``local_world_size`` is below 1.

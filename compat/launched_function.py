@@ -14,11 +14,11 @@ from ..strategies.distributed import DistributedType
 class PrepareForLaunch:
     """Callable for ``torch.multiprocessing`` that sets this process's rank and runs a function.
 
-    `treadle.notebook_launcher` does this itself.
+    `treadle.notebook_launcher` does not need it.
 
     Args:
-        launcher: The function.
-        distributed_type: The kind of distribution. With ``MULTI_*`` the rank follows from the variables ``NODE_RANK``
+        launcher: Function to run.
+        distributed_type: The kind of distribution. With ``MULTI_*``, the rank follows from the variables ``NODE_RANK``
             and ``NPROC``.
         debug: Whether to connect through the file that ``ACCELERATE_DEBUG_RDV_FILE`` names.
     """

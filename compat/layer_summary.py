@@ -19,8 +19,8 @@ class ModelSummary(Summary):
     """Table of a model's modules, built from the model as in Lightning; see `treadle.callbacks.summarize`.
 
     Args:
-        model: The model.
-        max_depth: Levels of modules to list; -1 lists all, 0 only the totals.
+        model: Model to summarize.
+        max_depth: Number of levels of modules to list; -1 lists all levels, 0 lists only the totals.
     """
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
@@ -28,7 +28,7 @@ class ModelSummary(Summary):
 
 
 class LayerSummary:
-    """Class, parameters, and shapes of the first call of a layer.
+    """Summary of a layer: its class, its parameters, and the input and output shapes of its first call.
 
     Args:
         module: The layer. A hook on it records the shapes and is then removed.
@@ -72,7 +72,7 @@ class LayerSummary:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters; uninitialized ones count as 0."""
+        """Number of elements of all parameters. Uninitialized parameters count as 0."""
         return sum(p.numel() for p in self._module.parameters() if not is_lazy(p))
 
     @property
@@ -85,7 +85,7 @@ def parse_batch_shape(batch: Any) -> Any:
     """Return the shape of a tensor as a list, or nested shapes for lists and tuples; ``"?"`` for any other value.
 
     Args:
-        batch: The batch.
+        batch: A tensor, or nested lists and tuples of tensors.
     """
     if hasattr(batch, "shape"):
         return list(batch.shape)

@@ -25,7 +25,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
     """Return whether any submodule was compiled by ``torch.compile``.
 
     Args:
-        module: The model.
+        module: Model to inspect.
     """
     return any(is_compiled_module(part) for part in module.modules()) and bool(module._modules)
 
@@ -34,7 +34,7 @@ def is_repeated_blocks(module: nn.Module) -> bool:
     """Return whether a module is a ``ModuleList`` of modules of one class.
 
     Args:
-        module: The module.
+        module: Any module.
     """
     return isinstance(module, nn.ModuleList) and len(module) > 0 and all(isinstance(m, type(module[0])) for m in module)
 
@@ -43,7 +43,7 @@ def has_repeated_blocks(module: nn.Module) -> bool:
     """Return whether a module contains a ``ModuleList`` of modules of one class.
 
     Args:
-        module: The module.
+        module: Any module.
     """
     return any(is_repeated_blocks(part) for part in module.modules())
 
@@ -54,7 +54,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     Blocks of one class compile once, which shortens the first step; see torch's tutorial on regional compilation.
 
     Args:
-        module: The model. Without repeated blocks it is compiled as a whole.
+        module: The model. Without repeated blocks, it is compiled as a whole.
         **compile_kwargs: Arguments of ``torch.compile``.
     """
     compiled = _compile_parts(module, compile_kwargs)
@@ -82,7 +82,7 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
     """Compile each repeated block, and the modules between them, in place and return the model.
 
     Args:
-        module: The model.
+        module: Model to compile.
         **compile_kwargs: Arguments of ``nn.Module.compile``.
     """
     if is_repeated_blocks(module):
@@ -97,10 +97,10 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Return all modules, each after its submodules, the model last.
+    """Return all modules of a model. Each module follows its submodules, and the model comes last.
 
     Args:
-        model: The model.
+        model: Model whose modules are listed.
         return_fqns: Whether to return pairs of name and module.
     """
     waiting, ordered = [("", model)], []
@@ -112,11 +112,11 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the class with a given name of a submodule, or None.
+    """Return the class of the first module whose class has this name, or None.
 
     Args:
-        module: The model.
-        name: The class's name.
+        module: Model whose modules are searched.
+        name: Name of the class.
     """
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
@@ -125,16 +125,16 @@ def model_has_dtensor(model: nn.Module) -> bool:
     """Return whether any parameter is a ``DTensor``.
 
     Args:
-        model: The model.
+        model: Model to inspect.
     """
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return the tensor parallel size that Transformers has split the model's matrices over, or None.
+    """Return the number of ranks over which Transformers has split the model's matrices, or None if they are not split.
 
     Args:
-        model: The model.
+        model: A model of Transformers.
     """
     size = getattr(model, "tp_size", None)
     if size is not None:
@@ -146,11 +146,11 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict that safetensors can write: each tensor once, and contiguous.
 
-    Of several names of one tensor all but the first are removed, with a warning. Other tensors that share memory are
+    If a tensor has several names, all but the first are removed, with a warning. Other tensors that share memory are
     copied.
 
     Args:
-        state_dict: The state dict, which is not changed.
+        state_dict: Tensors by name. The dict is not changed.
     """
     names: dict[Any, str] = {}
     storages: set[tuple[torch.device, int]] = set()
@@ -180,7 +180,7 @@ def move_to_device(state: Any, device: Any) -> Any:
 
     Args:
         state: The state: tensors in nested lists, tuples and dicts.
-        device: The device.
+        device: Device to which the tensors are moved.
     """
     if isinstance(state, list | tuple):
         return honor_type(state, (move_to_device(item, device) for item in state))
@@ -193,8 +193,8 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     """Write an object on rank zero with ``torch.save`` or safetensors.
 
     Args:
-        obj: The object; for safetensors a dict of tensors.
-        f: The file.
+        obj: Object to write; for safetensors, a dict of tensors.
+        f: Path of the file.
         save_on_each_node: Whether to write on the local rank zero of every machine.
         safe_serialization: Whether to write safetensors.
     """
@@ -210,7 +210,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """Load a file of ``torch.save``; by default only tensors, NumPy arrays and plain values are unpickled.
 
     Args:
-        f: The file.
+        f: Path of the file.
         map_location: See ``torch.load``.
         **kwargs: Further arguments of ``torch.load``.
     """
@@ -228,7 +228,7 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
 
     Args:
         obj: An object with ``state_dict``.
-        path: The directory.
+        path: Directory of the file.
         index: The number in the file's name.
         save_on_each_node: Whether to write on the local rank zero of every machine.
 
@@ -257,7 +257,7 @@ def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
 
     Args:
         obj: An object with ``load_state_dict``.
-        path: The directory.
+        path: Directory of the file.
         index: The number in the file's name.
     """
     obj.load_state_dict(load(Path(path) / f"custom_checkpoint_{index}.pkl", map_location="cpu"))

@@ -1,4 +1,4 @@
-"""Queries about an error: whether it reports too little memory, and on which device."""
+"""Queries about an error: whether it reports that memory ran out, and on which device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_cuda_out_of_memory(exception: BaseException) -> bool:
     """Return whether a CUDA device ran out of memory.
 
     Args:
-        exception: The error.
+        exception: Error to inspect.
     """
     text = str(exception)
     return isinstance(exception, torch.cuda.OutOfMemoryError) or (
@@ -35,7 +35,7 @@ def is_cudnn_snafu(exception: BaseException) -> bool:
     """Return whether cuDNN reports "not supported", as it does if it cannot allocate a workspace.
 
     Args:
-        exception: The error.
+        exception: Error to inspect.
     """
     return isinstance(exception, RuntimeError) and "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED" in str(exception)
 
@@ -44,7 +44,7 @@ def is_out_of_cpu_memory(exception: BaseException) -> bool:
     """Return whether the host ran out of memory.
 
     Args:
-        exception: The error.
+        exception: Error to inspect.
     """
     return isinstance(exception, MemoryError) or (
         isinstance(exception, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(exception)
@@ -52,10 +52,10 @@ def is_out_of_cpu_memory(exception: BaseException) -> bool:
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
-    """Return nested data with its tensors detached, and with ``to_cpu`` moved to the CPU.
+    """Return nested data with its tensors detached and, with ``to_cpu``, moved to the CPU.
 
     Args:
-        in_dict: The nested data.
+        in_dict: Tensors, or nested dicts, lists and tuples that contain tensors.
         to_cpu: Whether to move the tensors to the CPU.
     """
     return apply_to_collection(in_dict, Tensor, lambda t: t.detach().cpu() if to_cpu else t.detach())

@@ -42,7 +42,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
     Args:
         tensor: A tensor, or nested lists, tuples and dicts of tensors.
-        from_process: The rank to send from.
+        from_process: Rank that sends its tensors.
     """
     return collectives.broadcast(tensor, current_world(), from_process)
 
@@ -51,8 +51,8 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     """Fill ``object_list`` in place with the list of rank ``from_process``, and return it.
 
     Args:
-        object_list: The list. Its items can be pickled.
-        from_process: The rank to send from.
+        object_list: List of objects that can be pickled.
+        from_process: Rank that sends its list.
 
     Raises:
         TypeError: If ``object_list`` is not a list.
@@ -67,12 +67,12 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Reduce tensors over the ranks; see `Accelerator.reduce`, whose default is the sum.
+    """Reduce tensors over the ranks; see `Accelerator.reduce`, which returns the sum by default.
 
     Args:
         tensor: A tensor, or nested lists, tuples and dicts of tensors, of the same shapes on every rank.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        scale: Factor of the result.
+        reduction: ``"mean"`` (default), ``"sum"`` or ``"none"``.
+        scale: Factor by which the result is multiplied. Default: 1.0.
 
     Returns:
         The reduced tensors, with the same structure as the input.
@@ -104,7 +104,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed the generators of Python, NumPy and torch.
 
     Args:
-        seed: From 0 to 2**32 - 1.
+        seed: Seed from 0 to 2**32 - 1.
         device_specific: Whether to add the rank to the seed, so that each rank has a different one.
         deterministic: Whether torch must use deterministic algorithms, and raise an error if an operation has none.
     """
@@ -121,7 +121,7 @@ def synchronize_rng_states(rng_types: list[Any], generator: torch.Generator | No
 
     Args:
         rng_types: Any of ``"torch"``, ``"cuda"`` (the device of this process) and ``"generator"``.
-        generator: The generator that ``"generator"`` refers to.
+        generator: Generator to which ``"generator"`` refers.
 
     Raises:
         ValueError: If a kind is unknown, needs CUDA on a process without it, or needs a generator.
@@ -131,11 +131,11 @@ def synchronize_rng_states(rng_types: list[Any], generator: torch.Generator | No
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Give every rank the RNG state of rank zero, of one kind; see `synchronize_rng_states`.
+    """Give every rank one kind of RNG state of rank zero; see `synchronize_rng_states`.
 
     Args:
         rng_type: ``"torch"``, ``"cuda"`` or ``"generator"``.
-        generator: The generator that ``"generator"`` refers to.
+        generator: Generator to which ``"generator"`` refers.
 
     Raises:
         ValueError: If the kind is unknown, needs CUDA on a process without it, or needs a generator.

@@ -55,8 +55,8 @@ class MixedPrecision(_Named):
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
-        device: The device of `forward_context`. A run computes on its own device.
-        scaler: Must be None: a run scales the loss of float16 itself.
+        device: The device of `forward_context`. The Trainer ignores it and uses its own device.
+        scaler: Must be None, because a run scales the loss of float16 itself.
     """
 
     names = ("16-mixed", "bf16-mixed")
@@ -105,7 +105,7 @@ class FSDPPrecision(_Named):
 
     Args:
         precision: ``"32-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``.
-        scaler: Must be None: a run scales the loss of float16 itself.
+        scaler: Must be None, because a run scales the loss of float16 itself.
     """
 
     names = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")

@@ -12,7 +12,7 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
     """Return the names of a model's first and last linear layer; None if it has none.
 
     Args:
-        model: The model.
+        model: Model to inspect.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
@@ -22,8 +22,8 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str
     """Return False for a listed module and for a linear layer whose sizes are not multiples of 16, else True.
 
     Args:
-        module: The module.
-        fqn: Its name in the model.
+        module: A module of the model.
+        fqn: Name of the module in the model.
         layers_to_filter: Names of layers that keep their precision.
     """
     if isinstance(module, nn.Linear) and (module.in_features % 16 or module.out_features % 16):
@@ -32,11 +32,11 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Return the result of `filter_linear_layers` with the first and last linear layer of ``module`` filtered.
+    """Return the result of `filter_linear_layers` for the names of the first and last linear layer in ``module``.
 
     Args:
-        module: The module.
-        fqn: Its name in the model.
+        module: A module of the model.
+        fqn: Name of the module in the model.
     """
     return filter_linear_layers(module, fqn, [name for name in find_first_last_linear_layers(module) if name])
 
@@ -45,7 +45,7 @@ def has_ao_layers(model: nn.Module) -> bool:
     """Return True if a model has float8 layers of torchao.
 
     Args:
-        model: The model.
+        model: Model to inspect.
     """
     return _has_layers(model, "torchao", {"Float8Linear"})
 
@@ -54,7 +54,7 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
     """Return True if a model has 4-bit layers of bitsandbytes.
 
     Args:
-        model: The model.
+        model: Model to inspect.
     """
     return _has_layers(model, "bitsandbytes", {"Linear4bit"})
 
@@ -63,7 +63,7 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
     """Return True if a model has layers of Transformer Engine.
 
     Args:
-        model: The model.
+        model: Model to inspect.
     """
     return _has_layers(model, "transformer_engine", {"LayerNorm", "Linear", "TransformerLayer"})
 
@@ -82,16 +82,16 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
     """Return the device of a module's first parameter.
 
     Args:
-        parameter: The module.
+        parameter: A module with parameters.
     """
     return next(parameter.parameters()).device
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Return the names of modules that quantization should skip: tied ones and the last one, often the head.
+    """Return the names of modules that quantization should skip: those with tied weights, and the last module.
 
     Args:
-        model: The model.
+        model: Model to inspect. Its last module is often the head.
     """
     tensors = {name: tensor for name, tensor in named_tensors(model).items() if isinstance(tensor, nn.Parameter)}
     tied = [name for names in group_tied_names(tensors) if len(names) > 1 for name in names]

@@ -12,10 +12,10 @@ from ..strategies.distributed import current_place, current_world
 
 
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """Standard logger that logs on rank zero only, by default. It needs no Accelerator.
+    """Adapter of a standard logger that logs on rank zero only, by default. It works without an Accelerator.
 
-    Each method takes two more arguments. ``main_process_only`` (default True) restricts the record to rank zero. With
-    ``in_order=True`` (default False) all ranks log one after the other, so all ranks must call it.
+    Each method takes two additional arguments. ``main_process_only`` (default True) restricts the record to rank zero.
+    With ``in_order=True`` (default False), all ranks log one after the other, so all ranks must call the method.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -57,7 +57,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         """Prefix the message with the rank if there are several processes.
 
         Args:
-            msg: The message.
+            msg: Text of the message.
             kwargs: Keyword arguments of the call, which are returned unchanged.
         """
         rank, size, _ = current_place()
@@ -86,7 +86,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 class _FallbackHandler(logging.StreamHandler[TextIO]):
     """Handler for records that no other handler shows.
 
-    Without any handler `logging` falls back to its last resort, which hides all records below WARNING.
+    Without any handler, `logging` falls back to its last resort, which hides all records below WARNING.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -118,7 +118,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
     Args:
         name: The logger's name, such as ``__name__``.
         log_level: The lowest level to log. Without another handler, records go to standard error. Default: the value of
-            ``ACCELERATE_LOG_LEVEL``, else the level of `logging`, which by default hides all below WARNING.
+            ``ACCELERATE_LOG_LEVEL``, else the level of `logging`, which by default hides records below WARNING.
     """
     logger = logging.getLogger(name)
     if log_level is None:

@@ -24,7 +24,7 @@ __all__ = [
 def RayLightningEnvironment() -> LaunchEnvironment:
     """Return the ranks that Ray assigned to this process, for a Trainer's ``plugins``.
 
-    A Trainer without it reads the same ranks itself.
+    A Trainer without this plugin reads the same ranks.
 
     Raises:
         RuntimeError: If this is not a Ray Train worker.
@@ -42,10 +42,10 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
     """Return the Trainer after checking that it runs on all workers that Ray has started.
 
     Args:
-        trainer: The Trainer.
+        trainer: Trainer to check.
 
     Raises:
-        RuntimeError: If it does not run on all workers.
+        RuntimeError: If the Trainer does not run on all workers.
     """
     launched = RayLightningEnvironment()
     if (trainer.global_rank, trainer.world_size) != (launched.rank, launched.world_size):

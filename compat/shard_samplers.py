@@ -1,6 +1,7 @@
-"""Accelerate's samplers for one of several ranks, with the same indices: short last batches are filled up.
+"""Samplers for one of several ranks that yield Accelerate's indices and fill up short last batches.
 
-`treadle.Accelerator` and the Trainer use none of them. They distribute every batch without repeating a sample.
+`treadle.Accelerator` and the Trainer distribute every batch without repeating a sample, so they do not use these
+samplers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def check_multiple(batch_size: int, num_processes: int) -> None:
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Random sampler whose order depends on a seed and the epoch alone.
+    """Random sampler whose order depends only on a seed and the epoch.
 
     A complete pass advances the epoch.
 
@@ -55,21 +56,21 @@ class SeedableRandomSampler(RandomSampler):
         """Set the epoch of the next pass.
 
         Args:
-            epoch: The epoch.
+            epoch: Number of the epoch, from 0.
         """
         self.epoch = epoch
 
 
 class BatchSamplerShard(BatchSampler):
-    """Share of one rank in the batches of a batch sampler that is identical on all ranks.
+    """One rank's share of the batches of a batch sampler that is identical on all ranks.
 
     Args:
-        batch_sampler: Yields lists of indices. Only its last batch may be short.
+        batch_sampler: Batch sampler that yields lists of indices. Only its last batch may be short.
         num_processes: Number of ranks that share the batches.
-        process_index: The rank.
+        process_index: Rank that the share belongs to.
         split_batches: Whether the share is a slice of every batch instead of every ``num_processes``-th batch.
-        even_batches: Whether to fill the last round with indices from the beginning, so that all ranks have equally
-            many batches of equal size. Otherwise the last batches may be short or missing.
+        even_batches: Whether to fill the last round with indices from the beginning, so that all ranks have the same
+            number of batches, all of the same size. Otherwise, the last batches may be short or missing.
 
     Raises:
         ValueError: With ``split_batches``, if the batch size is not a multiple of ``num_processes``.
@@ -172,15 +173,15 @@ class BatchSamplerShard(BatchSampler):
 
 
 class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
-    """Share of one rank in a stream that is identical on all ranks.
+    """One rank's share of a stream that is identical on all ranks.
 
     Args:
         dataset: The stream. A stream with a ``generator`` and no ``set_epoch`` is seeded with the epoch.
-        batch_size: The batch size per rank; with ``split_batches`` the global batch size.
-        drop_last: Whether to skip the samples after the last complete global batch. Otherwise it is filled with
-            samples from the beginning.
+        batch_size: Batch size per rank; with ``split_batches``, the global batch size.
+        drop_last: Whether to skip the samples after the last complete global batch. Otherwise, the last batch is filled
+            with samples from the beginning.
         num_processes: Number of ranks that share the stream.
-        process_index: The rank.
+        process_index: Rank that the share belongs to.
         split_batches: Whether to share each batch of ``batch_size`` samples instead of ``batch_size * num_processes``.
 
     Raises:
@@ -207,10 +208,10 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the sampler and of the dataset.
+        """Set the epoch of this share and of its dataset.
 
         Args:
-            epoch: The epoch.
+            epoch: Number of the epoch, from 0.
         """
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
@@ -238,10 +239,10 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
 
 
 class SkipBatchSampler(BatchSampler):
-    """Batch sampler without its first batches, which are still drawn.
+    """Batch sampler that draws but does not yield the first batches of another one.
 
     Args:
-        batch_sampler: The batch sampler.
+        batch_sampler: Batch sampler from which batches are drawn.
         skip_batches: Number of batches to skip.
     """
 
@@ -254,7 +255,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Number of batches without the skip."""
+        """Number of batches, including those that are skipped."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:

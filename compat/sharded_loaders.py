@@ -1,7 +1,7 @@
 """Accelerate's dataloaders for one of several ranks, without an Accelerator; see `prepare_data_loader`.
 
 They yield exactly Accelerate's samples: last batches are filled with samples from the beginning. A dataloader prepared
-by `treadle.Accelerator` repeats none.
+by `treadle.Accelerator` does not repeat samples.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def get_sampler(dataloader: Any) -> Any:
     """Return the sampler that draws a dataloader's indices, or None.
 
     Args:
-        dataloader: The dataloader.
+        dataloader: A ``DataLoader`` or a dataloader of this module.
     """
     holder = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
     return getattr(holder, "sampler", None)
@@ -59,7 +59,8 @@ class DataLoaderStateMixin:
 
     Attributes:
         end_of_dataloader: Whether the current batch is the last one.
-        remainder: Samples of the last global batch that are not repeated; -1 if unknown, 0 if no sample is repeated.
+        remainder: Number of samples of the last global batch that are not repeated; -1 if unknown, 0 if no sample is
+            repeated.
     """
 
     end_of_dataloader = False
@@ -88,12 +89,12 @@ class DataLoaderStateMixin:
 
 
 class DataLoaderAdapter:
-    """``DataLoader`` (or torchdata's ``StatefulDataLoader``) with a different iteration.
+    """Base class of dataloaders that wrap a ``DataLoader`` (or torchdata's ``StatefulDataLoader``).
 
     It is an instance of the dataloader's class and has its attributes.
 
     Args:
-        dataset: The dataset.
+        dataset: Dataset of the wrapped dataloader.
         use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
         batch_sampler, kwargs: Arguments of the dataloader.
     """
@@ -137,7 +138,7 @@ class DataLoaderAdapter:
         return len(self.base_dataloader)
 
     def state_dict(self) -> Any:
-        """Return the position after the last batch that was yielded. Only torchdata's dataloader has one."""
+        """Return the position after the last batch that was yielded. Only torchdata's dataloader supports this."""
         return self.dl_state_dict
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -206,7 +207,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _set_sampler_epoch(sampler: Any, epoch: int) -> bool:
-    """Set the epoch of a batch sampler and of the samplers inside, and return whether one has such a method."""
+    """Set the epoch of a batch sampler and of its inner samplers, and return whether any of them has ``set_epoch``."""
     found = False
     for holder in (sampler, getattr(sampler, "sampler", None)):
         if holder is not None and hasattr(holder, "set_epoch"):
@@ -217,16 +218,16 @@ def _set_sampler_epoch(sampler: Any, epoch: int) -> bool:
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
-    """Dataloader of one rank's batches on its device.
+    """Dataloader that yields one rank's batches on its device.
 
     Args:
-        dataset: The dataset.
-        device: The device to move batches to. None does not move them.
+        dataset: Dataset from which samples are read.
+        device: Device to which batches are moved; None to leave them in place.
         rng_types: RNG states that all ranks take from rank zero before each iteration; see `synchronize_rng_states`.
-        synchronized_generator: The generator that ``"generator"`` in ``rng_types`` refers to.
-        skip_batches: Batches to skip in each iteration.
+        synchronized_generator: Generator to which ``"generator"`` in ``rng_types`` refers.
+        skip_batches: Number of batches to skip in each iteration.
         use_stateful_dataloader: Whether to build torchdata's dataloader.
-        iteration: The first epoch.
+        iteration: Number of the first epoch. Default: 0.
         kwargs: Arguments of the ``DataLoader``.
     """
 
@@ -276,10 +277,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, including for the samplers or else the dataset.
+        """Set the epoch of the next iteration and of the samplers or, if none has ``set_epoch``, of the dataset.
 
         Args:
-            epoch: The epoch.
+            epoch: Number of the epoch, from 0.
         """
         _set_epoch(self, epoch)
 
@@ -304,13 +305,14 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     """Dataloader that only rank zero reads from. It sends every rank its rows, so all ranks iterate together.
 
     Args:
-        dataset: The dataset.
-        split_batches: Whether to share each batch of the dataloader instead of ``num_processes`` batches joined.
-        skip_batches: Batches to skip in each iteration.
+        dataset: Dataset from which rank zero reads samples.
+        split_batches: Whether the ranks share each batch of the dataloader, rather than ``num_processes`` concatenated
+            batches.
+        skip_batches: Number of batches to skip in each iteration.
         use_stateful_dataloader: Whether to build torchdata's dataloader.
         slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` returns rows of a batch. Default:
             `slice_tensors`.
-        iteration: The first epoch.
+        iteration: Number of the first epoch. Default: 0.
         kwargs: Arguments of the ``DataLoader``.
     """
 
@@ -343,7 +345,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self._non_blocking = _non_blocking
 
     def _read_global_batch(self, batches: Iterator[Any]) -> Any:
-        """Read the next global batch on rank zero; return `_END` after the last."""
+        """Read the next global batch on rank zero; return `_END` after the last one."""
         wanted = 1 if self.split_batches else self.state.num_processes
         parts = []
         for _ in range(wanted):
@@ -404,10 +406,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, including for the samplers or else the dataset.
+        """Set the epoch of the next iteration and of the samplers or, if none has ``set_epoch``, of the dataset.
 
         Args:
-            epoch: The epoch.
+            epoch: Number of the epoch, from 0.
         """
         _set_epoch(self, epoch)
 
@@ -433,7 +435,7 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """Dataloader without its first batches, which are still read; see `skip_first_batches`.
 
     Args:
-        dataset: The dataset.
+        dataset: Dataset from which samples are read.
         skip_batches: Number of batches to skip.
         use_stateful_dataloader: Whether to build torchdata's dataloader.
         kwargs: Arguments of the ``DataLoader``.
@@ -482,17 +484,18 @@ def prepare_data_loader(
 
     Args:
         dataloader: A ``DataLoader``.
-        device: The device to move batches to, with ``put_on_device``.
+        device: Device to which batches are moved if ``put_on_device`` is set.
         num_processes: Number of ranks that share the batches. Default: all.
-        process_index: The rank. Default: this process's.
-        split_batches: Whether to share each batch, so that its size is the global one.
+        process_index: Rank whose share is read. Default: the rank of this process.
+        split_batches: Whether the ranks share each batch, so that the dataloader's batch size is the global one.
         put_on_device: Whether to move batches to ``device``.
         rng_types: RNG states that all ranks take from rank zero before each iteration.
-        dispatch_batches: Whether only rank zero reads. Default: for an ``IterableDataset`` with ``put_on_device``.
+        dispatch_batches: Whether only rank zero reads. Default: True for an ``IterableDataset`` with ``put_on_device``,
+            else False.
         even_batches: Whether to fill the last batches with samples from the beginning.
         slice_fn_for_dispatch: See `DataLoaderDispatcher`.
         use_seedable_sampler: Whether to draw a random order with `SeedableRandomSampler`.
-        data_seed: The seed of that sampler.
+        data_seed: Seed of that sampler.
         non_blocking: Whether to move batches without waiting for the copy.
         use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
         torch_device_mesh: Ranks that differ only in its dimensions ``"tp"`` and ``"cp"`` read the same batches.
@@ -564,7 +567,7 @@ def _make_shard(
     order: Any,
     settings: dict[str, Any],
 ) -> Any:
-    """Return the dataloader of one rank's share; ``order`` is the sampler that all ranks draw identically, or None."""
+    """Return the dataloader of one rank's share. ``order`` is the sampler that is the same on all ranks, or None."""
     dataset, batches, generator = dataloader.dataset, dataloader.batch_sampler, None
     by_sampler = isinstance(dataloader.sampler, BatchSampler)
     if isinstance(dataset, IterableDataset):

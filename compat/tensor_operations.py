@@ -45,7 +45,7 @@ def is_tensor_information(tensor_info: Any) -> bool:
     """Return whether an object is a `TensorInformation`.
 
     Args:
-        tensor_info: The object.
+        tensor_info: Any object.
     """
     return isinstance(tensor_info, TensorInformation)
 
@@ -54,7 +54,7 @@ def initialize_tensors(data_structure: Any) -> Any:
     """Return the data that `get_data_structure` described, with uninitialized tensors.
 
     Args:
-        data_structure: The nested descriptions.
+        data_structure: Nested data with a `TensorInformation` in place of each tensor.
     """
     return recursively_apply(
         lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
@@ -77,7 +77,7 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
     """Return whether a tensor is on an Intel GPU.
 
     Args:
-        tensor: The tensor.
+        tensor: Tensor to inspect.
     """
     return isinstance(tensor, Tensor) and tensor.device.type == "xpu"
 
@@ -101,10 +101,10 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """Return, on all ranks, the tensor that one of them passes; the others pass None.
+    """Return, on every rank, the tensor that exactly one rank passes. The other ranks pass None.
 
     Args:
-        tensor: The tensor, or None.
+        tensor: The tensor on one rank, None on the other ranks.
 
     Raises:
         ValueError: On every rank, if not exactly one rank passed a tensor.
@@ -123,7 +123,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a collective to compare shapes of all ranks first, if ``ACCELERATE_DEBUG_MODE`` is set.
 
     Args:
-        function: The collective.
+        function: Collective to decorate.
 
     Raises:
         DistributedOperationException: On every rank, if the shapes differ.
@@ -152,7 +152,7 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate an operation to be named in a `DistributedOperationException` that is raised inside it.
 
     Args:
-        function: The operation.
+        function: Operation to decorate.
     """
 
     @wraps(function)
@@ -170,7 +170,7 @@ class ConvertOutputsToFp32:
     """Callable that runs a function and converts its half-precision outputs to float32.
 
     Args:
-        model_forward: The function.
+        model_forward: Function to run, such as a model's ``forward``.
     """
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:

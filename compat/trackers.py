@@ -17,7 +17,7 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a tracker's method to run on rank zero only, if the tracker has ``main_process_only``.
 
     Args:
-        function: The method.
+        function: Method to decorate.
     """
 
     @wraps(function)
@@ -35,14 +35,14 @@ def get_available_trackers() -> list[LoggerType]:
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
-    """Return the trackers of ``log_with``, each once. ``"all"`` selects all that are installed.
+    """Return the trackers in ``log_with`` without duplicates. ``"all"`` selects all that are installed.
 
     Args:
         log_with: Names, members of `LoggerType`, trackers, or a list of them.
         logging_dir: Folder for trackers that write files.
 
     Raises:
-        ValueError: If Treadle does not have a tracker, or a needed ``logging_dir`` is missing.
+        ValueError: If Treadle does not support a tracker, or a required ``logging_dir`` is missing.
         ModuleNotFoundError: If the package of a tracker is not installed.
     """
     if log_with is None:

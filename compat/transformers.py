@@ -83,15 +83,16 @@ _LOGGERS: dict[str, Any] = {
 def training_arguments(args: Any) -> dict[str, Any]:
     """Return the arguments of the `Trainer` that corresponds to ``TrainingArguments``.
 
-    ``Trainer(**training_arguments(args))``. Batch sizes are in `loader_arguments`, the optimizer's fields in
-    `task_arguments`. Call ``seed_everything(args.seed)`` first, and pass ``args.resume_from_checkpoint`` to ``fit`` as
-    ``ckpt_path``. A table of all fields is in ``docs/from_hf_trainer.md``.
+    Use the result as ``Trainer(**training_arguments(args))``. `loader_arguments` returns the batch sizes, and
+    `task_arguments` returns the optimizer's fields. Call ``seed_everything(args.seed)`` first, and pass
+    ``args.resume_from_checkpoint`` to ``fit`` as ``ckpt_path``. A table of all fields is in
+    ``docs/from_hf_trainer.md``.
 
     Args:
         args: A ``transformers.TrainingArguments``.
 
     Raises:
-        ValueError: If fields have no direct translation; the error names each with its replacement.
+        ValueError: If some fields have no direct translation. The error names each of them with its replacement.
     """
     _refuse(args)
     interval = _count_accumulated(args)
@@ -219,7 +220,7 @@ def _read_steps(args: Any, name: str) -> int:
     """Return a number of optimizer steps.
 
     Raises:
-        ValueError: If the field is a share of the run, whose length only the dataloader determines.
+        ValueError: If the field is a fraction of the run, whose length only the dataloader determines.
     """
     value = getattr(args, name)
     if not 0 < value < math.inf or value != int(value):

@@ -1,4 +1,4 @@
-"""Lightning's category of warnings that may be wrong. Treadle issues none; libraries do."""
+"""Lightning's category of warnings that may be wrong. Treadle does not issue such warnings, but libraries do."""
 
 from __future__ import annotations
 

@@ -127,10 +127,10 @@ class Accelerator(Process):
             else one.
         num_nodes: Number of machines.
         spread: Whether ``devices="auto"`` may start a process for each GPU; see `open_world`.
-        timeout: The longest time that a rank may run without progress: ``"DD:HH:MM:SS"``, a timedelta or a dict of its
-            arguments. If a rank exceeds it, Treadle names that rank, writes the Python stacks of all ranks, and ends
-            the run with exit status 124. Default: slightly less than the timeout of collectives (30 minutes), and only
-            for ranks that wait for other ranks.
+        timeout: The longest time that a rank may run without progress, until its script ends: ``"DD:HH:MM:SS"``, a
+            timedelta or a dict of its arguments. If a rank exceeds it, Treadle names that rank, writes the Python
+            stacks of all ranks, and ends the run with exit status 124. Default: slightly less than the timeout of
+            collectives (30 minutes), and only for ranks that wait for other ranks.
         on_nonfinite: Policy for a gradient that is not finite and that a prepared optimizer is about to apply:
             ``"raise"`` raises an error on all ranks (on accelerators one step later, or in `end_training`), ``"skip"``
             skips the step on all ranks (which waits for the device in every step), and ``"ignore"`` does not check
@@ -331,7 +331,7 @@ class Accelerator(Process):
 
         Args:
             model: The user's module. A prepared one is wrapped again if its set of trainable parameters has changed.
-            device_placement: If False, the model must be on the device already. Default: the Accelerator's setting.
+            device_placement: Whether to move the model; if False, it must be there already. Default: the Accelerator's.
             evaluation_mode: Move the model, but do not wrap it for training.
             step: The method that returns the training loss, if it is not ``forward``; call it through `method`.
             by_hand: Reduce gradients when an optimizer steps; call methods through `local_method`.
@@ -652,8 +652,8 @@ class Accelerator(Process):
                 every forward pass.
 
         Raises:
-            ReplicasDiffer: If parameters differ. All processes raise the error, which lists names, ranks and
-                differences.
+            ReplicasDiffer: If parameters, or buffers that are compared, differ. All processes raise the error, which
+                lists names, ranks and differences.
         """
         models = self.models if model is None else [model]
         replica_check.check((self.strategy.unwrap(m) for m in models), self.world, buffers)
@@ -822,7 +822,7 @@ class Accelerator(Process):
         self.accumulation.finish_gradients()
 
     def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
-        """Average the gradients that backward has not reduced over all processes. Optimizer steps call this method.
+        """Average over all processes the gradients that backward has not reduced. Optimizer steps call this method.
 
         Args:
             optimizer: The prepared optimizer whose gradients are averaged.
@@ -847,7 +847,7 @@ class Accelerator(Process):
         return self.accumulation.agree()
 
     def not_finite_on(self) -> list[int]:
-        """Return and clear the list of ranks whose loss was not finite, after `agree` has reported such a loss."""
+        """Return the ranks whose loss was not finite, after `agree` reported one. Must be called on all ranks."""
         return self.accumulation.not_finite_on()
 
     def preemptible(
@@ -867,8 +867,8 @@ class Accelerator(Process):
                 Ctrl-C, and one after the last step, raise it immediately. Default: Ctrl-C raises it immediately.
 
         Raises:
-            ValueError: If the world size is larger than one and torch is older than 2.8, or if ``grace`` is not
-                positive.
+            ValueError: If several processes have neither a process group over TCP nor torch 2.8 or newer, or if
+                ``grace`` is not positive.
             TypeError: If ``grace`` has another type.
 
         Example:

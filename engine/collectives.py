@@ -260,7 +260,7 @@ def _to_items(value: Any, empty: bool = False) -> list[Any]:
 
 
 def gather_objects(value: Any, world: World) -> list[Any]:
-    """Return a list of the items of all processes in rank order. Lists are concatenated; any other value is one item.
+    """Return the items of all processes in rank order. Lists and tuples are concatenated; any other value is one item.
 
     Args:
         value: Any object that can be pickled.

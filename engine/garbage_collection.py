@@ -1,4 +1,4 @@
-"""Explicit garbage collection, which Treadle starts only if memory is short.
+"""Explicit garbage collection, which Treadle starts only if memory is short or a script frees an Accelerator's memory.
 
 A Trainer and its task refer to each other. A Trainer that a script no longer uses therefore stays in memory, with its
 optimizer state, until Python collects garbage. Python decides by the number of objects, not of bytes, so a collection
@@ -34,7 +34,7 @@ def collect(device: torch.device) -> None:
 
 
 def is_memory_short(device: torch.device) -> bool:
-    """Return whether this process uses over 1/8 of the device's memory or 1/4 of main memory. Takes 0.1 ms.
+    """Return whether this process uses more than 1/8 of the device's memory or 1/4 of main memory. Takes 0.1 ms.
 
     Args:
         device: The device of the process.

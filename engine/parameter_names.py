@@ -45,7 +45,7 @@ def split_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def make_view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for two tensors only if they are the same view of the same memory, like tied weights.
+    """Return a key that two tensors share exactly if they are the same view of the same memory, as tied weights are.
 
     Args:
         tensor: Any strided tensor. The key is valid only while the tensor lives.

@@ -276,7 +276,7 @@ class Process:
         return raised
 
     def destroy_process_group(self) -> None:
-        """Destroy the process group. Must be called on all processes. The next Accelerator creates a new group."""
+        """Destroy the process group, on all processes. A new Accelerator or PartialState creates another group."""
         disconnect()
 
     # -- on some processes ---------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ class Process:
 
         Args:
             function: The function to decorate. Default: return a decorator.
-            local_process_index: The local rank that runs the function.
+            local_process_index: The local rank that runs the function; see `on_process`.
 
         Raises:
             TypeError: If ``local_process_index`` is missing.
@@ -542,7 +542,7 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """Mixed precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        """Mixed precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
 
         The default is the Accelerator's precision. Without an Accelerator, it is the value of the environment variable
         ``ACCELERATE_MIXED_PRECISION``, or ``"no"`` if that is not set.
@@ -722,7 +722,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Number of samples over all processes during the last batch of a prepared loader; -1 otherwise.
+        """Number of samples of all processes in the last batch of a prepared loader, during this batch; otherwise -1.
 
         A prepared loader does not repeat samples, so nothing has to be removed from gathered results.
         """

@@ -81,8 +81,8 @@ class RandomStream:
     """Random stream from which only the order of data is drawn, with its own copy of the RNG state.
 
     All ranks of a run start from rank zero's state, so they draw the same order of samples, regardless of the random
-    numbers that their models draw. Generators of devices are not included, because exchanging their states would wait
-    for the device.
+    numbers that their models draw. Generators of devices are not included, because swapping their states would wait for
+    the device.
 
     Args:
         state: A state that `random_state` returned.
@@ -217,7 +217,8 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     Args:
         seed: An integer from 0 to 2**32 - 1. Default: the value of Lightning's environment variable ``PL_GLOBAL_SEED``,
             or 0 if it is not set.
-        workers: Accepted for compatibility with Lightning; unused, because loader workers are always seeded.
+        workers: Accepted for compatibility with Lightning; unused, because loader workers are always seeded, anew for
+            each sample.
         verbose: Accepted for compatibility with Lightning; unused, because nothing is printed.
 
     Returns:

@@ -46,10 +46,10 @@ def processor() -> str:
 
 @functools.cache
 def revision(folder: str) -> str:
-    """Return the git revision checked out in ``folder``, with a note if files have changed; "" without a repository.
+    """Return the git revision checked out in ``folder``, with a note if files have changed; "" if it is unknown.
 
     Args:
-        folder: A directory inside the repository.
+        folder: The directory to examine.
     """
     commit = _run_git(folder, "rev-parse", "HEAD")
     if not commit:

@@ -65,7 +65,7 @@ class RunRng:
         return self.stream
 
     def draw_apart(self) -> None:
-        """Give each rank a different RNG state; see `Accelerator.draw_apart`."""
+        """Give each rank its own RNG state; see `Accelerator.draw_apart`."""
         if self._ranks_differ or self.stream is None:
             return
         self._ranks_differ = True

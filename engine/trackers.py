@@ -83,7 +83,7 @@ class GeneralTracker:
 
         Args:
             values: The values to log, by name.
-            step: The step at which the values were logged; None if unknown.
+            step: The step that the values belong to; None if unknown.
             kwargs: Further arguments, from ``log_kwargs`` of `Accelerator.log`.
         """
 
@@ -124,7 +124,7 @@ class LoggerTracker(GeneralTracker):
 
         Args:
             values: The values to log, by name.
-            step: The step at which the values were logged; None if unknown.
+            step: The step that the values belong to; None if unknown.
             kwargs: Further arguments of the logger's ``log_metrics``.
         """
         self.logger.log_metrics(values, step, **kwargs)
@@ -171,7 +171,7 @@ class TensorBoardTracker(LoggerTracker):
 
         Args:
             values: Batches of images by name.
-            step: The step at which the images were logged.
+            step: The step that the images belong to.
             kwargs: Further arguments of ``add_images``.
         """
         for name, images in values.items():
@@ -203,7 +203,7 @@ class WandBTracker(RunTracker):
 
         Args:
             values: Lists of images by name.
-            step: The step at which the images were logged.
+            step: The step that the images belong to.
             kwargs: Further arguments of ``wandb.Image``.
         """
         import wandb
@@ -227,7 +227,7 @@ class WandBTracker(RunTracker):
             columns: The names of the columns, required with ``data``.
             data: The rows, each a list of values.
             dataframe: A pandas data frame, instead of ``columns`` and ``data``.
-            step: The step at which the table was logged.
+            step: The step that the table belongs to.
             kwargs: Further arguments of ``wandb.log``.
 
         Raises:
@@ -290,7 +290,7 @@ class AimTracker(RunTracker):
 
         Args:
             values: Images by name. Each is an array, a PIL image, or a tuple of either and a caption.
-            step: The step at which the images were logged.
+            step: The step that the images belong to.
             kwargs: ``{"aim_image": {...}, "track": {...}}`` with further arguments of ``aim.Image`` and ``Run.track``.
         """
         import aim
@@ -358,7 +358,7 @@ class ClearMLTracker(RunTracker):
 
         Args:
             values: Images by name, each an array or a PIL image.
-            step: The step at which the images were logged.
+            step: The step that the images belong to.
             kwargs: Further arguments of ``Logger.report_image``.
         """
         for name, image in values.items():
@@ -380,7 +380,7 @@ class ClearMLTracker(RunTracker):
             columns: The names of the columns. Default: the first row of ``data``.
             data: The rows, each a list of values.
             dataframe: A pandas data frame, instead of ``columns`` and ``data``.
-            step: The step at which the table was logged.
+            step: The step that the table belongs to.
             kwargs: Further arguments of ``Logger.report_table``.
 
         Raises:
@@ -423,7 +423,7 @@ class SwanLabTracker(RunTracker):
 
         Args:
             values: Lists of images by name.
-            step: The step at which the images were logged.
+            step: The step that the images belong to.
             kwargs: Further arguments of ``Run.log``.
         """
         import swanlab
@@ -596,7 +596,7 @@ def _resolve_registered(tracker_class: type[GeneralTracker], project: ProjectCon
 
 
 class Trackers:
-    """Collection of the trackers of an `Accelerator`, whose methods contain the full documentation.
+    """Collection of the trackers of an `Accelerator`. The methods of `Accelerator` contain the full documentation.
 
     Args:
         world: All processes.
@@ -644,7 +644,7 @@ class Trackers:
 
         Args:
             values: Numbers, tensors with one element, or other values, by name.
-            step: The step at which the values were logged; None if unknown.
+            step: The step that the values belong to; None if unknown.
             log_kwargs: Further arguments of each tracker's ``log``, by name of the tracker.
         """
         if self.sources and not self.started and self._world.is_main:

@@ -1,4 +1,4 @@
-"""Integrations of other libraries with the Trainer. Each is imported when it is used."""
+"""Integrations of other libraries with the Trainer. Each is imported only when it is used."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class PruningCallback(Callback):
     reported after each validation, under the validation's index.
 
     Args:
-        trial: The trial, on rank zero. Other ranks may pass None. Optuna's ``TorchDistributedTrial`` is accepted, too.
+        trial: The trial, on rank zero. Other ranks may pass None. Optuna's ``TorchDistributedTrial`` is also accepted.
         monitor: Name of the logged value to report.
 
     Attributes:
@@ -116,7 +116,7 @@ class PruningCallback(Callback):
             self._report(trainer)
 
     def _report(self, trainer: Trainer) -> None:
-        """Report a new value, and end the trial if the pruner decides so."""
+        """Report a new value, and end the trial if the pruner requests it."""
         value = read_new_value(trainer, self.monitor, type(self).__name__)
         if value is None:
             return
@@ -151,7 +151,8 @@ class PruningCallback(Callback):
     def check_pruned(self) -> None:
         """Raise ``TrialPruned`` if the trial was pruned.
 
-        `Trainer.fit` already raises it. This method exists for scripts that call it, too.
+        `Trainer.fit` already raises it. This method exists for scripts that call it after ``fit``, as Optuna's own
+        callback for Lightning requires with DDP.
         """
         if self.pruned is not None:
             from optuna import TrialPruned

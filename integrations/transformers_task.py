@@ -50,7 +50,7 @@ class TransformersTask(TaskModule):
         lr_scheduler: A name that ``transformers.get_scheduler`` accepts. The scheduler advances with each optimizer
             step; ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance with each epoch, based on ``val_loss``. Default:
             ``"linear"``.
-        warmup_steps: Optimizer steps of the warmup. A value below 1 is a fraction of all steps. Default: 0.
+        warmup_steps: Number of optimizer steps of the warmup. A value below 1 is a fraction of all steps. Default: 0.
         scheduler_options: Further arguments of the scheduler.
         metrics: torchmetrics objects by name. They receive the logits and labels of the samples, or of the tokens that
             have a label. Override `update_metrics` for metrics with other inputs.
@@ -209,7 +209,7 @@ class TransformersTask(TaskModule):
         """Return an AdamW optimizer and its learning rate schedule.
 
         Raises:
-            ValueError: If no parameter is trainable, or the schedule needs the length of the run and it is unknown.
+            ValueError: If no parameter is trainable, or if the schedule needs the length of the run but it is unknown.
         """
         options = self.hparams
         decayed: list[nn.Parameter] = []
@@ -264,7 +264,7 @@ class TransformersTask(TaskModule):
         Must be called on all ranks.
 
         Args:
-            folder: The folder; created if missing.
+            folder: Path of the folder, which is created if it is missing.
         """
         if self._trainer is None:
             weights, writes = self.state_dict(), True

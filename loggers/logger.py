@@ -69,7 +69,7 @@ class NullExperiment:
 
 
 def rank_zero_experiment(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorate an ``experiment`` getter so that it returns a `NullExperiment` on all ranks except zero.
+    """Decorate an ``experiment`` getter so that ranks other than zero get a `NullExperiment` without calling it.
 
     Write the decorator below ``@property``.
 

@@ -23,7 +23,7 @@ class Ballot:
 
     Attributes:
         value: The votes of the next backward pass.
-        carrier: The parameter whose gradient is the votes.
+        carrier: Parameter whose gradient holds the votes.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -39,7 +39,7 @@ def ballot_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
     """Return the dtype of votes that share a bucket with the gradients of ``parameters``.
 
     Args:
-        parameters: The parameters.
+        parameters: Parameters of the model.
     """
     return torch.float64 if all(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
 
@@ -98,7 +98,7 @@ class Router(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the submodules under the names of the user's model, without the router as a part of the names.
+        """Yield the submodules under their names in the user's model, which do not contain the router's own name.
 
         Args:
             memo: Modules that have already been yielded.
@@ -123,8 +123,8 @@ class Router(nn.Module):
         """Run the routed method, or the module itself.
 
         Args:
-            args: Its arguments.
-            kwargs: Its keyword arguments.
+            args: Arguments of the method.
+            kwargs: Keyword arguments of the method.
         """
         call = self._route[-1] if self._route else self.module
         if self._context is None:
@@ -158,7 +158,7 @@ def _rename_for_load(router: nn.Module, state_dict: dict[str, Any], prefix: str,
 
 
 def routed(wrapped: nn.Module, router: Router, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs ``call`` through the forward of ``wrapped``, which ends in ``router``.
+    """Return a function that runs ``call`` through the ``forward`` of ``wrapped``, which ends in ``router``.
 
     Args:
         wrapped: The wrapped module.

@@ -16,7 +16,7 @@ class StrategyAliases:
     """Base class of `Strategy` that adds Lightning's names, for ``trainer.strategy.barrier()`` and similar calls.
 
     Attributes:
-        prepared: The prepared models and optimizers; the Accelerator's lists.
+        prepared: The Accelerator's lists of prepared models and optimizers.
     """
 
     world: World
@@ -93,7 +93,7 @@ class StrategyAliases:
             reduce_op: ``"mean"``, ``"avg"`` or ``"sum"``, or torch's ``ReduceOp`` with one of these names.
 
         Raises:
-            ValueError: For another ``reduce_op``.
+            ValueError: If ``reduce_op`` has another value.
         """
         operation = str(getattr(reduce_op, "name", reduce_op) or "mean").rpartition(".")[2].lower()
         if operation not in ("mean", "avg", "sum"):
@@ -125,10 +125,10 @@ class StrategyAliases:
         return tensor if world.size == 1 else torch.stack(world.all_gather(tensor))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Return a batch on the device, moved by the task's transfer hooks.
+        """Move a batch to the device with the task's transfer hooks, and return it.
 
         Args:
-            batch: The batch.
+            batch: Batch in the form that the dataloader yields.
             device: The device. Default: that of this process.
             dataloader_idx: The index of the batch's dataloader.
 
@@ -156,6 +156,6 @@ class StrategyAliases:
 
         Args:
             decision: The decision of this process.
-            all: If False, the decision needs to be True on one process only.
+            all: If False, the decision needs to be True on at least one process.
         """
         return self.world.all(decision) if all else self.world.any(decision)

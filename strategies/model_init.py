@@ -1,4 +1,4 @@
-"""Creation of a model directly on its device, and without initial values."""
+"""Creation of a model directly on its device, optionally without initial values."""
 
 from __future__ import annotations
 

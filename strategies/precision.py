@@ -33,8 +33,8 @@ class Precision:
 
     Args:
         name: One of ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true``, ``64-true``, ``float8``.
-        storage: Dtype of floating-point parameters and inputs, or None to keep the user's.
-        compute: Dtype that autocast computes in, or None for no autocast.
+        storage: Dtype of floating-point parameters and inputs, or None to keep the user's dtypes.
+        compute: Dtype in which autocast computes, or None for no autocast.
         scaled: Whether the loss is scaled against underflow of float16 gradients.
         cached: Whether autocast caches the weights that it has cast.
         float8: Whether linear layers compute matrix products in float8.

@@ -29,10 +29,11 @@ _ENTRY_POINTS = "treadle.strategies"
 def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
     """Register a strategy, so that ``strategy=name`` uses ``factory()``.
 
-    A package can register a strategy without being imported, by an entry point in the group ``treadle.strategies``.
+    A package can register a strategy without being imported, through an entry point in the group
+    ``treadle.strategies``.
 
     Args:
-        name: The name.
+        name: Value of ``strategy=`` that selects this strategy.
         factory: Function that returns a new strategy.
 
     Raises:

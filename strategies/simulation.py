@@ -1,7 +1,7 @@
 """Simulation of one rank of a world of any size. Nothing is sent and nothing is computed.
 
-The strategy itself lays out the model, and torch schedules its own communication. Only the device is replaced, by one
-whose streams and events are objects with simulated times.
+The strategy itself lays out the model, and torch schedules its own communication. Only the device is replaced. The
+streams and events of its replacement have simulated times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def simulated_world(size: int, rank: int, device: Any, resized: Callable[[Tensor
         size: The world size.
         rank: The rank to simulate.
         device: Replacement of ``torch.cuda``, with ``Stream``, ``Event``, ``stream`` and ``current_stream``.
-        resized: Function that is called with each tensor whose memory sharding has allocated or released.
+        resized: Function that is called with each tensor for which sharding has allocated or released memory.
 
     Yields:
         The world of this rank.
@@ -144,20 +144,20 @@ def members(group: Any) -> tuple[int, ...]:
 
 
 def lay_out(strategy: Strategy, world: World, precision: Precision, module: nn.Module) -> nn.Module:
-    """Wrap a module without values as ``strategy`` would wrap a module with values, and return the module to call.
+    """Wrap a module on the meta device as ``strategy`` would wrap a module with values, and return the module to call.
 
     Args:
-        strategy: The strategy.
+        strategy: Strategy that lays out the module.
         world: The simulated world.
         precision: The precision of the run.
-        module: The module.
+        module: The user's model, on the meta device.
     """
     strategy.attach(world, precision)
     return strategy.wrap_without_values(module)
 
 
 def method(called: nn.Module, module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return a function that runs a method of the user's module like the result of `lay_out`.
+    """Return a function that runs a method of the user's module as the result of `lay_out` runs its ``forward``.
 
     Args:
         called: The result of `lay_out`.
@@ -175,7 +175,7 @@ def ballot_bytes(parameters: Iterable[Tensor]) -> int:
     """Return the size in bytes of the votes that are sent with the gradients of ``parameters``.
 
     Args:
-        parameters: The parameters.
+        parameters: Parameters of the model.
     """
     return BALLOT_SIZE * ballot_dtype(parameters).itemsize
 
@@ -195,11 +195,11 @@ def strategy_named(name: str, size: int) -> Strategy:
     """Return the strategy with this name for ``size`` ranks.
 
     Args:
-        name: The name.
+        name: Registry name of the strategy.
         size: The world size.
 
     Raises:
-        ValueError: If the name is unknown, or if the strategy is for one rank.
+        ValueError: If the name is unknown, or if the strategy supports only one rank.
     """
     if name == "auto":
         name = "ddp" if size > 1 else "single"
@@ -210,6 +210,6 @@ def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return this rank's shard of each tensor, or the full tensor if it is not sharded.
 
     Args:
-        tensors: The tensors.
+        tensors: Sharded and plain tensors.
     """
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]

@@ -37,7 +37,7 @@ class Strategy(StrategyAliases):
         has_rank_buffers: Whether each process resumes with its own buffers, rather than with rank zero's.
         delays_sync: Whether `set_gradient_sync` has an effect. Otherwise, the loop can skip the call.
         device_mesh: The mesh of processes with named dimensions, if the strategy uses one.
-        requested_device: The device that the strategy was created for, if any.
+        requested_device: The device for which the strategy was created, if any.
         group_options: Options of the process group that were passed to the strategy: ``timeout`` and ``backend``.
 
     Example:
@@ -65,7 +65,7 @@ class Strategy(StrategyAliases):
     precision: Precision
 
     def attach(self, world: World, precision: Precision) -> None:
-        """Attach the strategy to a world and a precision. Called once, before any other method.
+        """Attach the strategy to a world and a precision. Called before any other method, and again after `detach`.
 
         Args:
             world: All processes.
@@ -90,15 +90,15 @@ class Strategy(StrategyAliases):
         return True
 
     def detach(self) -> None:
-        """Release everything that belongs to the process group, because the group is about to end. `attach` follows."""
+        """Release everything that belongs to the process group, which is about to end. `attach` is called next."""
 
     @property
     def data_world(self) -> World:
-        """The processes that the data is sharded over. Ranks that share one sample get the same batches."""
+        """The processes over which the data is sharded. Ranks that share one sample get the same batches."""
         return self.world
 
     def construction(self, empty: bool = False) -> AbstractContextManager[Any]:
-        """Return the context to create a model in: directly on the device and in the storage dtype.
+        """Return a context in which models are created directly on the device and in the storage dtype.
 
         Args:
             empty: Skip the initialization of parameters, because a checkpoint will be loaded.
@@ -117,13 +117,13 @@ class Strategy(StrategyAliases):
         return module if context is None else Router(module, context, self.precision.compute is not None)
 
     def replicate(self, module: nn.Module) -> nn.Module:
-        """Wrap a module for steps that call backward and then `reduce_gradients` themselves; see `wrap`.
+        """Wrap a module for steps that run backward passes and call `reduce_gradients` themselves; see `wrap`.
 
         Args:
             module: The user's model.
 
         Raises:
-            ValueError: If the strategy does not support it.
+            ValueError: If the strategy does not support such steps.
         """
         if self.sharded or self.world.size > 1:
             raise ValueError(
@@ -134,11 +134,11 @@ class Strategy(StrategyAliases):
         return self.wrap(module)
 
     def reduce_gradients(self, parameters: Iterable[Tensor], note: Tensor | None = None) -> Tensor | None:
-        """Average the gradients that backward has left unreduced, for modules that `replicate` returned.
+        """Average the gradients that a backward pass has left unreduced, for modules that `replicate` returned.
 
         Args:
             parameters: The parameters of these modules.
-            note: A number to sum over the processes in the same exchange (0-d tensor).
+            note: 0-d tensor to sum over the processes in the same exchange.
 
         Returns:
             The sum of ``note``; None if nothing is exchanged.
@@ -168,7 +168,7 @@ class Strategy(StrategyAliases):
 
         Args:
             module: The user's module.
-            blocks: Whether repeated blocks are compiled separately. Default: only if most of them are alike.
+            blocks: Whether repeated blocks are compiled separately. Default: only if enough of them are alike.
 
         Returns:
             The submodules, and whether their hooks must not be compiled.
@@ -250,7 +250,7 @@ class Strategy(StrategyAliases):
         return next((m for m in (module, module._modules.get("module")) if isinstance(m, Router)), None)
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
-        """Set whether the next forward and backward reduce the gradients over the processes.
+        """Set whether gradients are reduced over the processes in the next forward and backward pass.
 
         Args:
             module: A wrapped module.
@@ -272,7 +272,7 @@ class Strategy(StrategyAliases):
             module: A wrapped module.
 
         Raises:
-            ValueError: If the strategy does not support it.
+            ValueError: If the strategy does not support such steps.
         """
         if self.world.size > 1:
             raise ValueError(
@@ -302,7 +302,7 @@ class Strategy(StrategyAliases):
 
     @contextmanager
     def sync_in_backward(self, module: nn.Module) -> Iterator[None]:
-        """Return a context whose backward reduces the gradients, including those of forward passes in `no_sync`.
+        """Return a context in which backward passes reduce the gradients, also after forward passes in `no_sync`.
 
         Args:
             module: A wrapped module.
@@ -323,12 +323,12 @@ class Strategy(StrategyAliases):
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the total norm of the gradients in place.
 
-        A NaN norm leaves the gradients unchanged. torch would multiply all gradients by NaN, so that the parameter that
-        caused it could no longer be found.
+        A NaN norm leaves the gradients unchanged. torch would multiply all gradients by NaN, so that the parameter with
+        the NaN could no longer be found.
 
         Args:
-            parameters: The parameters.
-            max_norm: The maximum norm.
+            parameters: Parameters whose gradients are clipped.
+            max_norm: Maximum total norm of the gradients.
             norm_type: The p of the p-norm.
 
         Returns:
@@ -343,15 +343,15 @@ class Strategy(StrategyAliases):
         """Clamp every gradient element to ``[-clip_value, clip_value]`` in place.
 
         Args:
-            parameters: The parameters.
-            clip_value: The maximum absolute value.
+            parameters: Parameters whose gradients are clipped.
+            clip_value: Maximum absolute value of an element.
         """
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         """Return the state of the user's module under its own names. Must be called on all ranks.
 
-        For sharded parameters it contains this process's shards (torch's ``DTensor``).
+        For sharded parameters, it contains this process's shards (torch's ``DTensor``).
 
         Args:
             module: A wrapped module.
@@ -363,7 +363,7 @@ class Strategy(StrategyAliases):
 
         Args:
             module: A wrapped module.
-            state: The state.
+            state: State in the form that `model_state` returns.
             strict: Require that the names in the state are exactly those of the module.
         """
         self.unwrap(module).load_state_dict(state, strict=strict)
@@ -381,7 +381,7 @@ class Strategy(StrategyAliases):
 
         Args:
             optimizer: The user's optimizer.
-            state: The state.
+            state: State in the form of ``state_dict()``.
         """
         optimizer.load_state_dict(state)
 
@@ -396,7 +396,7 @@ class Strategy(StrategyAliases):
         return []
 
     def take_reduction_order(self, module: nn.Module, order: list[int]) -> None:
-        """Sum gradients in the order of a run with this `reduction_order` from now on. Must be called on all ranks.
+        """Sum later gradients in the order of a run with this `reduction_order`. Must be called on all ranks.
 
         Args:
             module: A wrapped module.
@@ -431,7 +431,7 @@ class Strategy(StrategyAliases):
         """Return a better explanation for an error of a backward pass, or the error itself if there is none.
 
         Args:
-            error: The error.
+            error: Error that the backward pass raised.
         """
         return error
 
@@ -448,7 +448,7 @@ class Strategy(StrategyAliases):
     def wrap_without_values(self, module: nn.Module) -> nn.Module:
         """Wrap a module on the meta device as `wrap` would wrap a module with values, and return the module to call.
 
-        Replicas are not wrapped, because torch's reducer does not support tensors without values (torch 2.13).
+        Replicas are not wrapped, because torch's reducer does not support fake tensors (torch 2.13).
         `reduction_buckets` returns the buckets that it would send.
 
         Args:
@@ -475,7 +475,7 @@ class Strategy(StrategyAliases):
 
     @property
     def reduces_unused_gradients(self) -> bool:
-        """True if gradients of parameters that were not used in the step are reduced, too."""
+        """True if gradients of parameters that were not used in the step are also reduced."""
         return False
 
     def gradient_copy_bytes(self, module: nn.Module) -> int:
@@ -510,7 +510,7 @@ class Strategy(StrategyAliases):
         """Return a copy of this strategy with different settings, for comparison in a plan.
 
         Args:
-            replicate: Number of replicas; each is sharded over its share of the ranks.
+            replicate: Number of replicas. Each is sharded over its share of the ranks.
             recompute: Recompute the activations of every block in the backward pass.
             gather: Dtype in which parameters are gathered; gradients are reduced in float32.
 
@@ -530,15 +530,15 @@ class Strategy(StrategyAliases):
 
     @property
     def votes_in_backward(self) -> bool:
-        """True if votes that are cast before the next backward are part of its gradient reduction.
+        """True if votes that are cast before the next backward pass are part of its gradient reduction.
 
-        The gradients must then be the same on every process, because they cannot be voted on. Otherwise, votes are a
-        separate exchange, which is better started when the gradients are known.
+        In that case, the votes cannot depend on the gradients, which must be the same on every process. Otherwise,
+        votes are summed in a separate exchange, which should start when the gradients are known.
         """
         return False
 
     def start_agreement(self, votes: Tensor) -> None:
-        """Start summing ``votes`` over the processes, before or after the last backward of a step.
+        """Start summing ``votes`` over the processes, before or after the last backward pass of a step.
 
         Args:
             votes: The votes of this process.
@@ -547,7 +547,7 @@ class Strategy(StrategyAliases):
         self._work = self.world.start_all_reduce(votes)
 
     def agreement(self) -> Tensor:
-        """Return the summed votes on the device. Must be called after that backward."""
+        """Return the summed votes on the device. Must be called after the last backward pass of the step."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -579,8 +579,8 @@ def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
     """Move the state of an optimizer, except step counts, to the device of the parameters.
 
     Args:
-        optimizer: The optimizer.
-        device: The device.
+        optimizer: The user's optimizer.
+        device: Device of the parameters.
     """
     for state in optimizer.state.values():
         for name, value in state.items():
@@ -593,7 +593,7 @@ def make_group_options(timeout: Any, backend: str | None) -> dict[str, Any]:
 
     Args:
         timeout: Time limit of one collective in a form that `parse_duration` accepts, or None.
-        backend: Torch's name of the backend, or None.
+        backend: Torch's name for the backend, or None.
 
     Raises:
         TypeError: If the timeout is not a duration.

@@ -28,7 +28,7 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
         flag: The argument's name, for errors.
 
     Raises:
-        ValueError: If the model has no module of a given class, or if the number is not positive.
+        ValueError: If the model has no module of one of the classes, or if the number is not positive.
         TypeError: If the policy has another type.
     """
     if isinstance(policy, str) and policy in _NAMES:
@@ -50,7 +50,7 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
 
 
 def self_contained(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the ``blocks`` that share no parameter with a module outside the block, such as a tied weight.
+    """Return the ``blocks`` that share no parameter, such as a tied weight, with a module outside the block.
 
     Args:
         model: The user's module.
@@ -102,9 +102,9 @@ def split_into_blocks(model: nn.Module, always: bool | None = None) -> list[nn.M
 
     Args:
         model: The user's module.
-        always: True splits each part with repeated blocks, False none. By default, a part is split only if two thirds
-            of its blocks are equal to another block. The stages of a convolutional network, for example, differ in
-            width and would share no graph.
+        always: True splits each part with repeated blocks, False none. By default, a part is split only if it has at
+            least three times as many blocks as different kinds of blocks. The stages of a convolutional network, for
+            example, differ in width and would share no graph.
     """
     parts: list[nn.Module] = []
     for part in direct_parts(model):
@@ -120,7 +120,7 @@ def describe_kind(module: nn.Module) -> tuple[Any, ...]:
     """Return a key that is the same for modules with the same computation and different parameters.
 
     Args:
-        module: The module.
+        module: Module to describe.
     """
     return type(module), repr(module), tuple((p.shape, p.dtype) for p in module.parameters())
 
@@ -199,7 +199,7 @@ def check_policy(policy: Any, flag: str) -> Any:
     """Validate a policy as far as possible without a model, and return it.
 
     Args:
-        policy: The policy.
+        policy: Policy in any form that `chosen_blocks` accepts.
         flag: The argument's name, for errors.
 
     Returns:

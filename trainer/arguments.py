@@ -176,13 +176,14 @@ def set_determinism(deterministic: bool | str | None, benchmark: bool | None) ->
     """Configure torch's deterministic algorithms and cuDNN's benchmark mode for the whole process.
 
     Args:
-        deterministic: True requires deterministic algorithms, and ``"warn"`` only warns about operations without one.
-            None leaves torch's setting unchanged.
+        deterministic: True requires deterministic algorithms, ``"warn"`` only warns about operations without one, and
+            False allows other algorithms. None leaves torch's setting unchanged.
         benchmark: Whether cuDNN benchmarks its algorithms. None disables this if ``deterministic`` is True or
             ``"warn"``, and otherwise leaves torch's setting unchanged.
 
     Raises:
-        ValueError: If ``deterministic`` is neither a bool nor ``"warn"``.
+        ValueError: If ``deterministic`` is not a bool, ``"warn"`` or None.
+        TypeError: If ``benchmark`` is neither a bool nor None.
     """
     if deterministic not in (None, True, False, "warn"):
         raise ValueError(f"deterministic={deterministic!r} must be True, False or 'warn'.")

@@ -61,7 +61,7 @@ from .watched import find_directory, locate
 
 
 class Trainer(LightningAliases):
-    """Trainer of a `TaskModule`, which launches processes, runs the loops, saves checkpoints and logs metrics.
+    """Trainer that runs a `TaskModule`, with its processes, precision, accumulation, checkpoints and logging.
 
     The flags have Lightning's names and meanings.
 
@@ -511,7 +511,7 @@ class Trainer(LightningAliases):
             also: See `Accelerator.save_state`.
 
         Raises:
-            ValueError: If no stage has run, so that there is no task to save; if an optimizer step is in progress and
+            ValueError: If no stage has run, so there is no task to save; if an optimizer step is in progress and
                 ``weights_only`` is False; or if a weight is not finite.
         """
         if self.task is None:

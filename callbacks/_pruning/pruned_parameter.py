@@ -62,7 +62,7 @@ class PrunedParameter:
         return int((self.mask == 0).sum()) if self.is_pruned else 0
 
     def refresh(self) -> None:
-        """Recompute ``weight``, which torch ranks to select weights and which is outdated after an optimizer step."""
+        """Recompute ``weight``, whose values torch compares to prune and which an optimizer step does not update."""
         if self.is_pruned:
             setattr(self.module, self.name, (self.parameter * self.mask.to(self.parameter.dtype)).detach())
 

@@ -72,7 +72,7 @@ class Throughput:
 
         Raises:
             ValueError: If a total has not grown since the previous call, or if a call does not pass the same arguments
-                as the previous one.
+                (apart from ``flops``) as the previous one.
         """
         row: dict[str, float] = {"time": time, "batches": batches, "samples": samples}
         if lengths is not None:

@@ -48,7 +48,7 @@ class Page:
     """Content of the page, from top to bottom; empty sections are omitted.
 
     Attributes:
-        title: Name of the run.
+        title: Title of the page, such as the class name of the task.
         state: Outcome of the run, in one or two words.
         ended_well: Whether the run succeeded; None if this is not known yet.
         notes: The announced settings, line by line.

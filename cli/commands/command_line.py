@@ -164,7 +164,7 @@ def load_config(options: Options, defaults: Mapping[str, Any] | None = None) -> 
 
     Args:
         options: The parsed command line.
-        defaults: Default configuration, which files and overrides override.
+        defaults: Default configuration. Configuration files and command-line overrides take precedence.
 
     Raises:
         ConfigError: If the configuration cannot be read, merged or resolved.

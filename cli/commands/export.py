@@ -80,8 +80,8 @@ def export(
     Args:
         checkpoint: A committed checkpoint, of any strategy and world size; a folder or a URL.
         output: A file whose name ends in ``.safetensors``, or a folder; a path or a URL. The output is a folder if that
-            folder exists, the name ends with a slash, or the name does not end in ``.safetensors``. Existing files are
-            replaced once the new ones are complete.
+            folder exists, the name ends with a slash, or the name has no suffix of a weights file. Other suffixes of
+            weights files, such as ``.pt``, are refused. Existing files are replaced once the new ones are complete.
         dtype: The dtype to convert floating-point weights to. Default: None, no conversion.
         max_shard_size: Maximum size of each file in a folder, in bytes or with a unit, such as ``"500MB"`` or
             ``"2GiB"``.

@@ -61,9 +61,9 @@ def run(
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         arguments: The command-line arguments after the stage.
         program: The command's name, as shown in the help and in suggested commands.
-        model: The task's class, unless the configuration names a subclass of it. Default: None.
-        data: The data module's class, unless the configuration names a subclass of it. Default: None.
-        defaults: Default configuration, which files and overrides override.
+        model: The task's class, unless the configuration names a subclass. None requires the configuration to name one.
+        data: The data module's class, unless the configuration names a subclass. Default: None.
+        defaults: Default configuration. Configuration files and command-line overrides take precedence.
         keep: Whether ``predict`` returns the predictions. Otherwise, they are written to files, unless a callback may
             use them. Default: True.
 
@@ -277,7 +277,7 @@ def _open_run_folder(
 
 @contextmanager
 def _create_run_folder(checked: CheckedConfig, flags: Mapping[str, Any]) -> Iterator[RunFolder]:
-    """Create the folder of a new run. Discard it if a ConfigError is raised."""
+    """Create the folder of a new run. Discard it if the run is refused with a ConfigError."""
     from ...trainer.runs import RunFolder
 
     with RunFolder.create(checked.run_dir, checked.run_name, flags) as folder:

@@ -70,8 +70,8 @@ def run(
         arguments: The command-line arguments after ``sweep``.
         program: The command's name, for messages.
         command: The part of a trial's command line before ``fit``.
-        model: The task's class, unless the configuration names a subclass of it. Default: None.
-        data: The data module's class, unless the configuration names a subclass of it. Default: None.
+        model: The task's class, unless the configuration names a subclass. None requires the configuration to name one.
+        data: The data module's class, unless the configuration names a subclass. Default: None.
         defaults: Default configuration, which the sweep's configuration overrides.
     """
     try:

@@ -114,7 +114,7 @@ def load(
         files: YAML files. A later file takes precedence.
         overrides: ``key.path=value`` (list items by index, the value as in YAML), ``key.path+=value`` to append to a
             list, ``~key.path`` to remove a key. They take precedence over the files.
-        defaults: Values that ``earlier``, the files and the overrides override.
+        defaults: Default values. ``earlier``, the files and the overrides take precedence.
         earlier: Name and YAML text of an earlier run's configuration, which the files override.
 
     Raises:

@@ -55,8 +55,8 @@ def read(file: str | Path) -> Value:
         file: Path of the file.
 
     Raises:
-        ConfigError: If the file does not exist, is empty or too large, or is not valid YAML. The error names the line
-            of a fault in the YAML.
+        ConfigError: If the file does not exist, is empty, too large or not UTF-8, or does not contain valid YAML. The
+            error names the line of a fault in the YAML.
     """
     value = parse(read_text(file), str(file))
     if value is None or value.data is None:

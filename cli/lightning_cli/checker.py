@@ -142,7 +142,7 @@ class SettingsChecker(Checker):
         return super()._find_target(replace(value, data=translate_class_path(str(value.data))), base, path)
 
     def _check_callable(self, value: Value, inner: tuple[Any, ...], annotation: Any, path: Path) -> Recipe | None:
-        """Return a recipe for a function, or for a partial of a class if instances of the class are to be returned."""
+        """Return a recipe for a function, or for a partial of a class that the annotated return type accepts."""
         expanded = expand_class_name(value)
         returns = simplify(inner[-1]) if inner else Any
         kinds = tuple(kind for kind in typing.get_args(returns) or (returns,) if isinstance(kind, type))
@@ -202,7 +202,7 @@ def make_config(recipe: Recipe) -> Any:
 
 
 def make_default_config(default: Any) -> Any:
-    """Convert an argument's default for a configuration: a dataclass or lazy instance to a namespace."""
+    """Return a default for a configuration: a dataclass or lazy instance as a namespace, other values unchanged."""
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         fields = {field.name: getattr(default, field.name) for field in dataclasses.fields(default) if field.init}
         return Namespace({name: make_default_config(item) for name, item in fields.items()})
@@ -233,7 +233,7 @@ def supply(recipe: Recipe, path: Path, value: Any) -> Recipe:
 
 
 def make_arguments(recipe: ObjectRecipe) -> Namespace:
-    """Return the configuration of an object that is not built itself, with the objects in its arguments built."""
+    """Return the configuration of an object that is built later, with the objects in its arguments already built."""
     config = make_config(recipe)
     arguments = config.init_args if recipe.name else config
     for name, argument in recipe.arguments.items():

@@ -24,7 +24,7 @@ class Option:
         argument: Its annotation and default.
         required: Whether it must be set.
         help: Its description in the help.
-        convert: Function that converts the text of a value; None for the annotated type.
+        convert: Function that converts the text of a value. None checks the value against the annotation instead.
         choices: The allowed values.
         instantiate: Whether `instantiate_classes` builds the object that the value describes.
         untyped: Whether a value from the command line or environment remains text, as in argparse. A value from a file
@@ -93,7 +93,7 @@ class ClassGroup:
     """Arguments of a class under a dotted key; in subclass mode, the arguments of any subclass.
 
     Attributes:
-        key: The dotted key, such as ``"model.lr"``.
+        key: The dotted key, such as ``"model"``.
         bases: The class; in subclass mode, the classes of which the named class must extend at least one.
         subclass_mode: Whether the settings name the class.
         required: Whether the settings must name a class in subclass mode.

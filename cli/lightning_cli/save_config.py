@@ -87,7 +87,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> Any:
-        """Save the configuration in a further place. Runs only on rank zero, so it must not use collectives.
+        """Save the configuration in another place, too. Runs only on rank zero, so it must not use collectives.
 
         Args:
             trainer: The Trainer. Its ``logger`` can record the text that ``self.parser.dump(self.config)`` returns.

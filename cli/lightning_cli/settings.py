@@ -266,7 +266,7 @@ def _replace_value(value: Value, new: Value) -> Value:
 
 
 def make_default(argument: Argument) -> Value | None:
-    """Return an argument's default as settings into which others can be merged; None if it is not plain data."""
+    """Return an argument's default as settings into which others can be merged; None if it does not support merging."""
     default = argument.default
     if default is REQUIRED or argument.several:
         return None

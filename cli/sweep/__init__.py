@@ -1,4 +1,4 @@
-"""Sweeps: trials of one configuration with different values. Each trial is a run that can be resumed."""
+"""Sweeps: trials of one configuration with different values. Trials are resumable runs and can run in parallel."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Axis:
 
     @classmethod
     def of_values(cls, name: str, values: Sequence[float]) -> Axis:
-        """Return an axis that contains all values. It is logarithmic if they span two orders of magnitude or more.
+        """Return an axis of all values, logarithmic if they are positive and span two orders of magnitude or more.
 
         Args:
             name: The title of the axis.
@@ -291,5 +291,5 @@ def draw_slice(points: Sequence[TrialPoint], key: str, axis: Axis, values: Axis)
 
 
 def is_drawn(value: float | None) -> bool:
-    """Return whether a value can be drawn, because it is finite and not too large."""
+    """Return whether a value can be drawn: it must be finite and not too large."""
     return value is not None and math.isfinite(value) and abs(value) <= LARGEST

@@ -23,8 +23,8 @@ class TrialConfigs:
     Args:
         sweep: The sweep, as its file describes it.
         program: The command that runs a trial, for the first line of the configuration file.
-        model: The task's class, unless the configuration names a subclass of it. Default: None.
-        data: The data module's class, unless the configuration names a subclass of it. Default: None.
+        model: The task's class, unless the configuration names a subclass. None requires the configuration to name one.
+        data: The data module's class, unless the configuration names a subclass. Default: None.
     """
 
     def __init__(

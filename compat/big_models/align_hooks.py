@@ -341,7 +341,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Add an `AlignDevicesHook` to each block that a map of devices or offloading names, or else to the whole model.
+    """Add an `AlignDevicesHook` to each block that a map of devices or offloading names; without a map, to the model.
 
     Args:
         module: The model to which hooks are added.

@@ -131,7 +131,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     """Return the names of the non-persistent buffers, which are not in the state dict.
 
     Args:
-        module: The module that has the tensors.
+        module: The module that has the buffers.
         recurse: Whether to include submodules.
         fqns: Whether names are relative to ``module`` instead of to the submodule that owns the buffer.
     """
@@ -287,7 +287,7 @@ def set_module_tensor_to_device(
     """Move one parameter or buffer of a module to a device.
 
     Args:
-        module: The module that has the tensors.
+        module: The module that has the tensor, possibly in a submodule.
         tensor_name: The tensor's name relative to ``module``.
         device: The target device.
         value: The new values. Default: None, which keeps the current ones.
@@ -375,7 +375,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
     """Return whether weights of a module are offloaded until the module is called.
 
     Args:
-        module: The module that has the tensors.
+        module: The module to examine.
     """
     return _get_offload_hook(module) is not None or find_station(module) is not None
 
@@ -387,10 +387,10 @@ def _get_offload_hook(module: nn.Module) -> Any:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Move a module's direct parameters to a device within a ``with`` block, and restore their devices afterwards.
+    """Move a module's direct parameters to a device within a ``with`` block, and move or offload them again afterwards.
 
     Args:
-        module: The module that has the tensors.
+        module: The module whose parameters are moved.
         execution_device: The device. Default: None, which moves only offloaded parameters, to the device on which the
             module runs.
     """

@@ -1,4 +1,4 @@
-"""Offloaded weights in Accelerate's format: a folder with ``index.json`` and a file ``NAME.dat`` per tensor."""
+"""Offloaded weights in Accelerate's format: a folder with ``index.json`` and raw bytes in ``NAME.dat`` per tensor."""
 
 from __future__ import annotations
 

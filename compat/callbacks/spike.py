@@ -33,8 +33,8 @@ class TrainingSpikeException(RuntimeError):
 class SpikeDetection(Callback):
     """Callback that ends training with a `TrainingSpikeException` when a batch's loss spikes on any rank.
 
-    The index of that batch, and of the previous batch, which may have damaged the weights, are added to ``bad_batches``
-    and written to a JSON file. The callback waits for the device to read the loss of every batch. `SpikeWatch` detects
+    The indices of that batch and of the previous one, which may have damaged the weights, are added to ``bad_batches``
+    and written to a JSON file. To read the loss, the callback waits for the device in every batch. `SpikeWatch` detects
     spikes without waiting.
 
     Args:

@@ -34,8 +34,8 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class FabricModule(nn.Module):
     """Model whose ``forward`` runs in the precision and on the processes of a `Fabric`.
 
-    It has the attributes and methods of the user's model. On several processes, or with a smaller dtype, a method other
-    than ``forward`` that computes must be marked with `mark_forward_method`.
+    It has the attributes and methods of the user's model. With several processes or a smaller dtype, a method other
+    than ``forward`` that calls layers must be marked with `mark_forward_method`.
 
     Args:
         forward_module: The prepared model.
@@ -53,11 +53,11 @@ class FabricModule(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """User's model."""
+        """The user's model."""
         return self._original_module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's ``forward``; half and double precision are cast at its inputs and outputs.
+        """Run the model's ``forward``. Its inputs and outputs are cast if the precision is half or double.
 
         Args:
             *args: Positional inputs.
@@ -81,7 +81,7 @@ class FabricModule(nn.Module):
         """Make a method run like ``forward``.
 
         Args:
-            method: The method or its name.
+            method: A method of the model, or its name.
 
         Raises:
             AttributeError: If the model has no such method.
@@ -115,7 +115,7 @@ class FabricModule(nn.Module):
         """Load the state of the user's model.
 
         Args:
-            state_dict: The state.
+            state_dict: State of the user's model.
             *args: Positional arguments of ``Module.load_state_dict``.
             **kwargs: Keyword arguments of ``Module.load_state_dict``.
         """
@@ -146,7 +146,7 @@ class FabricModule(nn.Module):
 
 
 def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method wrapped to raise an error if it calls a layer, whose gradients would not be reduced."""
+    """Wrap a method so that it raises an error if it calls a layer, whose gradients would not be reduced."""
 
     def refuse(*_: Any) -> None:
         raise RuntimeError(
@@ -174,12 +174,12 @@ class FabricDataLoader:
     Args:
         loader: The user's dataloader, which is not changed.
         world: All ranks.
-        device: The device to move batches to. None does not move them.
+        device: Device to which batches are moved; None to leave them in place.
         shared: Whether the ranks share the samples.
 
     Raises:
         TypeError: If the argument is not a ``DataLoader``, or has a batch sampler without a sampler.
-        ValueError: If the dataloader has been set up already.
+        ValueError: If the dataloader has already been set up.
     """
 
     def __init__(self, loader: Any, world: World, device: torch.device | None, shared: bool) -> None:
@@ -199,7 +199,7 @@ class FabricDataLoader:
 
     @property
     def device(self) -> torch.device | None:
-        """Device that batches are moved to."""
+        """Device to which batches are moved."""
         return self._device
 
     def __len__(self) -> int:
@@ -272,7 +272,7 @@ def is_wrapped(obj: object) -> bool:
     """Return whether a `Fabric` has set up this model, optimizer or dataloader.
 
     Args:
-        obj: The object.
+        obj: Any object.
     """
     return isinstance(getattr(obj, "_orig_mod", obj), FabricModule | PreparedOptimizer | FabricDataLoader)
 

@@ -23,7 +23,7 @@ class ExperimentWriter:
 
     Attributes:
         metrics: Rows that have not been saved.
-        hparams: The hyperparameters.
+        hparams: Logged hyperparameters by name.
     """
 
     NAME_HPARAMS_FILE = "hparams.yaml"

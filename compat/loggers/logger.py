@@ -1,4 +1,4 @@
-"""Base of all loggers, a logger that discards values, and merging of dicts of metrics."""
+"""Base class of all loggers, a logger that discards values, and a function that merges dicts of metrics."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def merge_dicts(
     """Merge dicts into one with all keys, aggregating the values of each key.
 
     Args:
-        dicts: The dicts, nested or not. A key may be missing in some, or be None.
-        agg_key_funcs: Functions of the list of values by key; for a nested dict, such a dict.
-        default_func: The function for other keys.
+        dicts: Dicts, which may be nested. A key may be missing from some of them, or its value may be None.
+        agg_key_funcs: Functions that aggregate a list of values, by key. For a nested dict, a dict of such functions.
+        default_func: Function for all other keys. Default: the mean.
 
     Returns:
         The merged dict.

@@ -9,10 +9,10 @@ __all__ = ["check_finite_loss"]
 
 
 def check_finite_loss(loss: Tensor | None) -> None:
-    """Check that a loss is finite, which syncs with the device. None passes.
+    """Check that a loss is finite. The check synchronizes with the device.
 
     Args:
-        loss: The loss.
+        loss: Loss of a step. None is accepted.
 
     Raises:
         ValueError: If the loss contains NaN or infinity.

@@ -1,4 +1,4 @@
-"""Distributed samplers that repeat no samples."""
+"""Distributed samplers that do not repeat samples."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def prepare_for_backward(model: DistributedDataParallel, output: Any) -> None:
     """Make DDP reduce the gradients of a loss that its ``forward`` did not compute.
 
     Args:
-        model: The replica.
-        output: The output that the loss is computed from. With ``find_unused_parameters`` its tensors determine which
+        model: The ``DistributedDataParallel`` module.
+        output: Output from which the loss is computed. With ``find_unused_parameters``, its tensors determine which
             parameters take part.
     """
     model.require_forward_param_sync = bool(torch.is_grad_enabled() and model.require_backward_grad_sync)
@@ -32,9 +32,9 @@ def prepare_for_backward(model: DistributedDataParallel, output: Any) -> None:
 
 
 class UnrepeatedDistributedSampler(DistributedSampler[Any]):
-    """Sampler for evaluation of every ``num_replicas``-th sample from ``rank`` on. Ranks may differ by one sample.
+    """Sampler for evaluation that yields every ``num_replicas``-th sample, starting with sample ``rank``.
 
-    Prepared dataloaders distribute samples like this themselves.
+    Ranks may differ by one sample. Prepared dataloaders already distribute samples in this way.
 
     Args:
         args, kwargs: See ``torch.utils.data.DistributedSampler``.
@@ -65,7 +65,7 @@ class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
     """`UnrepeatedDistributedSampler` of the samples that another sampler yields.
 
     Args:
-        sampler: The sampler. It must yield the same samples on every rank.
+        sampler: Sampler, which must yield the same samples on every rank.
         args, kwargs: See ``torch.utils.data.DistributedSampler``.
     """
 

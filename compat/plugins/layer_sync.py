@@ -12,22 +12,22 @@ __all__ = ["LayerSync", "TorchSyncBatchNorm"]
 
 
 class LayerSync(ABC):
-    """Base of classes that add such layers to a model. A Trainer accepts `TorchSyncBatchNorm` only."""
+    """Base class of plugins that replace layers with synchronized ones. A Trainer accepts only `TorchSyncBatchNorm`."""
 
     @abstractmethod
     def apply(self, model: nn.Module) -> nn.Module:
-        """Return the model with such layers.
+        """Return the model with layers that use the samples of all ranks.
 
         Args:
-            model: The model.
+            model: The user's model.
         """
 
     @abstractmethod
     def revert(self, model: nn.Module) -> nn.Module:
-        """Return the model without such layers.
+        """Return the model with its original layers.
 
         Args:
-            model: The model.
+            model: A model that `apply` returned.
         """
 
 

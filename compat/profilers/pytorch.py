@@ -21,7 +21,7 @@ class RegisterRecordFunction:
     A `PyTorchProfiler` does this itself unless ``record_module_names=False``.
 
     Args:
-        model: The model.
+        model: Model whose submodules are recorded.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -12,7 +12,7 @@ __all__ = ["ServableModule"]
 
 
 class ServableModule(ABC, nn.Module):
-    """Base of a model with an example request and with conversions between requests, tensors and responses."""
+    """Base class of models with an example request and with conversions between requests, tensors and responses."""
 
     @abstractmethod
     def configure_payload(self) -> dict[str, Any]:
@@ -20,11 +20,11 @@ class ServableModule(ABC, nn.Module):
 
     @abstractmethod
     def configure_serialization(self) -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
-        """Return functions by name: from request values to `serve_step`'s arguments, and from its results to data."""
+        """Return functions by name: from request values to arguments of `serve_step`, and from its results to data."""
 
     @abstractmethod
     def serve_step(self, *args: Tensor, **kwargs: Tensor) -> dict[str, Tensor]:
-        """Return the results of a request by name.
+        """Return the results of a request, keyed by name.
 
         Args:
             *args: Positional inputs.

@@ -1,4 +1,4 @@
-"""Check before training that the model answers an example request correctly."""
+"""Callback that checks before training that a model answers an example request correctly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Response:
 
     Attributes:
         status_code: The HTTP status; 200 is success.
-        text: The body.
+        text: Body of the response.
     """
 
     def __init__(self, status_code: int, text: str) -> None:
@@ -44,9 +44,9 @@ class ServableModuleValidator(Callback):
 
     Args:
         optimization: Must be None.
-        server: Must be ``"fastapi"``. Python's own server is used, with equal responses.
-        host: The address to listen on.
-        port: The port to listen on; 0 for any free port.
+        server: Must be ``"fastapi"``. Python's own server is used and gives the same responses.
+        host: Address on which the server listens.
+        port: Port on which the server listens; 0 for any free port.
         timeout: Seconds to wait for the response.
         exit_on_failure: Whether to raise an error if the request fails.
 
@@ -54,8 +54,9 @@ class ServableModuleValidator(Callback):
         resp: The response, with ``status_code`` and ``json()``; None before training.
 
     Raises:
-        ValueError: If an argument is not supported; in training, if the response is not the expected one.
-        TypeError: In training, if the task is not a `ServableModule`.
+        ValueError: If an argument is not supported; at the start of training, if the response differs from the expected
+            one.
+        TypeError: At the start of training, if the task is not a `ServableModule`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Base of strategies for several processes."""
+"""Base class of strategies for several processes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ class _Distributed(type):
 
 
 class ParallelStrategy(Strategy, metaclass=_Distributed):
-    """Base of strategies for several processes. Every `Strategy` with ``distributed`` counts as one."""
+    """Base class of strategies for several processes. Every `Strategy` whose ``distributed`` is True counts as one."""
 
     distributed = True

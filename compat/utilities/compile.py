@@ -30,7 +30,7 @@ def from_compiled(model: Any) -> TaskModule:
 
 
 def to_uncompiled(model: Any) -> TaskModule:
-    """Return the task inside the result of ``torch.compile(task)`` or `from_compiled`, no longer compiled.
+    """Return the task inside the result of ``torch.compile(task)`` or `from_compiled`, without its compilation.
 
     Args:
         model: The compiled task.

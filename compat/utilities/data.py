@@ -23,7 +23,7 @@ def extract_batch_size(batch: Any) -> int:
     A 0-d tensor counts as one sample. A warning is issued if tensors differ in length.
 
     Args:
-        batch: The batch.
+        batch: A tensor, or nested data that contains tensors.
 
     Raises:
         ValueError: If the batch contains no tensor.
@@ -60,7 +60,7 @@ def has_iterable_dataset(dataloader: object) -> bool:
     """Return whether a dataloader reads a stream.
 
     Args:
-        dataloader: The dataloader.
+        dataloader: Dataloader to inspect.
     """
     return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
 
@@ -69,7 +69,7 @@ def sized_len(dataloader: object) -> int | None:
     """Return a dataloader's length, or None if it has none.
 
     Args:
-        dataloader: The dataloader.
+        dataloader: Dataloader to inspect.
     """
     try:
         return len(dataloader)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def has_len(dataloader: object) -> bool:
     """Return whether a dataloader has a length. Warn about a length of 0 and about the length of a stream.
 
     Args:
-        dataloader: The dataloader.
+        dataloader: Dataloader to inspect.
     """
     length = sized_len(dataloader)
     if length == 0:
@@ -109,12 +109,12 @@ def has_len_all_ranks(
     """Return whether a dataloader has a length. Must be called on all ranks.
 
     Args:
-        dataloader: The dataloader.
+        dataloader: Dataloader of this rank.
         strategy: The run's strategy.
         allow_zero_length_dataloader_with_multiple_devices: Whether a rank's dataloader may be empty.
 
     Raises:
-        RuntimeError: If this rank's dataloader is empty and another's is not, unless that is allowed.
+        RuntimeError: If this rank's dataloader is empty and that of another rank is not, unless this is allowed.
     """
     name = type(dataloader).__name__
     length = sized_len(dataloader)

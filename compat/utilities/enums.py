@@ -1,4 +1,4 @@
-"""Enums that equal their strings, independent of case."""
+"""Enums whose members equal their strings, regardless of case."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GradClipAlgorithmType(LightningEnum):
         """Return whether an algorithm of this name exists.
 
         Args:
-            val: The name.
+            val: Name of the algorithm.
         """
         return val in GradClipAlgorithmType.supported_types()
 

@@ -18,12 +18,12 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
     """Return whether an object overrides a method of its base class.
 
     Args:
-        method_name: The method.
-        instance: The object. None overrides nothing.
-        parent: The base class. Default: `TaskModule`, `DataModule` or `Callback`, by the object's class.
+        method_name: Name of the method.
+        instance: Object to inspect. None overrides no method.
+        parent: The base class. Default: `TaskModule`, `DataModule` or `Callback`, depending on the object's class.
 
     Raises:
-        ValueError: If ``parent`` is missing and the object is of none of these classes.
+        ValueError: If ``parent`` is missing and the object is not an instance of one of these classes.
     """
     if instance is None:
         return False

@@ -15,10 +15,11 @@ def is_param_in_hook_signature(
     """Return whether a method can be called with a parameter.
 
     Args:
-        hook_fx: The method; for a decorated one, the function inside is examined.
-        param: The parameter's name.
-        explicit: Whether ``*args`` does not count.
-        min_args: Number of parameters without ``self`` that suffices regardless of their names. Default: None.
+        hook_fx: Method to inspect. If it is decorated, the decorated function is inspected.
+        param: Name of the parameter.
+        explicit: Whether to ignore ``*args``.
+        min_args: Any name is accepted if the method has at least this many parameters, without ``self``. Default:
+            None, which disables this rule.
     """
     specification = inspect.getfullargspec(getattr(hook_fx, "__wrapped__", hook_fx))
     names = specification.args[1:]

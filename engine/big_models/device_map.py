@@ -35,7 +35,7 @@ def infer_auto_device_map(
     not offloaded.
 
     Args:
-        model: The model; it may be on device ``meta``.
+        model: The model; it may be on the meta device.
         max_memory: See `get_max_memory`. The disk receives the remaining modules, without a limit unless ``max_memory``
             sets one.
         no_split_module_classes: Classes whose modules must not be split, such as those with a residual connection.
@@ -163,7 +163,7 @@ def get_balanced_memory(
     memory.
 
     Args:
-        model: The model; it may be on device ``meta``.
+        model: The model; it may be on the meta device.
         max_memory: See `get_max_memory`.
         no_split_module_classes: See `infer_auto_device_map`.
         dtype: See `infer_auto_device_map`.

@@ -26,7 +26,7 @@ def device_map_plan(
     tied tensor counts under its first name.
 
     Args:
-        model: The model; it may be on device ``meta``.
+        model: The model; it may be on the meta device.
         device_map: Devices by the names of modules or tensors.
         max_memory: The memory of the devices; see `get_max_memory`. Default: the free memory.
         dtype: The dtype in which floating point weights will be loaded. Default: their own.

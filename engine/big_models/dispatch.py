@@ -52,11 +52,11 @@ def dispatch_model(
     called, and released after that. Inputs are moved too, and outputs are moved back to the device of the inputs.
 
     Args:
-        model: The model, which is changed in place; it may be on device ``meta``.
+        model: The model, which is changed in place; it may be on the meta device.
         device_map: Devices by the names of modules or tensors; the nearest parent in the map applies.
         main_device: The device that runs offloaded modules. Default: the first accelerator of the map, else the CPU.
         state_dict: Values for tensors of the model that are offloaded to the CPU. Default: the model's own.
-        offload_dir: Folder to write the weights on disk into; for a model on device ``meta``, the checkpoint that
+        offload_dir: Folder to write the weights on disk into; for a model on the meta device, the checkpoint that
             contains them. Weights that Accelerate's functions have offloaded there (``index.json``) replace the model's
             own, as in Accelerate.
         offload_index: Locations of offloaded weights, instead of the folder's ``index.json``: by name, the dtype and
@@ -130,8 +130,8 @@ def disk_offload(
     """Keep a model's weights on disk and read each module's weights when the module is called.
 
     Args:
-        model: The model, which is changed in place; it may be on device ``meta``.
-        offload_dir: The folder to write the weights into; for a model on device ``meta``, the checkpoint that contains
+        model: The model, which is changed in place; it may be on the meta device.
+        offload_dir: The folder to write the weights into; for a model on the meta device, the checkpoint that contains
             them. Weights that Accelerate's functions have offloaded there replace the model's own.
         execution_device: The device that runs the model. Default: that of its first parameter, or the CPU.
         offload_buffers: Offload buffers too.

@@ -20,7 +20,7 @@ from .module_tensors import copy_attributes
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> Any:
-    """Return a context in which parameters of new modules are on device ``meta``, which uses no memory.
+    """Return a context in which parameters of new modules are on the meta device, which uses no memory.
 
     Load the parameters with `load_checkpoint_and_dispatch` before use. Only the thread that enters the context is
     affected. Contexts may be nested, and an error inside has no lasting effect. Each parameter is created as the

@@ -19,7 +19,7 @@ from .module_tensors import copy_attributes, is_buffer, set_tensor
 
 
 class StandIn(Tensor):
-    """Stand-in for an offloaded tensor, with the tensor's shape on device ``meta`` and without values.
+    """Stand-in for an offloaded tensor, with the tensor's shape on the meta device and without values.
 
     torch 2.13 multiplies a CPU tensor by a ``meta`` one and returns uninitialized memory; this class raises an error.
     """
@@ -38,7 +38,7 @@ class StandIn(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return another stand-in of the same shape.
 
-        Torch's own copy does not support subclasses on device ``meta``.
+        Torch's own copy does not support subclasses on the meta device.
         """
         new: Tensor = torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(type(self))
         if isinstance(self, nn.Parameter):
@@ -54,7 +54,7 @@ class Loan:
         module: The module that has the tensor.
         name: The tensor's name in the module.
         piece: The location of the tensor's values.
-        shape: A description of the tensor: its class, dtype and shape, on device ``meta``.
+        shape: A description of the tensor: its class, dtype and shape, on the meta device.
         stand_in: The stand-in that the module holds while it is not running; tied tensors share one stand-in.
     """
 
@@ -87,7 +87,7 @@ class Loan:
         set_tensor(self.module, self.name, new)
 
     def take_back(self) -> None:
-        """Release the values. A buffer that the forward pass changed, such as running statistics, is kept."""
+        """Release the values. A buffer that ``forward`` changed, such as a cache or running statistics, is kept."""
         buffer = self.module._buffers.get(self.name) if is_buffer(self.shape) else None
         if buffer is not None and buffer is not self.stand_in and self._is_changed(buffer):
             self.piece = MemoryPiece(buffer.detach().clone().to("cpu"))
@@ -273,7 +273,7 @@ class Home:
         return move(args, self.device, ()), move(kwargs, self.device, self.skip)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Move the output to the device of the inputs after the forward pass, even if it raised an error.
+        """Move the output to the device of the inputs after the forward pass. Also called if the pass raised an error.
 
         Args:
             module: The model.

@@ -130,13 +130,13 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint into a model without adding hooks.
 
-    Weights that the map places on disk are left on device ``meta``: pass the checkpoint as ``offload_dir`` to
+    Weights that the map places on disk are left on the meta device: pass the checkpoint as ``offload_dir`` to
     `dispatch_model`.
 
     Args:
         model: The model, which is changed in place.
         checkpoint: See `load_checkpoint_and_dispatch`.
-        device_map: Devices by the names of modules or tensors. Default: tensors on device ``meta`` go to the CPU,
+        device_map: Devices by the names of modules or tensors. Default: tensors on the meta device go to the CPU,
             others stay where they are.
         offload_folder: Accepted but not needed.
         dtype: The dtype of floating point weights after the load. Default: that of the model.

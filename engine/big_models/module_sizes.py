@@ -35,7 +35,7 @@ def compute_module_sizes(
     A tied tensor counts once in each module.
 
     Args:
-        model: The model; it may be on device ``meta``.
+        model: The model; it may be on the meta device.
         dtype: The dtype in which floating point tensors will be loaded. Default: their own.
         special_dtypes: Dtypes of single tensors by name, which override ``dtype``.
         buffers_only: Count only buffers.
@@ -64,7 +64,7 @@ def measure_tensors(
     """Return the size in bytes of each distinct tensor, keyed by `make_view_key`.
 
     Args:
-        model: The model; it may be on device ``meta``.
+        model: The model; it may be on the meta device.
         dtype: The dtype in which floating point tensors will be loaded. Default: their own.
         special_dtypes: Dtypes of single tensors by name.
 
@@ -114,7 +114,7 @@ def split_model(
     """Split the model into the smallest permitted parts, in its own order.
 
     Args:
-        model: The model; it may be on device ``meta``.
+        model: The model; it may be on the meta device.
         no_split: Names of classes whose modules are not split.
         dtype: See `compute_module_sizes`.
         special_dtypes: See `compute_module_sizes`.

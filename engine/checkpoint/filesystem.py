@@ -63,7 +63,7 @@ RESTORE = "Copy or download the checkpoint again, or use another checkpoint."
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a path from `list_leaves` stays in its directory on every operating system.
+    """Return whether a path in the form of `list_leaves` stays in its directory on every operating system.
 
     Args:
         name: The path.
@@ -99,7 +99,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
 
     Args:
         path: The file.
-        tensors: Tensors of plain types by name, or objects that read a tensor when they are indexed.
+        tensors: By name, tensors of plain types, or objects that read a tensor when they are indexed.
         notes: The text for the file's header.
 
     Raises:

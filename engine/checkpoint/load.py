@@ -72,7 +72,7 @@ def load(
         ValueError: If it is damaged, belongs to another model or configuration, or was replaced while it was read. In
             these cases, no object is changed on any process. An error in the ``load_state_dict`` of a scheduler, loader
             or registered object is raised later, after models and optimizers are loaded.
-        RuntimeError: On a process that detects no error, if another process raises one.
+        RuntimeError: If only other processes detect an error. A failed verification is a ValueError on all processes.
     """
     world, manifest = accelerator.world, opened.manifest
     shared: TrainState | None = None
@@ -414,8 +414,8 @@ def _check_counts(
 ) -> None:
     """Check that as many objects are prepared as were saved. The number of evaluation loaders may differ.
 
-    If a different number is permitted for a kind of object, this function warns and removes the saved state of that
-    kind from ``state``.
+    If another difference is permitted, this function only warns. It then removes from ``state`` the states of the
+    loaders, or those of the schedulers if the number of optimizers or schedulers differs.
     """
     path = opened.path
     optimizers = sum(opened.has(optimizer_part(n)) for n in range(len(accelerator.optimizers) + 1))

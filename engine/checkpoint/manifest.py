@@ -40,7 +40,8 @@ class Manifest:
         sequence: Number that grows with every commit to a directory, and orders checkpoints of the same step.
         others: Entries of files that hooks wrote, by path, such as ``unet/config.json``. The content of a link is its
             target.
-        folder: The folder in the checkpoint that contains all these files; empty for a checkpoint on disk.
+        folder: The folder in the checkpoint that contains all these files; empty if they are next to the manifest, as
+            in a checkpoint that was saved to a disk.
         source: The content of the file that the manifest was read from; empty if it was not read from a file.
     """
 
@@ -78,7 +79,7 @@ class Manifest:
         others: dict[str, dict[str, Any]] | None = None,
         folder: str = "",
     ) -> "Manifest":
-        """Return the manifest for the arguments of `commit`. Counts default to 0, and ``world_size`` to 1.
+        """Return the manifest for the arguments of `commit`. Counts that ``info`` omits are 0, but ``world_size`` is 1.
 
         Args:
             files: Entries by file name.

@@ -308,7 +308,7 @@ def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
 
 
 def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPath) -> None:
-    """Warn if weights were saved in dtypes that differ from the model's, so that the run does not resume exactly.
+    """Warn if weights were saved in dtypes other than the model's, because the run then does not resume exactly.
 
     Args:
         model: The model that loads them.
@@ -327,7 +327,7 @@ def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPat
 
 
 def find_not_finite(model: nn.Module) -> list[str]:
-    """Return the names of tensors with invalid values in this process's shard of a model, which must not be saved.
+    """Return the names of tensors with values that must not be saved, in this process's shard of a model.
 
     A trained parameter must be finite. Elsewhere only NaN is refused: masks and ranges contain infinities. The check
     takes one pass over the memory, and one read of the device.
@@ -343,7 +343,7 @@ def find_not_finite(model: nn.Module) -> list[str]:
 
 
 def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[str]:
-    """Return the names of tensors with invalid values in this process's optimizer state, which must not be saved.
+    """Return the names of tensors with values that must not be saved, in this process's optimizer state.
 
     State with its parameter's shape must be finite: with an infinite second moment, the parameter would never change
     again. Elsewhere only NaN is refused.

@@ -81,7 +81,7 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
         registered: The registered objects by name; it is changed in place.
         objects: Objects whose saved states are matched by class name and position.
         named: Objects whose saved states are matched by these names.
-        world: The processes that take part.
+        world: The processes, which exchange the states of metric objects when a checkpoint is saved.
 
     Raises:
         TypeError: If an object has no ``state_dict`` or no ``load_state_dict``.

@@ -319,7 +319,7 @@ class CheckpointStore:
         self.directory = absolute(directory)
 
     def find(self) -> list[AnyPath]:
-        """Return the committed checkpoints, sorted by step and then by order of commit, with the latest last.
+        """Return the committed checkpoints, latest last, sorted by step and then by order of commit, never by clock.
 
         A checkpoint whose replacement was interrupted is listed under its ``.name.old`` until `recover` is called.
         """

@@ -64,7 +64,7 @@ def optimizer_part(number: int, rank: int = 0) -> str:
 
     Args:
         number: The index of the prepared optimizer.
-        rank: The rank that alone holds a shard of the state; 0 for the shared part.
+        rank: The rank whose state the part contains, if each rank saves the state of different parameters; otherwise 0.
     """
     name = "optimizer" if number == 0 else f"optimizer-{number}"
     return f"{name}-rank-{rank:05d}" if rank else name
@@ -145,7 +145,9 @@ Form = TypeVar("Form", TrainState, RankState, OptimizerState, CallbackStates)
 
 
 def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
-    """Check that ``value`` is a dict with a form's keys and types, and return it; an intact file may differ.
+    """Check that ``value`` is a dict with a form's keys and types, and return it.
+
+    The check is needed because a file that matches its digest may still have other content.
 
     Args:
         form: The dict class that defines the keys and types.

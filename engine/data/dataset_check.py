@@ -1,6 +1,7 @@
 """Check that the ranks' datasets hold the same samples, without reading samples that are not in memory.
 
-Samples are never read for this check, because a dataset that opens a file here would pass it on to its workers.
+Samples are never read for this check, because a dataset that opens a file in this process would pass it on to its
+workers.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def _list_inner_datasets(dataset: Any) -> Iterable[Any]:
 
 
 def _take_excerpt(column: Any) -> list[Any]:
-    """Return a few items of a column of any length; for an array of rows, the start of the first and the last row."""
+    """Return a limited number of items of a column; for an array of rows, the start of the first and the last row."""
     if not len(column):
         return []
     if isinstance(column, Tensor | np.ndarray) and column.ndim > 1:

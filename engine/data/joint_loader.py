@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +22,7 @@ class JointBatches:
     Args:
         loaders: The prepared loaders; each of their batches is a separate group.
         source: The user's combination.
-        planner: Groups and weights.
+        planner: Computes the accumulation groups and the weights of their batches.
 
     Attributes:
         order: Not None while an epoch runs.
@@ -63,9 +63,9 @@ class JointBatches:
         return (max if self.mode == "sequential" else sum)(loader.total_batch_size for loader in self.loaders)
 
     @property
-    def left_out(self) -> int:
-        """Number of samples per pass that ``drop_last`` skips."""
-        return sum(loader.left_out for loader in self.loaders)
+    def left_out(self) -> Counter[str]:
+        """Counts of what ``drop_last`` drops per pass; see `ShardedBatches.left_out`."""
+        return sum((loader.left_out for loader in self.loaders), Counter())
 
     def batches(self, left: int | None) -> Iterator[Any]:
         """Yield at most ``left`` micro-batches, and add their metadata to ``micros``.

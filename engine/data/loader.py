@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Any
@@ -397,8 +398,8 @@ class Loader:
         return self._plan.full
 
     @property
-    def left_out(self) -> int:
-        """Number of samples per epoch that ``drop_last`` skips: those of a short last global batch."""
+    def left_out(self) -> Counter[str]:
+        """Counts of what ``drop_last`` drops per epoch; see `ShardedBatches.left_out`."""
         return self._plan.left_out
 
     @property

@@ -71,7 +71,7 @@ class Draws:
         self.load_samplers(state)
 
     def rewind(self, state: dict[str, Any]) -> None:
-        """Restore a state returned by `state` except for the samplers, which must not have been used since.
+        """Restore a state returned by `state` except for the samplers' own states, which must not have changed since.
 
         Args:
             state: The state to restore.
@@ -88,7 +88,7 @@ class Draws:
         """Restore the datasets' own epoch counters, which older checkpoints do not contain.
 
         Args:
-            state: A state returned by `state`.
+            state: A state returned by `state` or `Loader.state_dict`.
         """
         for dataset, epoch in zip(self.counting_epochs, state.get("epochs", ()), strict=False):
             dataset.epoch = epoch
@@ -106,7 +106,7 @@ class Draws:
         load_states(self.private, states)
 
     def agree(self, world: World) -> None:
-        """Copy rank zero's generator states to all ranks, so that they draw the same order. Call it on all ranks.
+        """Copy rank zero's private generators to all ranks, so that they draw the same order. Call it on all ranks.
 
         Args:
             world: The ranks that must draw the same order.
@@ -122,7 +122,7 @@ class Draws:
         """Restore the samplers' own states, which older checkpoints do not contain.
 
         Args:
-            state: A state returned by `state`.
+            state: A state returned by `state` or `Loader.state_dict`.
         """
         for sampler, saved in zip(self.stateful, state.get("samplers", ()), strict=False):
             sampler.load_state_dict(copy.deepcopy(saved))
@@ -229,7 +229,7 @@ def preserve_loader_state(loader: Any) -> Iterator[None]:
 
 
 def get_stateful(value: Any) -> Any:
-    """Return ``value`` if it has ``state_dict()`` and ``load_state_dict``; else None.
+    """Return ``value`` if it has ``load_state_dict`` and a ``state_dict`` without required arguments; else None.
 
     Args:
         value: Any object.

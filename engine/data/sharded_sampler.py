@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ class ShardedBatches:
     """Batch sampler that replays the user's own sampler and keeps this process's share of each global batch.
 
     A global batch is the next ``batch_size * size`` indices of the user's sampler, or the next ``size`` batches of a
-    custom batch sampler. A short last global batch is sharded as well: no sample is padded or repeated.
+    custom batch sampler. A short last global batch is sharded as well, without padding or repeated samples.
 
     Args:
         loader: The user's loader; only its samplers are used.
@@ -138,10 +138,11 @@ class ShardedBatches:
         return not self.draws_at_once
 
     def unshuffle(self) -> bool:
-        """Replace torch's own random samplers by the order of the dataset.
+        """Replace a ``RandomSampler`` or ``SubsetRandomSampler`` by the order of the dataset or of its indices.
 
         Returns:
-            True if the loader shuffled before this call.
+            True if the loader shuffled before this call. Any other sampler is kept. It counts as shuffling, unless it
+            is a ``SequentialSampler`` or its ``shuffle`` is false.
         """
         sampler = self.sampler
         if isinstance(sampler, RandomSampler):
@@ -158,7 +159,7 @@ class ShardedBatches:
 
         Args:
             get_iterator: Function that starts and returns the iterator.
-            silently: Undo the draw of the seed, because the run had already drawn it before it was resumed.
+            silently: Undo the draw of the seed, because the run has already drawn it for its persistent workers.
         """
         self._undo = self.draws.state() if silently or self.order is not None else None
         with self.draws.stream.drawing():
@@ -190,7 +191,7 @@ class ShardedBatches:
         return self._count_batches(self._count_items(len), limit)
 
     def agree(self, world: World) -> None:
-        """Determine whether all ranks share one ordered dataset or each reads its own data. Call it on all ranks.
+        """Determine whether all ranks read one dataset in one order, or each rank its own data. Call it on all ranks.
 
         Args:
             world: The ranks that iterate the loader.
@@ -268,10 +269,11 @@ class ShardedBatches:
         return self.batch_size * self.planner.world_size
 
     @property
-    def left_out(self) -> int:
-        """Number of samples per epoch that ``drop_last`` drops: the samples of a short last global batch."""
+    def left_out(self) -> Counter[str]:
+        """Number of samples, or of batches of a custom batch sampler, that ``drop_last`` drops per epoch, by unit."""
         count = self._count_items(get_length)
-        return count % self.width if self.drop_last and count is not None else 0
+        dropped = count % self.width if self.drop_last and count is not None else 0
+        return +Counter({"sample" if self.plain or not self.batched else "batch": dropped})
 
     def items(self, samples: int, batches: int) -> int:
         """Return the number of sampler items, over all ranks, in the first batches of this epoch.
@@ -349,7 +351,7 @@ class ShardedBatches:
         stream.advance()
 
     def _pull(self, block: int) -> Iterator[Any]:
-        """Return an iterator over the items of the user's sampler, which draws from the run's stream."""
+        """Return an iterator over the items of the user's sampler, drawn from the run's stream or from a copy of it."""
         self._rest = None
         if type(self.sampler) is RandomSampler and self.sampler.generator is not None:
             # It draws again at its end, which workers reach at another time than the loop.

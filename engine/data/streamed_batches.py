@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader
 
@@ -198,7 +198,7 @@ class StreamedBatches:
         """Number of samples in a full batch, over all ranks; the number of batches if sample counts are unknown."""
         return (self.counted or 1) * self.planner.world_size
 
-    left_out = 0
+    left_out: ClassVar[Counter[str]] = Counter()
 
     def length(self, limit: int | None) -> int | None:
         """Return the number of batches that this process yields in a whole epoch, at most ``limit``; None if unknown.
@@ -298,7 +298,7 @@ class StreamedBatches:
 
         Args:
             get_iterator: Function that starts and returns the iterator.
-            silently: Whether the run had already started persistent workers before it was resumed.
+            silently: Whether persistent workers were already started, in this process or before a resume.
         """
         draws = self.draws
         start_state = draws.state()

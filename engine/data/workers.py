@@ -39,7 +39,7 @@ class _StandIn:
 
 
 class SeededStream(_StandIn, IterableDataset[Any]):
-    """Stream whose persistent workers draw the same random numbers in each epoch as newly started workers.
+    """Stream whose persistent workers draw, in each epoch, the random numbers that newly started workers would draw.
 
     Without this class, the workers' draws would depend on all previous epochs, which a resumed run does not repeat. The
     first epoch is the same as in a plain loop: torch seeds the workers with a number that the loader draws.
@@ -133,7 +133,7 @@ def _generate_batches(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 class LiveWithRank:
-    """``worker_init_fn`` that ends a worker when its rank ends, and then calls the user's own ``worker_init_fn``.
+    """``worker_init_fn`` that makes a worker end with its rank, and then calls the user's own ``worker_init_fn``.
 
     Launchers and terminals signal whole process groups. A rank that receives SIGTERM needs its workers to complete the
     step and save a checkpoint, but torch's workers end on SIGTERM. The workers therefore form a separate process group.
@@ -187,7 +187,7 @@ def end_workers(view: DataLoader[Any]) -> None:
     """End the workers of the loader's latest iterator, even if other references to it exist.
 
     Args:
-        view: The loader whose workers to end.
+        view: The loader whose workers are ended.
     """
     iterator = view.__dict__.pop("_treadle_iterator", lambda: None)()
     if iterator is not None:

@@ -13,7 +13,8 @@ from .logged_values import stack_numbers
 class LateNumbers:
     """Asynchronous reader of numbers that a GPU may still be computing. It returns numbers of an earlier call.
 
-    Reading the latest numbers at each refresh of a progress bar would wait for all work queued on the GPU.
+    With numbers on a GPU, the result is empty until the first copy is complete. Reading the latest numbers at each
+    refresh of a progress bar would wait for all work queued on the GPU.
     """
 
     def __init__(self) -> None:

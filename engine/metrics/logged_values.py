@@ -590,7 +590,7 @@ class Entry:
     def part(self) -> tuple[Any, float, list[Any], list[float]]:
         """Return the total, its weight, and the values and weights that the total does not include yet.
 
-        Values may be 0-d tensors on the device; see `read_numbers`.
+        The total and the values may be 0-d tensors on the device; see `read_numbers`.
         """
         return self.total, self.total_weight, list(map(_plain, self.values)), list(self.weights)
 
@@ -694,7 +694,7 @@ class BatchValues:
         self._latest.clear()
 
     def read(self) -> list[tuple[Place, float, float]]:
-        """Return (place, value, weight) of each batch as plain numbers, which waits for the device."""
+        """Wait for the device, and return (place, value, weight) of each batch as plain numbers."""
         if self._latest:
             self._fold()
         return [

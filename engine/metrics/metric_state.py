@@ -1,7 +1,7 @@
 """Saving and restoring of the state of metric objects in the middle of an epoch.
 
-Objects of torchmetrics and compatible objects are supported; of these, only the attributes ``_defaults``,
-``_reductions`` and ``_update_count`` are required. Other objects with ``compute``, ``reset``, ``state_dict`` and
+Objects of torchmetrics and compatible objects are supported; they are recognized by the attributes ``_defaults`` and
+``_reductions``, and ``_update_count`` is saved too. Other objects with ``compute``, ``reset``, ``state_dict`` and
 ``load_state_dict`` are supported too.
 """
 

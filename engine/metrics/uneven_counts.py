@@ -1,4 +1,4 @@
-"""Computation of torchmetrics objects whose ranks have processed different numbers of batches.
+"""Computation of torchmetrics objects if the ranks have processed different numbers of batches.
 
 torchmetrics gathers a list state tensor by tensor. Lists of unequal lengths hang or mix up their items, and a rank
 without data sends an empty vector regardless of the dimensions and dtype of the other ranks' tensors. Libraries that
@@ -62,7 +62,7 @@ class _ListState:
         return cls(len(items), tuple(first.shape[1:]) if first.ndim else None, first.dtype)
 
     def make_filler(self, device: Any) -> Tensor:
-        """Return an empty tensor that can be gathered together with the tensors of other ranks."""
+        """Return a tensor without rows, or a 0-d zero, that can be gathered with the tensors of other ranks."""
         shape = () if self.row_shape is None else (0, *self.row_shape)
         return torch.zeros(shape, dtype=self.dtype, device=device)
 

@@ -136,7 +136,7 @@ class Accumulation:
         return self._steps_before + optimizer.steps_taken
 
     def forget_group(self) -> None:
-        """Discard the position and the weights of the current group, and start a new group."""
+        """Discard the position and the total ``weight`` of the current group, and start a new group."""
         self.position = 0
         self._weight = None
         self.unfinished = self._unweighted = False
@@ -280,7 +280,7 @@ class Accumulation:
     # -- before the optimizer steps ------------------------------------------------------------------------------
 
     def finish_gradients(self) -> None:
-        """Divide the group's gradients by the total ``weight`` over all processes, if `backward` was passed weights."""
+        """Divide the group's gradients by the total ``weight`` over all processes, if `backward` used weights."""
         if self.unfinished:
             self.agree()
 

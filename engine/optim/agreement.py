@@ -1,4 +1,4 @@
-"""Agreement of all processes, at each optimizer step, on values that a single process may know."""
+"""Agreement of all processes, at each optimizer step, on values that may be known to only one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search for a batch size that fits into memory on all processes."""
+"""Search for a batch size that fits into memory, the same on all processes."""
 
 from __future__ import annotations
 
@@ -157,8 +157,7 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
         call: Function that runs the attempt.
 
     Returns:
-        Whether the attempt fit into memory on all processes, and its result on this process (None if it ran out of
-        memory here).
+        Whether the attempt fit into memory on all processes, and its result on this process (None if it failed here).
 
     Raises:
         BaseException: Any error other than running out of memory.

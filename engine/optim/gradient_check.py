@@ -1,4 +1,4 @@
-"""Checks that gradients are finite, in one pass over their memory."""
+"""Checks that gradients are finite, in one pass over their memory. `find_bad` and `is_finite` wait for the device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 class HostCheck:
-    """Check that gradients in host memory are finite. It takes 2 us for four small gradients.
+    """Function object that checks in 2 us whether four small gradients in host memory are finite.
 
-    Large gradients are checked at memory speed. torch's ``GradScaler`` detects overflows with the same operation: one
-    call multiplies all tensors, of any dtype, by 1 and sets a flag. Computing norms with ``torch._foreach_norm`` takes
-    4 times as long for small gradients (torch 2.13). It takes 20 times as long with the infinity norm, which is the
-    only norm that cannot overflow.
+    Large gradients are checked at memory speed. torch's ``GradScaler`` detects overflows with the same operation. Here,
+    one call multiplies all tensors, of any dtypes, by 1 and sets a flag. Computing norms with ``torch._foreach_norm``
+    takes 4 times as long for small gradients (torch 2.13). It takes 20 times as long with the infinity norm, which is
+    the only norm that cannot overflow.
     """
 
     def __init__(self) -> None:

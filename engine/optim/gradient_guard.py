@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class GradientGuard:
-    """Check that the gradients that a prepared optimizer is about to apply are finite; see `Accumulation.guard`.
+    """Guard that checks whether gradients are finite before a prepared optimizer steps; see `Accumulation.guard`.
 
     Replicas have the same gradients after the reduction, so every rank makes the same decision without an exchange.
     With sharded gradients, the ranks exchange one number per step.

@@ -60,7 +60,7 @@ class LocalSGD:
         return self
 
     def step(self) -> None:
-        """Count an optimizer step, and average the parameters if it is due. Call this after each micro-batch."""
+        """Count an optimizer step, and average the parameters if that is due. Call it after each micro-batch."""
         if not self.enabled or not self._accelerator.sync_gradients:
             return
         self.num_steps += 1

@@ -1,4 +1,4 @@
-"""Diagnosis of NaN and infinity in a failed step: the samples, and the parameter, in which they first occurred."""
+"""Diagnosis of NaN and infinity in a failed step: the samples and the parameter in which they first occurred."""
 
 from __future__ import annotations
 

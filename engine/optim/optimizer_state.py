@@ -36,8 +36,8 @@ def name_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[s
         models: The models that may contain the parameters.
 
     Returns:
-        The names in order. A parameter of the second model has the prefix ``1:``; a fourth parameter that belongs to no
-        model is called ``parameter 3``.
+        The models' own names, in the optimizer's order. A parameter of the second model has the prefix ``1:``; a fourth
+        parameter that belongs to no model is called ``parameter 3``.
     """
     names_by_id: dict[int, str] = {}
     for number, model in enumerate(models):

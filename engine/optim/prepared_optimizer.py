@@ -35,7 +35,7 @@ class PreparedOptimizer(Optimizer):
         accumulation: The group of micro-batches that its steps belong to.
         built: The options with which the script built the optimizer.
         effective_options: The options in effect, which a resume changes.
-        steps_taken: Number of steps taken since the process started, without skipped steps.
+        steps_taken: Number of steps taken in this process, without those counted in ``skipped``.
         skipped: Number of steps skipped because of a float16 overflow or a gradient that was not finite.
         fused_by_choice: Whether `choose_fused` enabled fused kernels for its steps.
         guarded: Whether the latest step was protected: it had no effect if a gradient was not finite, even if the host
@@ -124,8 +124,8 @@ class PreparedOptimizer(Optimizer):
         """Step such that torch's fused kernels change neither weights nor state if a flag on the device is 1.
 
         ``GradScaler`` reports an overflow to the kernels in the same way. Other optimizers step without this
-        protection. So does the first step of SGD, which would treat its momentum as initialized after a skipped step
-        (torch 2.13).
+        protection. The first step of SGD is not protected either, because SGD would treat its momentum as initialized
+        after a skipped step (torch 2.13).
         """
         optimizer: Any = self.optimizer
         device, groups = not_finite.device.type, optimizer.param_groups
@@ -226,7 +226,7 @@ class PreparedScheduler:
 
     A script sets the length of its schedule by the loader that it creates. The processes share the batches of this
     loader: one optimizer step processes one batch per process. Each call therefore advances the schedule by the number
-    of processes, as in Accelerate, or by one with ``split_batches``. With any world size, the learning rate therefore
+    of processes, as in Accelerate, or by one with ``split_batches``. With any world size, the learning rate then
     follows the number of samples seen.
 
     Args:
@@ -246,8 +246,8 @@ class PreparedScheduler:
         """Advance the schedule, unless a group is incomplete or all optimizer steps since the last call were skipped.
 
         Args:
-            args: Arguments of the wrapped scheduler's ``step``: a metric or an epoch. With arguments, the schedule
-                advances by one.
+            args: Arguments of the wrapped scheduler's ``step``: a metric or an epoch. With arguments, the wrapped
+                ``step`` is called only once.
             kwargs: Keyword arguments of the wrapped scheduler's ``step``.
         """
         if not self._accumulation.sync_gradients:

@@ -12,7 +12,7 @@ from ...common.validation import choose
 
 @dataclass(frozen=True, kw_only=True)
 class GPU:
-    """Model of GPU in a typical machine.
+    """GPU model in a typical machine.
 
     Args:
         name: The name that selects this GPU.

@@ -151,7 +151,7 @@ class Traffic:
 
 
 class Meter(TorchDispatchMode):
-    """Dispatch mode that runs operations on tensors without values on a simulated device and records their costs.
+    """Dispatch mode that runs operations on fake tensors on a simulated device and records their costs.
 
     Args:
         clocks: The simulated device.

@@ -26,11 +26,11 @@ class Calibration:
         arithmetic: Share of the peak performance that matrix products reach, fitted without compilation.
         fused: Share of the memory traffic that remains in a compiled model, fitted with compilation.
         launch: Minimum duration of an operation on a GPU, in seconds.
-        host: Seconds that the host takes to send an operation: at best, most likely, at worst. An estimate that was not
-            measured on a GPU: Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a kernel launch takes
-            additional time.
-        host_compiled: Share of these operations that remains in a compiled model: at best, most likely, at worst. Also
-            an estimate.
+        host: Seconds that the host takes to send an operation: at best, most likely, at worst. An estimate, because no
+            part of Treadle was timed on a GPU: Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a
+            kernel launch takes additional time.
+        host_compiled: Share of these operations that remains in a compiled model: at best, most likely, at worst. Not
+            measured either.
         straggler: Relative increase of the step time with each doubling of the number of processes beyond
             ``straggler_from``. In MosaicML's published runs on 128, 256 and 512 H100 GPUs, the step time increased with
             each doubling by 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B) and 3.6 to 6.4 % (1B).
@@ -38,7 +38,7 @@ class Calibration:
         spread: Assumed relative error of a prediction in cases like those compared with measurements, which deviated by
             up to 2.6 %.
         spread_unchecked: Assumed relative error in all other cases: another kind of GPU, or a step that is not
-            dominated by large matrix products in half precision. An estimate.
+            dominated by large matrix products in half precision. Not derived from measurements.
         reserved: Memory that torch's allocator reserves, as a multiple of the peak. The published 8B runs reserved 1.07
             to 1.2 times the predicted peak.
     """

@@ -1,4 +1,4 @@
-"""Text report of a plan that fits on one screen."""
+"""Text report of a plan, short enough for one screen."""
 
 from __future__ import annotations
 

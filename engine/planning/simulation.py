@@ -27,7 +27,7 @@ def simulate(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     **conditions: Any,
 ) -> Plan:
-    """Simulate one optimizer step of one process with tensors without values, and return its plan.
+    """Simulate one optimizer step of one process with fake tensors, and return its plan.
 
     The strategy lays out the model as in the run, and torch's own FSDP2 schedules gathers and reductions. For any world
     size, the simulation takes seconds and a few hundred MB.

@@ -37,7 +37,7 @@ _ECHO = 1.0
 
 
 class Preempted(SystemExit):
-    """Exit raised after a signal has ended the run, and after the run was saved if it had begun.
+    """Exit raised when a signal ends the run, after the run was saved if there was something to save.
 
     The exit status is the same as if the signal had ended the program: 143 for SIGTERM, 129 for SIGHUP. It is also 143
     for SIGUSR1, which schedulers send some time before SIGTERM.
@@ -53,7 +53,7 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """Handler of SIGTERM, SIGUSR1 and SIGHUP, after which the loop saves and ends with the current step.
+    """Handler of SIGTERM, SIGUSR1 and SIGHUP during training; the loop saves and ends after the current step.
 
     The handler only sets a flag, so a signal never interrupts a step or a save, even if it is sent repeatedly. All
     ranks leave after the same step, no matter which one received the signal. In the Trainer's loop, the flag is part of
@@ -64,8 +64,8 @@ class Preemption:
     therefore leaves without waiting for the other ranks, and its launcher informs them.
 
     Ctrl-C (SIGINT) raises KeyboardInterrupt immediately, with two exceptions. If ``interrupts`` is set, Ctrl-C is
-    handled like the other signals. Inside `holding_interrupts`, the save completes first. A second Ctrl-C is never
-    delayed.
+    handled like the other signals. Inside `holding_interrupts`, the save completes first. A second Ctrl-C is not
+    delayed; with several processes, it must arrive more than a second after the first.
 
     Args:
         accelerator: The Accelerator of the run, whose votes carry the flag.
@@ -144,7 +144,7 @@ class Preemption:
 
     @contextmanager
     def catching_interrupts(self) -> Iterator[None]:
-        """Return a context in which Ctrl-C acts like the other signals, and raises KeyboardInterrupt at the end."""
+        """Return a context in which Ctrl-C acts like the other signals; its end then raises KeyboardInterrupt."""
         self.interrupts = True
         try:
             yield
@@ -284,7 +284,7 @@ class Preemption:
     # -- in user-defined loops -----------------------------------------------------------------------------------
 
     def should_stop(self) -> bool:
-        """Return whether the loop must save and end before this batch. The result is the same on every rank.
+        """Return whether the loop must save and leave now. The result is the same on every rank.
 
         Every rank must call this method the same number of times, ideally once per batch. Inside an accumulation group
         the result is always False, without an exchange, because nothing could be saved there.
@@ -341,12 +341,12 @@ def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Itera
 
     Args:
         accelerator: The Accelerator of the loop.
-        grace: Maximum time from the signal to the end of all ranks; None for no limit.
+        grace: Time from the signal to the end of all ranks, as accepted by `parse_duration`; None for no limit.
         interrupts: Handle Ctrl-C like the other signals.
 
     Raises:
-        ValueError: If several processes have no store over which they can agree. This requires a process group over
-            TCP, or torch 2.8 or newer.
+        ValueError: If several processes have no store over which they can agree. They need a process group over TCP, or
+            torch 2.8 or newer.
         TypeError, ValueError: If ``grace`` is not a valid duration; see `parse_duration`.
     """
     if accelerator.num_processes > 1 and accelerator.watchdog is None:

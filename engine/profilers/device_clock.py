@@ -38,10 +38,11 @@ class Span:
 
 
 class DeviceClock:
-    """Clock that marks the beginning and end of actions in the device's queue, and reads the marks later.
+    """Clock that marks the beginning and end of actions in a device's queue, and reads the marks without waiting.
 
-    The device reaches a mark when all work before it is complete. The time between two marks is therefore the time that
-    the device needed for the work launched in between, or was idle because no work was launched.
+    The device reaches a mark when all work before it is complete. The time between two marks is therefore the
+    additional time for which the device was busy with the work launched in between, or idle because no work was
+    launched. Only ``read(wait=True)`` waits for the device.
 
     Args:
         new_mark: Function that creates a mark, such as ``torch.cuda.Event(enable_timing=True)``, with ``record()``,

@@ -25,7 +25,8 @@ class Profiler:
 
     Args:
         dirpath: Directory of the profiler's files. Default: the run's log directory.
-        filename: Write the report of each process to a file with this name instead of showing it.
+        filename: Write the report of each process to a file with this word in its name, such as ``fit-FILENAME-0.txt``,
+            instead of showing it; see `path_for`.
 
     Attributes:
         device: The device of the run; None without a Trainer.

@@ -61,20 +61,23 @@ def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device:
 
     Args:
         actions: The measurements, by name of the action.
-        advice: Advice that replaces the default advice, by kind of action.
+        advice: Advice that replaces the default advice, by name of the action.
         on_device: Whether to use device time.
 
     Returns:
         A sentence; "" if no loop was measured.
     """
     spent: dict[str, float] = {}
+    slowest: dict[str, tuple[float, str]] = {}  # the action of each kind that takes the most time
     alone = "forward" not in actions
     for name, action in actions.items():
         kind = kind_of(name, alone)
         exclusive, first = (
             (action.device_exclusive, action.device_first or 0.0) if on_device else (action.exclusive, action.first)
         )
-        spent[kind] = spent.get(kind, 0.0) + exclusive - (first if action.calls > 1 else 0.0)
+        seconds = exclusive - (first if action.calls > 1 else 0.0)
+        spent[kind] = spent.get(kind, 0.0) + seconds
+        slowest[kind] = max(slowest.get(kind, (0.0, "")), (seconds, name))
     total = sum(spent.values())
     if "computing" not in spent or total <= 0:
         return ""
@@ -85,9 +88,8 @@ def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device:
         if worst not in _KINDS:
             return f"Verdict: {subject} spends {_to_percent(others[worst] / total)} of the time in {worst}."
         does, usual = _KINDS[worst]
-        return (
-            f"Verdict: {subject} {does} {_to_percent(others[worst] / total)} of the time: {advice.get(worst, usual)}."
-        )
+        remedy = advice.get(slowest[worst][1], usual)
+        return f"Verdict: {subject} {does} {_to_percent(others[worst] / total)} of the time: {remedy}."
     text = f"Verdict: {subject} computes {_to_percent(spent['computing'] / total)} of the time"
     if worst:
         does = _KINDS[worst][0] if worst in _KINDS else f"is in {worst}"

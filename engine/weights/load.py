@@ -32,7 +32,7 @@ class _LeftOut:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of `load_weights`: the names of loaded and differing weights, as in the model.
+    """Result of `load_weights`, with names to which ``prefix`` and ``rename`` were applied.
 
     Attributes:
         names: Names of weights that were loaded.
@@ -65,8 +65,8 @@ def load_weights(
             safetensors file; and a file of ``torch.save`` with a state dict, at the top level or under
             ``"state_dict"``, ``"model_state_dict"`` or ``"model"``, such as Lightning's ``.ckpt``. A URL on the web
             must name a single file and requires ``sha256``. Each process reads or downloads the source separately.
-        strict: Require that the names in the source are exactly those of the model. If False, the weights that fit are
-            loaded, and a warning lists the other ones.
+        strict: Require that names and shapes in the source are exactly those of the model. If False, the weights that
+            fit are loaded, and a warning lists the other ones.
         prefix: Load only names with this prefix, which is removed from them. Prefixes of common wrappers are removed
             automatically.
         rename: A function that maps a name in the source to the name in the model, or to None to skip the weight.
@@ -81,7 +81,8 @@ def load_weights(
     Raises:
         ValueError: If the source is damaged, harmful or in an unsupported format, or if its names or shapes differ from
             those of the model. The error lists the differences, and suggests a prefix that would fit. The model is then
-            not changed.
+            not changed, unless it has a custom ``load_state_dict`` or hooks that change names, in which case torch may
+            already have loaded the weights that fit.
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(model, nn.Module):
@@ -101,7 +102,7 @@ def load_opened(
     Args:
         model: The model, prepared or not.
         source: The opened source.
-        strict: Require that the names in the source are exactly those of the model.
+        strict: Require that names and shapes in the source are exactly those of the model.
         prefix: Load only names with this prefix.
         rename: A function or a mapping from names in the source to names in the model.
     """
@@ -208,7 +209,7 @@ def _compare(
 
 
 def _may_know_other_names(module: nn.Module) -> bool:
-    """Return whether the model has a custom method or hooks that may rename weights during loading."""
+    """Return whether the model has a custom ``load_state_dict`` or hooks that may rename weights during loading."""
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return True
     hooks = [hook for part in module.modules() for hook in part._load_state_dict_pre_hooks.values()]

@@ -132,7 +132,7 @@ class _Machine:
 
 
 def _check_key(value: Any) -> Any:
-    """Return a key of a dict or set; raise an error for types whose keys could be made to collide."""
+    """Return a key of a dict or set; raise an error if keys like it could be made to collide by the thousands."""
     if isinstance(value, int) and value.bit_length() > 64:
         raise ValueError(f"its pickle has a number of {value.bit_length():,} bits as a key, but at most 64 are allowed")
     if isinstance(value, tuple):

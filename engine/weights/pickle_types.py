@@ -23,7 +23,7 @@ _NUMPY_DTYPE = re.compile(r"(\?|b1|[iufc](1|2|4|8|16)|U\d{1,6}|S\d{1,6})")
 
 
 class Unknown(Exception):
-    """Error for a name that is not in the table or does not denote data. Its message is the name."""
+    """Error for a name that is not in the table or does not denote data. Its message is the name or a description."""
 
 
 class Reader:
@@ -48,7 +48,7 @@ class Reader:
         self._open: set[int] = set()
 
     def mapping(self, value: Any, place: str) -> dict[Any, Any]:
-        """Return the items of a dict that are plain data, and add the other items to ``dropped``.
+        """Return the items of a dict that are plain data, and note the types of the others in ``dropped``, by place.
 
         Args:
             value: A dict, or a recorded call that builds a dict; see `container`.
@@ -71,7 +71,7 @@ class Reader:
         return entries
 
     def container(self, value: Any) -> Any:
-        """Convert a dict of any class to a plain dict with unread items, and return other values unchanged.
+        """Convert a dict of any class to a plain dict with unconverted items, and return other values unchanged.
 
         Args:
             value: A result of `pickle_reader.read`, or a part of it.

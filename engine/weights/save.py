@@ -51,7 +51,7 @@ def parse_byte_size(size: int | str) -> int:
 
 
 def save_object(obj: Any, f: Any, safe: bool) -> None:
-    """Write data atomically to a path or URL, or to an open file.
+    """Write data to a path or URL, atomically, or to an open file.
 
     Args:
         obj: The data to write.
@@ -126,7 +126,7 @@ def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
 
 
 def make_parent(path: AnyPath) -> None:
-    """Create the parent folder of a file. An object store does not need folders.
+    """Create the parent folder of a file, durably. An object store does not need folders.
 
     Args:
         path: The path or URL of the file.

@@ -53,7 +53,7 @@ class Opened:
         place: The path or URL of the source, for errors.
         weights: The unread tensors by name.
         others: Other values in the state dict, by name.
-        file: The file of ``torch.save`` that contains the weights; None for other sources.
+        file: The file of ``torch.save``, if it alone contains the weights; otherwise None.
         checkpoint: The Treadle checkpoint that contains the weights; None for other sources.
         frozen: The digests, by name, of weights that a checkpoint omits because they were not trained.
     """
@@ -100,7 +100,7 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
 
 
 def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
-    """Return the weights of a checkpoint on disk as unread tensors, by name.
+    """Return the weights of a checkpoint as unread tensors, by name.
 
     For a Treadle checkpoint on disk, only the sizes of the files are checked and not their digests, because the model
     may be larger than memory.

@@ -68,7 +68,7 @@ class Strided:
         return self.base.dtype
 
     def get(self, exact: bool = True) -> Tensor:
-        """Return the tensor as a view of memory that is mapped to the file.
+        """Return the tensor as a view of memory, which may be mapped onto the file.
 
         Args:
             exact: As for `FilePiece.get`.

@@ -16,7 +16,7 @@ class ReportedCheckpoint(Checkpoint):
     """Base class of callbacks that pass checkpoints to Ray and resume from the one that Ray returns.
 
     Args:
-        filename: Name of Treadle's checkpoint inside Ray's.
+        filename: Name of Treadle's checkpoint inside Ray's checkpoint.
     """
 
     after_task = 2
@@ -37,7 +37,7 @@ class ReportedCheckpoint(Checkpoint):
         return os.path.join(self._in_use.enter_context(checkpoint.as_directory()), self._filename)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Delete a downloaded checkpoint, because the run is restored."""
+        """Delete a downloaded checkpoint, because the run has been restored."""
         self._in_use.close()
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:

@@ -35,10 +35,11 @@ class RayTrainReportCallback(ReportedCheckpoint):
 
     Args:
         checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``. With SYNC and ASYNC, the checkpoint is saved to a
-            temporary folder, which Ray copies; all workers must be on one machine. Default: as described above; SYNC
-            for other kinds of storage.
+            temporary folder, which Ray copies; all workers must be on one machine. Default: ranks write directly to the
+            storages listed above; SYNC is used for other kinds of storage.
         validation: Whether Ray validates each checkpoint; see ``ray.train.report``. Default: False.
-        every_n_train_steps: Optimizer steps between additional reports within an epoch. Default: None.
+        every_n_train_steps: Number of optimizer steps between additional reports within an epoch. Default: None, no
+            additional reports.
 
     Raises:
         ModuleNotFoundError: If Ray is not installed.

@@ -33,7 +33,7 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
 
     Args:
         metrics: Names of the logged values to report, or a dict that maps reported names to logged names. Default: all.
-        filename: Name of Treadle's checkpoint inside Ray's. Default: ``"checkpoint"``.
+        filename: Name of Treadle's checkpoint inside Ray's checkpoint. Default: ``"checkpoint"``.
         save_checkpoints: Whether each report includes a checkpoint. Default: True.
         on: One or several of ``"validation_end"``, ``"train_epoch_end"``, ``"train_batch_end"`` (each optimizer step)
             and ``"train_end"``. Default: ``"validation_end"``.
@@ -105,12 +105,12 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
             self._report_if_due(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if it is due."""
+        """Report if a report is due."""
         self._due |= "train_epoch_end" in self._on
         self._report_if_due(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if it is due."""
+        """Report if a report is due."""
         self._due |= "train_end" in self._on
         self._report_if_due(trainer)
 
@@ -134,7 +134,7 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
             report(metrics, checkpoint=Checkpoint.from_directory(folder) if self._saves else None)
 
     def _select(self, values: dict[str, float]) -> dict[str, float]:
-        """Return the metrics to report, by their reported names."""
+        """Return the metrics to report, keyed by their reported names."""
         if not self._metrics:
             return values
         for name in sorted(set(self._metrics.values()) - set(values)):

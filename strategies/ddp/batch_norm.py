@@ -37,8 +37,8 @@ def synchronise(module: nn.Module, world: World) -> None:
         world: All processes.
 
     Raises:
-        ValueError: If ``module`` itself is a BatchNorm layer, or if it contains one of a class that is not supported
-            (lazy or custom).
+        ValueError: If ``module`` itself is a BatchNorm layer, or if it contains a BatchNorm layer of an unsupported
+            class (lazy or custom).
     """
     # torch's SyncBatchNorm does not support the CPU, at least up to 2.13.
     kind: type[_BatchNorm] = GlobalBatchNorm if world.device.type == "cpu" else nn.SyncBatchNorm

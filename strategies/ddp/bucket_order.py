@@ -26,8 +26,8 @@ class ReadyOrder:
         fixed: Whether the grouping never changes, so that there is nothing to record.
 
     Attributes:
-        order: Indices of the trained parameters, in the order of their gradients; empty before the first reduced
-            backward pass.
+        order: Indices of the trained parameters, in the order in which their gradients became ready; empty before the
+            first reduced backward pass, and always if ``fixed`` is set.
     """
 
     def __init__(self, replica: Any, fixed: bool) -> None:

@@ -36,7 +36,7 @@ def average(tensors: Iterable[Tensor], world: World) -> None:
     """Replace each tensor with its mean over the ranks, in place. All ranks must pass tensors of the same shapes.
 
     Args:
-        tensors: Tensors of any shape and dtype.
+        tensors: Floating-point tensors of any shape.
         world: Ranks over which the mean is taken.
     """
     for bucket in buckets(tensors):

@@ -23,8 +23,8 @@ class CommHook:
             None for no hook.
         state: The first argument of a function passed as ``hook``. For PowerSGD, it may be a dict of arguments for
             ``PowerSGDState``.
-        wrapper: ``"fp16"`` or ``"bf16"``, to which gradients are cast before ``hook`` runs; or a function that takes
-            the hook and returns another.
+        wrapper: ``"fp16"`` or ``"bf16"``, to which gradients are cast before ``hook`` and back afterwards; or a
+            function that takes the hook and returns another. ``"no"`` or None for no wrapper.
 
     Raises:
         ValueError: If the arguments contradict each other, or if the hook is broken in torch.
@@ -97,7 +97,7 @@ class CommHook:
 
 
 def scaled_fp16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients in float16, divided by the largest absolute value on any process.
+    """Average a bucket of gradients in float16, scaled by the largest absolute value on any process.
 
     torch's hook does not scale, so a gradient multiplied by a number of tokens can exceed float16's maximum, 65504.
 

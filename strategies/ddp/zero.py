@@ -25,7 +25,7 @@ class Shards:
 
     Args:
         optimizer: The user's optimizer. The state of parameters that belong to other processes is deleted.
-        world: The processes.
+        world: All processes.
 
     Raises:
         ValueError: If the optimizer treats all its parameters as one vector.

@@ -52,7 +52,7 @@ def examine(
         accelerator: Device type of the ranks. Default: ``"auto"``, the available devices.
 
     Returns:
-        The report on the rank that published it, None on the others.
+        The report on the rank that published it, None on the other ranks.
     """
     if launched.supervisor is not None:
         die_with_parent(launched.supervisor)
@@ -73,7 +73,7 @@ def examine(
 
 
 def examine_without_ranks(run_folder: str | Path, errors: list[str]) -> Report:
-    """Return a report on this process alone, for the case that no ranks could be started.
+    """Return a report on this process alone, for use if no ranks could be started.
 
     Args:
         run_folder: Folder into which the run would write.

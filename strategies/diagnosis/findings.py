@@ -32,7 +32,7 @@ _CLOCK_NOTE, _CLOCK_FAULT = 0.1, 1.0  # seconds
 
 @dataclass(frozen=True)
 class Finding:
-    """Line of the report.
+    """One line of the report.
 
     Args:
         mark: ``"good"``, ``"note"`` or ``"fault"``.
@@ -350,7 +350,7 @@ def format_ranks(ranks: list[int]) -> str:
     """Format ranks as "rank 1" or "ranks 1, 2". If there are more than eight, only the first eight are listed.
 
     Args:
-        ranks: Rank numbers in the order to print them.
+        ranks: Rank numbers, in the order in which they are listed.
     """
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"

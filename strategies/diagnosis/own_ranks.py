@@ -19,7 +19,7 @@ _GRACE = 2.0  # seconds; the ranks have nothing to save
 
 
 def choose_ranks() -> tuple[int, str]:
-    """Return the number of ranks to start and their device: one rank per GPU with several GPUs, else two on the CPU."""
+    """Return the number of ranks to start, and their device: one per GPU if there are several, else two on the CPU."""
     gpus = torch.cuda.device_count()
     return (gpus, "cuda") if gpus > 1 else (2, "cpu")
 

@@ -77,7 +77,7 @@ class Call:
 
         Args:
             operation: The collective, with its arguments.
-            value: The tensor that is sent; None for objects.
+            value: The tensor of the call; None if the call has none, such as a barrier or an exchange of objects.
         """
         form = "" if value is None else f"{str(value.dtype)[6:]} {list(value.shape)} on {value.device.type}"
         frame: FrameType | None = sys._getframe(1)

@@ -51,7 +51,7 @@ def backend_of(world: World) -> str | None:
     """Return the name of the backend that transfers tensors; None with a world size of one.
 
     Args:
-        world: The processes.
+        world: Processes of the run.
     """
     if world.size == 1:
         return None

@@ -54,7 +54,7 @@ def parse_devices(kind: str, devices: Devices) -> list[int] | None:
 
     Raises:
         ValueError: If the value is invalid, or if torch does not see the devices.
-        TypeError: If the value has another type.
+        TypeError: If the value is a bool, or neither an integer, a string nor a sequence.
     """
     rule = "must be a number of at least 1, -1 for all, a list of indices, a string such as '0,2', or 'auto'"
     requested = devices

@@ -48,7 +48,8 @@ def whole(value: Any, keep: bool) -> Any:
 
     Args:
         value: Nested dicts, lists and tuples. Tensors that are not sharded are kept.
-        keep: Whether this process needs the result. Otherwise it only contributes its shards, one tensor after another.
+        keep: Whether this process needs the result. Otherwise, it only contributes its shards, one tensor after
+            another.
     """
     if is_sharded(value):
         full = value.detach().full_tensor()
@@ -63,7 +64,7 @@ def whole(value: Any, keep: bool) -> Any:
 def keep_random_state(mesh: DeviceMesh) -> None:
     """Let the GPU of each process keep its own RNG state when random numbers are drawn for shards.
 
-    Otherwise the first random operation would copy rank zero's state to all processes (torch 2.13), and dropout would
+    Otherwise, the first random operation would copy rank zero's state to all processes (torch 2.13), and dropout would
     use the same masks everywhere. Ranks that hold shards of one sample's activations are seeded identically beforehand.
 
     Args:
@@ -154,7 +155,7 @@ def fill(part: Tensor, full: Whole, like: Any) -> None:
     """Copy this process's shard of ``full`` into ``part``.
 
     Args:
-        part: Tensor with the shape of the shard, which is overwritten.
+        part: Tensor to overwrite, with the shape of the shard.
         full: The full tensor.
         like: The tensor whose sharding is used.
     """

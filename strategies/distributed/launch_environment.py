@@ -384,7 +384,8 @@ class DebugEnvironment:
     """Settings of ``TREADLE_DEBUG=1``.
 
     Args:
-        timeout: Seconds that a process may be late for a call before the others report it (TREADLE_DEBUG_TIMEOUT).
+        timeout: Seconds that a process may be late for a call before the other processes report it
+            (TREADLE_DEBUG_TIMEOUT).
         replicas: Number of optimizer steps between two comparisons of the replicas; 0 disables them
             (TREADLE_DEBUG_REPLICAS).
     """

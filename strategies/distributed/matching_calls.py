@@ -1,8 +1,8 @@
 """Calls that all processes must make, such as a save. If only some processes make a call, an error is raised.
 
-Every process announces in torch's store that it has entered the call, and waits there for the others. It waits until
-the timeout, or until one of them can no longer arrive. This is the case if that process has entered a different call,
-has ended, or has continued to a later training step or exchange, which in turn waits for this process.
+Every process announces in torch's store that it has entered the call, and waits there for the other processes. It waits
+until the timeout, or until one of them can no longer arrive. This is the case if that process has entered a different
+call, has ended, or has continued to a later training step or exchange, which in turn waits for this process.
 """
 
 from __future__ import annotations

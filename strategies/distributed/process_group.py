@@ -1,4 +1,4 @@
-"""Process group, which is created once and destroyed in such a way that no process aborts at exit."""
+"""Process group of a run. It is created once, and destroyed so that no process aborts at exit."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def connect(
         size: The world size.
         timeout: Maximum time that a collective waits for other processes.
         address: Host and port on which rank 0 listens. Default: MASTER_ADDR and MASTER_PORT.
-        run_id: Separates runs that use the same address.
-        backend: Torch's name of the backend. Default: gloo for host memory and NCCL for GPUs.
+        run_id: Identifier that separates runs that use the same address.
+        backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
 
     Raises:
         ValueError: If ``address``, ``backend`` or an existing group cannot be used, or if versions differ.
@@ -109,9 +109,10 @@ def _await_connections(store: dist.Store, size: int) -> None:
 
 
 def _allow_sockets(size: int) -> None:
-    """Raise the limit of open files as far as the system permits. Each gloo group has a socket to every other process.
+    """Raise the limit of open files to what the job needs, as far as the system permits.
 
-    512 ranks with two groups exceed the usual limit of 1,024, and the connection fails.
+    Each gloo group has a socket to every other process. With 512 ranks, two groups exceed the usual limit of 1,024, and
+    the connection would fail.
     """
     if sys.platform != "win32":
         import resource
@@ -149,7 +150,7 @@ def make_communicators(device: torch.device) -> None:
 
 
 def _check_versions(store: dist.Store, rank: int) -> None:
-    """Check that every process has rank zero's versions of torch and Treadle. Others may communicate differently."""
+    """Check that every process has rank zero's versions of torch and Treadle. Others may be incompatible."""
     local_versions = f"torch {torch.__version__}, treadle {__version__}"
     if rank == 0:
         store.set("versions", local_versions)
@@ -161,10 +162,10 @@ def _check_versions(store: dist.Store, rank: int) -> None:
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Set the time limit of collectives, including those of an existing process group.
+    """Set the time limit of collectives in the existing process group.
 
     Args:
-        timeout: The timeout.
+        timeout: Maximum time that a collective waits for other processes.
     """
     dist.distributed_c10d._set_pg_timeout(timeout)  # torch 2.13 has no public function for it
 
@@ -215,7 +216,7 @@ def join_attempt(store: dist.Store, name: str, rank: int, size: int, timeout: ti
         name: The name of the section, which must be the same on all processes.
         rank: The rank of this process.
         size: The world size.
-        timeout: How long to wait for the others.
+        timeout: Maximum time to wait for the other processes.
 
     Raises:
         RuntimeError: If a process does not connect within the timeout. The error names the ranks.
@@ -239,7 +240,7 @@ def join_attempt(store: dist.Store, name: str, rank: int, size: int, timeout: ti
 
 
 def _gather_processes(store: dist.Store, name: str, token: str, size: int, timeout: timedelta) -> None:
-    """Send rank zero's token to each other process until all have confirmed it."""
+    """Send rank zero's token to every other process until all have confirmed it."""
     part = dist.PrefixStore(f"{name}/{token}", store)
     answered: dict[int, bytes] = {}
     deadline = time.monotonic() + timeout.total_seconds()
@@ -305,7 +306,7 @@ def disconnect(store: dist.Store | None = None) -> None:
 def _protect_forks() -> None:
     """Prevent forks while a gloo thread requests the GIL after a collective.
 
-    Such a thread briefly holds one of Python's locks. If a child, such as a data worker, is forked in that moment, it
+    Such a thread briefly holds one of Python's locks. If a child, such as a data worker, is forked at that moment, it
     waits for the lock forever. CPython 3.12 fixes this (https://github.com/python/cpython/issues/112275). With 3.11.7,
     one in several hundred workers that were started after a collective hung.
     """
@@ -323,14 +324,14 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
     """Wait until gloo's threads are idle, for at most ``limit`` seconds.
 
     A thread may still hold the last reference to a tensor, and needs the GIL to release it. This function is called
-    before the group is destroyed, because torch 2.6 then joins the threads without releasing the GIL, which never ends
+    before the group is destroyed, because torch 2.6 then joins the threads without releasing the GIL and waits forever
     (seen in 3 of 3 runs with 100 groups and five small reductions each). It is also called afterwards, because
     DistributedDataParallel keeps the process group alive. A thread that requests the GIL while the interpreter exits
-    aborts the process ("terminate called without an active exception", exit status 134), although all work was done.
+    aborts the process ("terminate called without an active exception", exit status 134), although all work is done.
     This was seen in 1 of 6 runs of torch 2.13 on two cores.
 
     Args:
-        limit: The maximum number of seconds.
+        limit: Maximum time to wait, in seconds.
         looks: Number of consecutive checks in which the threads must be idle.
     """
     tasks = Path("/proc/self/task")

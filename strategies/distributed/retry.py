@@ -24,17 +24,17 @@ _LOOK_EVERY = 0.5  # seconds
 class Attempts:
     """Attempts of one call on all processes. With a world size of one, results are available immediately.
 
-    A process that fails inside a step leaves the others waiting in a collective. It reports its failure through the
-    store and then closes its connections, which interrupts the others. They read its report to learn the cause. The
-    next attempt has a new process group. This interrupts the collectives of gloo but not those of NCCL, where closing a
-    connection waits for them. With NCCL, a thread of each process reads the reports of the other processes and aborts
-    the collectives of its own process.
+    A process that fails inside a step leaves the other processes waiting in a collective. It reports its failure
+    through the store and then closes its connections, which interrupts the other processes. They read its report to
+    learn the cause. The next attempt has a new process group. Closing the connections interrupts gloo's collectives but
+    not NCCL's, because NCCL first waits for them. With NCCL, a thread of each process reads the reports of the other
+    processes and aborts the collectives of its own process.
 
     Args:
-        patience: Maximum time that a failed process waits for the reports of the others.
+        patience: Maximum time that a failed process waits for the reports of the other processes. Default: one minute.
 
     Raises:
-        ValueError: If the processes could not be reconnected.
+        ValueError: If the processes cannot be reconnected after a failure, because no supported launcher started them.
     """
 
     def __init__(self, patience: timedelta = timedelta(minutes=1)) -> None:
@@ -68,7 +68,7 @@ class Attempts:
         """Report the result of this process's attempt.
 
         Args:
-            outcome: `DONE`, `RETRY`, or an error.
+            outcome: `DONE`, `RETRY`, or the text of an error.
         """
         self._over.set()
         if self.size > 1:
@@ -80,7 +80,7 @@ class Attempts:
         return RETRY in self._read_reports()
 
     def _read_reports(self) -> list[str]:
-        """Return the reports that other processes have made so far."""
+        """Return the reports of the other processes that are already available."""
         names = [f"{self._number}/{rank}" for rank in range(self.size) if rank != self.rank]
         return [self._store.get(name).decode() for name in names if self._store.check([name])]
 
@@ -107,7 +107,7 @@ class Attempts:
         return RETRY not in outcomes
 
     def start_over(self) -> None:
-        """Release the remains of the failed attempt, and connect the processes again.
+        """Release the resources of the failed attempt, and reconnect the processes.
 
         Raises:
             RuntimeError: If a process does not report in time. The subclass `PeerFailed` is raised if a process failed

@@ -50,7 +50,7 @@ def is_consequence(error: BaseException) -> bool:
     """Return whether an error is a consequence of the end of another rank, whose report should come first.
 
     Args:
-        error: The error.
+        error: Error that was raised on this rank.
     """
     return any(
         isinstance(link, PeerFailed) or (isinstance(link, RuntimeError) and _LOST.search(str(link)) is not None)
@@ -65,41 +65,41 @@ class Store(Protocol):
         """Increase a counter, and return its new value.
 
         Args:
-            key: The counter.
-            amount: The increment.
+            key: Name of the counter.
+            amount: Number to add.
         """
 
     def set(self, key: str, value: str) -> None:
         """Set a key for all ranks.
 
         Args:
-            key: The key.
-            value: Its value.
+            key: Name of the key.
+            value: Value of the key.
         """
 
     def get(self, key: str) -> bytes:
         """Return the value of a key.
 
         Args:
-            key: The key.
+            key: Name of the key.
         """
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are set.
 
         Args:
-            keys: The keys.
+            keys: Names of the keys.
         """
 
     def wait(self, keys: list[str], timeout: Any) -> None:
         """Wait until all keys are set.
 
         Args:
-            keys: The keys.
-            timeout: The maximum time.
+            keys: Names of the keys.
+            timeout: Maximum time to wait.
 
         Raises:
-            RuntimeError: After the timeout.
+            RuntimeError: If a key is not set within the timeout.
         """
 
 
@@ -247,7 +247,7 @@ class Uncaught:
         return ""
 
     def _find_gone(self) -> dict[int, int]:
-        """Return the process IDs of ended ranks on this machine, by rank."""
+        """Return the process IDs of this machine's ended ranks, keyed by rank."""
         assert self.store is not None
         gone = {}
         for rank in range(self.size):
@@ -265,10 +265,10 @@ class Uncaught:
 
 
 def hide_frames(error: BaseException) -> None:
-    """Hide the framework frames that an error has passed or will pass from pytest, IPython and notebooks.
+    """Hide framework frames from pytest, IPython and notebooks: those in an error's traceback and on the current stack.
 
     Args:
-        error: The error.
+        error: Error whose traceback is read.
     """
     if is_full():
         return
@@ -282,8 +282,8 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
     """Format an error as Python prints it, with framework frames counted instead of shown.
 
     Args:
-        error: The error.
-        trace: Its traceback.
+        error: Error to print.
+        trace: Traceback of the error.
     """
     full = traceback.TracebackException(type(error), error, trace, compact=True)
     if not is_full():
@@ -295,7 +295,7 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
 
 
 class _Folded(traceback.StackSummary):
-    """Stack summary that counts frames in a framework's files when it is formatted."""
+    """Stack summary whose formatted text counts framework frames instead of listing them."""
 
     def __init__(self, frames: traceback.StackSummary, owners: Mapping[str, str], hint: Iterator[str]) -> None:
         super().__init__(frames)
@@ -336,17 +336,17 @@ def _collect_links(error: BaseException) -> list[BaseException]:
 
 
 def _map_owners(error: BaseException, trace: TracebackType | None) -> dict[str, str]:
-    """Return the framework of each file in the traceback that belongs to a framework."""
+    """Return the files in the traceback that belong to a framework, each with the framework's name."""
     traces = [trace, *(link.__traceback__ for link in _collect_links(error))]
     frames = (frame for tb in traces for frame, _ in traceback.walk_tb(tb))
     return {frame.f_code.co_filename: owner for frame in frames if (owner := find_owner(frame)) is not None}
 
 
 def find_owner(frame: FrameType) -> str | None:
-    """Return the framework that a frame belongs to, or None.
+    """Return the name of the framework that a frame belongs to; None for any other frame.
 
     Args:
-        frame: The frame.
+        frame: Stack frame.
     """
     name = frame.f_globals.get("__name__", "")
     if name == "__main__":  # run as python -m

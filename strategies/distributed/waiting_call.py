@@ -1,4 +1,4 @@
-"""Call in which a rank waits for other ranks, read from its stack, and the comparison of such calls across ranks."""
+"""Call in which a rank waits for other ranks, as read from its stack. Such calls are compared across ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def is_users(frame: FrameType) -> bool:
     """Return whether a frame belongs to the user's own code.
 
     Args:
-        frame: The frame.
+        frame: Stack frame.
     """
     return not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")) and find_owner(frame) is None
 
@@ -99,7 +99,7 @@ def _describe_user_call(frames: Sequence[FrameType], operation: str) -> str:
 
 
 def mark_exchange() -> tuple[str, str]:
-    """Return the function that calls a collective of `World`, and the user's call, to be sent with the objects."""
+    """Return the function that calls a collective of `World`, and the user's call. Both are sent with the objects."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _WORLDS:
         frame = frame.f_back
@@ -117,7 +117,7 @@ def check_marks(marks: Mapping[int, tuple[str, str]]) -> None:
         marks: The result of `mark_exchange` on each rank.
 
     Raises:
-        DistributedOperationException: If the calls differ. The error names the line of each.
+        DistributedOperationException: If the calls differ. The error names the line of each rank.
     """
     if len({kind for kind, _ in marks.values()}) > 1:
         lines = describe_calls({rank: words for rank, (_, words) in marks.items()})
@@ -125,7 +125,7 @@ def check_marks(marks: Mapping[int, tuple[str, str]]) -> None:
 
 
 def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
-    """Describe the calls if all ranks wait in different ones; return "" if their calls may match.
+    """Describe the calls in which all ranks wait if these cannot match; return "" if they may match.
 
     Args:
         calls: The call of each rank.
@@ -138,7 +138,7 @@ def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
 
 
 def describe_calls(words: Mapping[int, str]) -> str:
-    """Return the texts with their ranks, one line for all ranks with the same text.
+    """Return one line for each different text, with the ranks that have it.
 
     Args:
         words: The text of each rank.

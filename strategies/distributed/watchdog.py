@@ -1,20 +1,20 @@
 """Watchdog that ends a run if a rank hangs for longer than a limit, and reports the rank, its phase and its step.
 
-Two daemon threads of each process do the work, independently of the training:
+In each process, two daemon threads work independently of the training:
 
 - The sentry reads the stack of the training thread once per period. This is the main thread, unless a library such as
-  Ray uses the main thread itself. If the stack and the count of steps and exchanges do not change for as long as the
-  limit, there is no progress, and the sentry raises an alarm.
-- The courier reports to the store once per period that this process is alive, and its position. When any rank has
-  raised the alarm, the courier writes the stacks of this process to a file and records in the store whether this rank
-  waits for others. A rank that only waits in a collective counts as stalled. If all ranks are stalled in different
-  calls, none of the calls can end. This is an immediate error, which lists the calls.
+  Ray uses the main thread itself. If neither the stack nor the count of steps and exchanges changes within the limit,
+  the sentry raises an alarm.
+- The courier reports to the store once per period that this process is alive, and where it is. When any rank has raised
+  the alarm, the courier writes the stacks of this process to a file and records in the store whether this rank waits
+  for others. A rank that only waits in a collective counts as stalled. If all ranks are stalled in different calls,
+  none of the calls can end. The run then ends immediately, with an error that lists the calls.
 
 A rank that does not answer is stopped, or blocked in C code that holds the GIL. A rank that answers and does not wait
 for another rank hangs. One rank prints the report, and all ranks exit with the status `HUNG`.
 
 If the user has not set a limit, a rank raises the alarm only while it waits for others, shortly before the time limit
-of a collective. Work on one rank alone may take longer, until other ranks need it.
+of a collective. A rank that works alone may take longer, as long as no other rank waits for it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def name_phase(phase: str, *functions: Callable[..., Any], loop: bool = False) -
 
     Args:
         phase: A word or two, such as ``"backward"``.
-        functions: The functions.
+        functions: Functions of Treadle that run in this phase.
         loop: Whether the functions call hooks, which are separate phases.
     """
     codes = [function.__code__ for function in functions]
@@ -94,7 +94,7 @@ def stack_of(thread: threading.Thread) -> list[FrameType]:
     """Return the frames of a thread, outermost first, or an empty list if the thread has ended.
 
     Args:
-        thread: The thread.
+        thread: A thread of this process.
     """
     frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
     frames = []
@@ -105,7 +105,7 @@ def stack_of(thread: threading.Thread) -> list[FrameType]:
 
 
 def describe_phase(frames: Iterable[FrameType]) -> str:
-    """Return the current phase: the innermost one set by `name_phase`, or the hook that is called in it.
+    """Return the current phase: the innermost one set by `name_phase`, or the hook that it calls.
 
     Args:
         frames: The frames of a thread, outermost first.
@@ -125,7 +125,7 @@ def is_waiting(frames: list[FrameType]) -> bool:
     """Return whether a thread waits for other ranks.
 
     Args:
-        frames: Its frames, outermost first.
+        frames: The frames of the thread, outermost first.
     """
     file = frames[-1].f_code.co_filename.replace(os.sep, "/") if frames else ""
     return any(part in file for part in WAITING_FILES)
@@ -142,8 +142,8 @@ class Watchdog:
 
     Attributes:
         thread: The training thread.
-        awaits_others: With ``strict``, whether this process waits at its end until all others have ended.
-        ended: The first rank that has ended, as far as it is known.
+        awaits_others: With ``strict``, whether this process waits at its end until all other processes have ended.
+        ended: The first rank that is known to have ended; None if there is none.
         interruptible: Whether this process waits to leave at a moment that all ranks agree on. Once another rank has
             ended, they cannot agree, and the main thread receives another SIGTERM.
         interrupted: Whether the main thread has received that SIGTERM.
@@ -194,9 +194,9 @@ class Watchdog:
 
         Args:
             owner: An Accelerator or a Trainer.
-            locate: Returns the position of the run as text, and a value that changes whenever the run has made
-                progress.
-            find_directory: Returns the directory of the run; None means the working directory.
+            locate: Function that returns the position of the run as text, and a value that changes whenever the run
+                makes progress.
+            find_directory: Function that returns the directory of the run; None means the working directory.
         """
         self._owner, self._locate, self._find_directory = weakref.ref(owner), locate, find_directory
 
@@ -204,7 +204,8 @@ class Watchdog:
         """Make the courier call a function with the store once per period, and again soon if the function returns True.
 
         Args:
-            errand: The function, which replaces the previous one. All ranks must set their functions in the same order.
+            errand: Function to call, which replaces the previous one. All ranks must set their functions in the same
+                order.
 
         Returns:
             The number of the errand, which is the same on all ranks.
@@ -243,9 +244,9 @@ class Watchdog:
             del frames
 
     def _find_stall(self, frames: list[FrameType], seconds: float) -> WaitingCall | None:
-        """Return the call in which this rank has waited without progress for ``seconds``.
+        """Return the call in which this rank is stalled, or None if it is not stalled.
 
-        None if it is not stalled.
+        A rank is stalled if it has been idle, and has made no progress, for 8 s or, if this is less, 70 % of the limit.
         """
         if self._leaving:
             return WaitingCall(_END, f"waits at {_END}")
@@ -257,7 +258,7 @@ class Watchdog:
         return call and WaitingCall(call.kind, f"{call.words} ({details})")
 
     def _beat(self) -> None:
-        """Send the supervisor a sign of life, because no rank could notice that all ranks are stopped."""
+        """Send the supervisor a sign of life, because no rank could notice if all ranks were stopped."""
         if not self.strict:
             return
         self._beats += 1
@@ -366,10 +367,10 @@ class Watchdog:
         return waits and time.monotonic() - self._since >= _LOST
 
     def _leave_if_alone(self) -> None:
-        """Leave the step if another rank has ended, by an interrupt or, if the main thread is in C code, immediately.
+        """Interrupt the step if another rank has ended. End the process if the main thread does not react.
 
-        The step is left only after a signal has requested it, or if the other rank has failed and this one makes no
-        progress.
+        The step is interrupted only if this process waits to leave after a signal. If the other rank has failed and
+        this rank makes no progress, the process ends without an interrupt.
         """
         assert self._store is not None
         if self.ended is None and (rank := self._read("ended first")) is not None:
@@ -387,7 +388,7 @@ class Watchdog:
             end_at_once(1)
 
     def _tell_stall(self) -> bool:
-        """Update the count of stalled ranks, and return whether all ranks are stalled now."""
+        """Update the count of stalled ranks, and return whether all ranks are stalled."""
         assert self._store is not None
         stall, told = self._stall, self._told
         if stall == told:
@@ -563,7 +564,7 @@ class Watchdog:
         return folder
 
     def leave(self) -> None:
-        """Stop at the end of the script. With a limit, wait until the other ranks have ended, too."""
+        """Stop at the end of the script. With a limit, wait until the other ranks have also ended."""
         atexit.unregister(self.leave)
         if os.getpid() != self._pid or self._ended.is_set():
             return
@@ -586,7 +587,7 @@ class Watchdog:
         self._dumps.close()
 
     def _await_others(self) -> None:
-        """Wait for ranks that are alive, because a silent rank cannot notice its own state."""
+        """Wait for the other ranks, and raise the alarm for a silent rank, which cannot notice its own state."""
         self._leaving = True
         pulses = [Pulse(rank) for rank in range(self.size) if rank != self.rank]
         while not self._alarmed.is_set():
@@ -628,12 +629,12 @@ _current: list[Watchdog] = []
 
 
 def watch(world: World, limit: float | None) -> Watchdog | None:
-    """Start the watchdog of this process, of which there is only one. The latest limit applies.
+    """Start the watchdog of this process, or apply the new limit if it is already running.
 
     Args:
         world: All processes.
-        limit: Seconds without progress. Default: slightly less than the time limit of a collective, only for ranks that
-            wait for others.
+        limit: Seconds without progress. Default: slightly less than the time limit of a collective, and only for ranks
+            that wait for others.
 
     Returns:
         The watchdog; None if none is needed.
@@ -674,7 +675,7 @@ def dismiss() -> None:
 
 
 def _connect(world: World) -> dist.Store | None:
-    """Return a separate connection to the process group's store, because another thread's call may wait for long.
+    """Return a separate connection to the process group's store, because other threads' calls would block a shared one.
 
     Return None if the store does not support two connections.
     """

@@ -53,16 +53,16 @@ class World:
         rank: Rank of this process, from 0.
         size: Number of processes.
         local_rank: Rank of this process on its machine.
-        local_size: Number of processes on its machine.
+        local_size: Number of processes on this machine.
         node_rank: Index of this machine.
         device: Device of this process.
         timeout: Maximum time that a collective waits for other processes before it fails. Default: that of an existing
-            group, else half an hour.
+            group, else 30 minutes.
         group: Torch's process group of these processes, if they are a subset of a larger world; ``rank`` and ``size``
             then refer to the group.
         address: Host and port on which rank 0 listens. Default: MASTER_ADDR and MASTER_PORT.
-        run_id: Separates runs that use the same address.
-        backend: Torch's name of the backend. Default: gloo for host memory and NCCL for GPUs.
+        run_id: Identifier that separates runs that use the same address.
+        backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
 
     Example:
         >>> import torch
@@ -119,7 +119,7 @@ class World:
                 arrivals_of(self)  # so that other ranks can see this process's position
 
     def _note_carried_devices(self) -> None:
-        """Record which devices the group supports. A group that a script created with NCCL alone lacks host tensors."""
+        """Record which devices the group supports. A script's own group may support only GPU tensors (NCCL)."""
         if self.device.type != "cpu":
             parts = dist.get_backend_config(self.group).split(",")
             self._carried_devices = {part.partition(":")[0] for part in parts}
@@ -129,7 +129,7 @@ class World:
         return tensor if tensor.device.type in self._carried_devices else tensor.to(self.device, copy=True)
 
     def mesh(self, **dimensions: int) -> DeviceMesh:
-        """Arrange the processes on a mesh. The last dimension varies fastest, and equal meshes are created once.
+        """Arrange the processes on a mesh. The last dimension varies fastest. Equal meshes are created only once.
 
         Args:
             dimensions: Sizes by name, whose product is the world size: ``mesh(replicate=2, shard=4)``.
@@ -156,7 +156,7 @@ class World:
         """Return the processes of a one-dimensional mesh that includes this one, as a separate world.
 
         Args:
-            mesh: The mesh.
+            mesh: One-dimensional mesh that includes this process.
         """
         return type(self)(
             rank=mesh.get_local_rank(),
@@ -231,7 +231,7 @@ class World:
             dist.barrier(self.group)
 
     def advance(self) -> None:
-        """Count that this process enters a training step or an exchange, in which it may wait for other processes."""
+        """Record that this process enters a training step or an exchange, in which it may wait for other processes."""
         if self._count is not None:
             self._count.advance()
 
@@ -241,7 +241,7 @@ class World:
         Any process may call it alone, without communication.
 
         Args:
-            name: The name.
+            name: Name that only one process can claim.
         """
         if self.size == 1:
             return True
@@ -268,11 +268,11 @@ class World:
         """Reduce ``tensor`` over all processes, in place.
 
         Args:
-            tensor: A tensor of any shape, the same on every process.
+            tensor: A tensor of any shape. The shape must be the same on every process.
             operation: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
 
         Returns:
-            The tensor.
+            ``tensor`` itself.
 
         Raises:
             ValueError: If the operation is unknown.
@@ -292,7 +292,7 @@ class World:
         """Start summing ``tensor`` over all processes, in place.
 
         Args:
-            tensor: A tensor of any shape, the same on every process.
+            tensor: A tensor of any shape. The shape must be the same on every process.
 
         Returns:
             The work to wait for before the tensor is read; None if it is complete.
@@ -309,7 +309,7 @@ class World:
         """Return the tensors of all processes, in rank order.
 
         Args:
-            tensor: A tensor of any shape, the same on every process.
+            tensor: A tensor of any shape. The shape must be the same on every process.
         """
         if self.size == 1:
             return [tensor]
@@ -323,7 +323,7 @@ class World:
         """Return the sum over all processes of ``tensor[rank]``, where ``rank`` is that of this process.
 
         Args:
-            tensor: A tensor of shape (size, ...), the same on every process.
+            tensor: A tensor of shape (size, ...). The shape must be the same on every process.
         """
         if self.size == 1:
             return tensor[0]
@@ -336,7 +336,7 @@ class World:
         """Return the processes of a user's process group, which includes this process, as a separate world.
 
         Args:
-            group: The process group.
+            group: Torch process group that includes this process.
 
         Raises:
             ValueError: If this process is not in the group.
@@ -396,11 +396,11 @@ class World:
         """Overwrite ``tensor`` with that of process ``source``, in place.
 
         Args:
-            tensor: A tensor of any shape, the same on every process.
+            tensor: A tensor of any shape. The shape must be the same on every process.
             source: The rank whose tensor is copied.
 
         Returns:
-            The tensor.
+            ``tensor`` itself.
         """
         if self.size > 1:
             placed = self._place(tensor)
@@ -434,7 +434,7 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block on every process; none leaves it before all are done, and all fail if one does."""
+        """Run a block on every process. No process leaves it before all are done, and if one fails, all fail."""
         error: BaseException | None = None
         try:
             yield
@@ -449,8 +449,9 @@ class World:
             error: The error of this process, or None.
 
         Raises:
-            PeerFailed: On the processes that did not fail, with the rank and the error of the first that did.
-            SystemExit: Instead, if that process exited with a status: all processes exit with it.
+            PeerFailed: On the processes that did not fail, with the lowest failed rank and its error.
+            SystemExit: If the lowest failed rank exited with a numeric status. The processes that did not fail
+                exit with it too.
         """
         if self.size > 1:
             words = None if error is None else f"{type(error).__name__}: {error}"
@@ -504,5 +505,5 @@ def _unwrap(value: Any) -> Any:
 
 
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor in a dtype that backends support; values of other dtypes as a row of bytes."""
+    """Return a contiguous tensor in a dtype that backends support. Other dtypes are viewed as a row of bytes."""
     return tensor.contiguous() if tensor.dtype in _CARRIED else tensor.contiguous().reshape(-1).view(torch.uint8)

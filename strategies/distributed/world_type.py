@@ -10,7 +10,7 @@ from .world import World
 class DistributedType(StrEnum):
     """Kind of distributed training. Treadle uses ``NO``, ``MULTI_CPU``, ``MULTI_GPU`` or ``FSDP``.
 
-    The others exist so that a script can compare with them.
+    The other values exist only so that a script can compare with them.
 
     Example:
         >>> import treadle as tl
@@ -40,7 +40,7 @@ def distributed_type(world: World, sharded: bool) -> DistributedType:
 
     Args:
         world: All processes.
-        sharded: Whether models are sharded over them.
+        sharded: Whether models are sharded over the processes.
     """
     if sharded:
         return DistributedType.FSDP

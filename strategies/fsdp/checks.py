@@ -1,4 +1,4 @@
-"""Checks that a model can be sharded, made before anything is changed."""
+"""Checks that a model can be sharded. They run before anything is changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_device(device: torch.device) -> None:
     """Check that ``fully_shard`` of the installed torch supports a device.
 
     Args:
-        device: The device.
+        device: Device of the sharded parameters.
 
     Raises:
         ValueError: If the device is the CPU and torch does not support it (2.6).
@@ -25,7 +25,7 @@ def check_device(device: torch.device) -> None:
 
 
 def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.dtype | None) -> None:
-    """Check that torch's ``fully_shard`` supports each block and the parameters outside of the blocks.
+    """Check that torch's ``fully_shard`` supports each block and the parameters outside the blocks.
 
     Args:
         module: The user's model.
@@ -33,7 +33,8 @@ def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.
         storage: The dtype that floating-point parameters are converted to first.
 
     Raises:
-        ValueError: If parameters are 0-d or empty, or have several dtypes in one block. The error lists them.
+        ValueError: If a parameter is 0-d, or if trained parameters are empty or have several dtypes in one block. The
+            error lists them.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     single = [name for parameter, name in names.items() if not parameter.ndim]
@@ -88,8 +89,8 @@ def check_unchanged(tape: Tape, tensor: Tensor, words: str) -> None:
     """Check that a tensor without memory was changed only by operations that ``tape`` has recorded.
 
     Args:
-        tape: The recording.
-        tensor: The tensor.
+        tape: Recording of the operations that created the tensor.
+        tensor: A tensor without memory.
         words: The name of the tensor, for the error message.
 
     Raises:

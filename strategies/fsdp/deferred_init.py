@@ -64,10 +64,10 @@ class _OutsideTensor:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One operation of the construction.
+    """One operation in the construction of a model.
 
     Attributes:
-        function: The operator.
+        function: Operator that was called.
         arguments: Positional and keyword arguments. Tensors of the model are replaced by their positions.
         reads, writes: The storages that the operation reads, and those that it changes or creates.
         output: The positions of the results.
@@ -163,7 +163,7 @@ class Tape(TorchDispatchMode):
         return _OutsideTensor(recorded, _get_version(recorded))
 
     def _materialize(self, value: Any) -> Any:
-        """Return the values for a tensor on the meta device, or the real device for the meta device."""
+        """Return the values of a tensor on the meta device, or the real device if ``value`` is the meta device."""
         return self.values(value) if _is_meta(value) else self._replace_meta_device(value)
 
     def _replace_meta_device(self, value: Any) -> Any:
@@ -240,7 +240,7 @@ class Tape(TorchDispatchMode):
         """Return whether ``tensor`` was created during the recording.
 
         Args:
-            tensor: The tensor.
+            tensor: A tensor on any device.
         """
         return tensor.untyped_storage()._cdata in self._touched
 
@@ -319,7 +319,7 @@ def get_generator(device: torch.device) -> torch.Generator:
     """Return the default generator of a device.
 
     Args:
-        device: The device.
+        device: The CPU or a CUDA device.
     """
     if device.type != "cuda":
         return torch.default_generator
@@ -328,7 +328,7 @@ def get_generator(device: torch.device) -> torch.Generator:
 
 
 class _HiddenMeta(TorchFunctionMode):
-    """Mode that hides that tensors lack memory. Otherwise, torch's initializers would do nothing (torch 2.13)."""
+    """Mode that makes ``is_meta`` False for tensors without memory. torch 2.13 would not initialize them otherwise."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()

@@ -43,30 +43,31 @@ class FSDP(Strategy):
 
     Args:
         auto_wrap_policy: Selects the modules that are each gathered as one unit; see `wrap_policy.chosen_blocks`.
-            Parameters outside of these modules are gathered once per step.
+            Parameters outside these modules are gathered once per step.
         activation_checkpointing_policy: Selects the modules that keep only their inputs and recompute the rest in the
             backward pass: True for the modules of ``auto_wrap_policy``, a separate policy, or a `Recompute`, which can
             also select every n-th module, keep the results of some operations, or leave the choice to the compiler.
         reshard_after_forward: Free a block's parameters after the forward pass and gather them again in the backward
-            pass. False keeps them, which is faster and uses more memory. A number reshards them to groups of that many
-            processes.
+            pass. False keeps them, which is faster and uses more memory. With a number, they are resharded over groups
+            of that many processes.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory.
         gather_dtype: The dtype in which parameters are gathered. By default, it is their storage dtype, and autocast
             converts them, so that results equal those of one process. ``torch.bfloat16`` sends half as many bytes as
             float32, and also rounds the weights of norms. Gradients are reduced in float32.
         mixed_precision: Torch's ``MixedPrecisionPolicy``, which replaces ``gather_dtype``.
-        data_parallel_size: Number of processes that the data is sharded over. ``"auto"`` means the world size divided
+        data_parallel_size: Number of processes over which the data is sharded. ``"auto"`` means the world size divided
             by ``tensor_parallel_size``.
         data_parallel_replicate: Number of replicas for hybrid sharding. Each replica is sharded over
-            ``data_parallel_size`` divided by this number. Set it to the number of machines to gather within each
-            machine only.
+            ``data_parallel_size / data_parallel_replicate`` processes. Set it to the number of machines to gather
+            within each machine only.
         tensor_parallel_size: Number of processes that share the work on one sample. The model's ``parallelize(mesh)``
             applies torch's ``parallelize_module`` on this one-dimensional mesh.
         sync_each_batch: Reduce gradients in every micro-batch, so that only shards of them are kept. With accumulation,
             this uses less memory and more communication.
-        timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: that
-            of torch, 30 minutes or, on CUDA, 10 minutes.
-        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: that of the device.
+        timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: 30
+            minutes.
+        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: NCCL for GPUs and gloo for host
+            memory.
 
     Raises:
         ValueError: If sizes do not divide the world size.
@@ -195,7 +196,7 @@ class FSDP(Strategy):
         return root
 
     def place(self, module: nn.Module) -> nn.Module:
-        """See `Strategy.place`. A model that is only evaluated is sharded, too."""
+        """See `Strategy.place`. A model that is only evaluated is also sharded."""
         return self.wrap(module)
 
     def local_method(self, module: nn.Module, name: str) -> Any:
@@ -343,7 +344,7 @@ class FSDP(Strategy):
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def decisions(self, module: nn.Module) -> list[str]:
-        """See `Strategy.decisions`. The note is about gathering in a larger dtype than that of the computation."""
+        """See `Strategy.decisions`. A note is returned if a gather in the compute dtype would be smaller."""
         if self.mixed_precision is not None or self.precision.compute is None or self.world.size == 1:
             return []
         size = sum(p.numel() * p.element_size() for p in module.parameters()) / self.layout.tensor / 2**30
@@ -390,23 +391,23 @@ class FSDP(Strategy):
     def agree_on_overflow(self, overflow: Tensor) -> None:
         """See `Strategy.agree_on_overflow`.
 
-        torch's scaler reduces over the processes that the first gradient is sharded over (torch 2.13). With tensor
+        torch's scaler reduces over the processes that have shards of the first gradient (torch 2.13). With tensor
         parallelism, other processes have shards of other gradients.
         """
         if self.layout.tensor > 1:
             self.world.all_reduce(overflow, "max")
 
     def explain(self, error: BaseException) -> BaseException:
-        """See `Strategy.explain`. The state is reset, because another backward may follow the failed one."""
+        """See `Strategy.explain`. The state is reset, because another backward pass may follow the failed one."""
         for root in self._roots:
             start_anew(root)
         return error
 
     def start_agreement(self, votes: Tensor) -> None:
-        """See `Strategy.start_agreement`. On GPUs, the sum starts after backward, in `agreement`.
+        """See `Strategy.start_agreement`. On GPUs, the sum starts after the backward pass, in `agreement`.
 
-        NCCL's collectives share one queue. Otherwise, the first gather of the backward pass would wait behind the
-        votes, and the votes would wait for the end of the forward pass.
+        NCCL's collectives share one queue. If the sum started earlier, the first gather of the backward pass would wait
+        behind the votes, and the votes would wait for the end of the forward pass.
         """
         if self.world.device.type == "cuda":
             self._votes = votes
@@ -462,7 +463,7 @@ class FSDP(Strategy):
         return self.wrap(module)
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """See `Strategy.reduction_buckets`. None, because torch's reductions of shards are recorded as they happen."""
+        """See `Strategy.reduction_buckets`. Returns None: torch's reductions of shards are recorded as they happen."""
         return None
 
     @property

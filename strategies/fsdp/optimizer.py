@@ -1,4 +1,4 @@
-"""Update of optimizers that were created before their model was sharded. Their state is sharded, too."""
+"""Update of optimizers that were created before their model was sharded. Their state is also sharded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World
 
     Args:
         optimizer: The user's optimizer.
-        moved: The sharded parameter for each original one.
+        moved: The sharded parameter for each original parameter.
         world: All processes. Existing state is taken from rank zero.
 
     Raises:

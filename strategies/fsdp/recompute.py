@@ -22,16 +22,15 @@ FLAG = "activation_checkpointing_policy"
 class Recompute:
     """Activations that `FSDP` recomputes in the backward pass instead of keeping them.
 
-    Blocks keep only their inputs. This costs the time of one more forward pass, and reduces the memory for activations
-    from that of the model to that of one block. Freeing fewer activations costs less time.
+    Blocks keep only their inputs. This takes the time of one more forward pass. It reduces the memory for activations
+    from that of the whole model to that of one block. Freeing fewer activations costs less time.
 
     Args:
         blocks: A policy that selects the modules, in any form that ``auto_wrap_policy`` accepts. Default:
             ``auto_wrap_policy``.
         every: Select only every n-th of these modules, starting with the first.
-        keep: Operations within the modules whose results are kept, such as ``torch.ops.aten.mm.default``.
-            ``"products"`` keeps those of matrix products and attention, which take longest, so that recomputation is
-            cheap.
+        keep: Operations whose results are kept, such as ``torch.ops.aten.mm.default``. ``"products"`` keeps the results
+            of matrix products and attention, which take longest, so that recomputation is cheap.
         budget: Let the compiler choose which activations to keep, within this fraction of their memory and at the least
             cost in time: 0.0 frees all, 1.0 keeps all. It applies to the compiled models of the whole process, and
             cannot be combined with other arguments.
@@ -80,7 +79,7 @@ class Recompute:
         """Return the setting for a value of ``activation_checkpointing_policy``, or None if it is disabled.
 
         Args:
-            value: The value.
+            value: True, False, None, a policy, or a `Recompute`, which is returned unchanged.
 
         Raises:
             TypeError, ValueError: If the policy is invalid.
@@ -95,7 +94,7 @@ class Recompute:
         """Make the selected submodules of ``module`` recompute their activations.
 
         Args:
-            module: The model.
+            module: The user's model.
             blocks: The modules that ``auto_wrap_policy`` has selected.
 
         Raises:

@@ -1,4 +1,4 @@
-"""State that sharding keeps from a forward for the backward, and the release of this state if no backward follows."""
+"""State that sharding keeps between a forward and a backward pass, and its release if no backward pass follows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..forward_router import Router
 class ShardedRouter(Router):
     """Root of a sharded model.
 
-    If no backward will follow a forward, the model's parameters are resharded afterwards, because its optimizer needs
-    the shards. The model never computes in torch's inference mode, because parameters first gathered in that mode could
-    not be trained (torch 2.13).
+    If no backward pass will follow a forward pass, the model's parameters are resharded afterwards, because its
+    optimizer needs the shards. The model never computes in torch's inference mode, because parameters first gathered in
+    that mode could not be trained (torch 2.13).
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ class ShardedRouter(Router):
 
 
 def put_away(root: Any) -> None:
-    """Free parameters that a forward has left gathered for its backward, because they would miss new values.
+    """Free parameters that a forward pass has left gathered for a backward pass, because they would miss updates.
 
     Args:
         root: The root of a sharded model.
@@ -41,7 +41,7 @@ def put_away(root: Any) -> None:
 
 
 def start_anew(root: Any) -> None:
-    """Reset the state after an error has interrupted a forward or backward.
+    """Reset the state after an error has interrupted a forward or backward pass.
 
     Args:
         root: The root of a sharded model.

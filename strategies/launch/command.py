@@ -189,7 +189,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _check_names(
     command_parser: argparse.ArgumentParser, option_names: Iterable[str], arguments: Sequence[str]
 ) -> None:
-    """Check the options before the script. argparse would treat the value of an unknown option as the script."""
+    """Check the options that precede the script, because argparse treats an unknown option's value as the script."""
     flags = {name for action in command_parser._actions if action.nargs == 0 for name in action.option_strings}
     short = {name for action in command_parser._actions for name in action.option_strings if len(name) == 2}
     rest = list(arguments)

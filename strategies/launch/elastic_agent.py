@@ -56,10 +56,10 @@ class Elsewhere(Exception):
 class Agent(LocalElasticAgent):
     """torch's agent that also records the order in which ranks end and uses Treadle's grace periods.
 
-    torch's agent checks every 0.1 s and cannot order two failures in between. After a failure, it gives the other ranks
-    a fixed 30 s, which `shutdown_timeout` does not change (torch 2.11, 2.13). That setting applies only after a signal
-    to the agent, and only since torch 2.13. torch's agent does not notice a failure on another machine until its own
-    ranks fail because of it.
+    torch's agent checks every 0.1 s and cannot order two failures between checks. After a failure, it gives the other
+    ranks a fixed 30 s, which `shutdown_timeout` does not change (torch 2.11, 2.13). That setting applies only after a
+    signal to the agent, and only since torch 2.13. torch's agent does not notice a failure on another machine until its
+    own ranks fail because of it.
     """
 
     def __init__(self, spec: WorkerSpec, job: Job, board: RankBoard) -> None:
@@ -140,8 +140,8 @@ class Agent(LocalElasticAgent):
     def _await_change(self, failed: list[int]) -> bool:
         """Return whether the ranks failed because a machine joins or leaves, which does not end the run.
 
-        A machine that joins or leaves ends the ranks of one machine, and thereby those of all machines. This agent
-        learns of the change only from the machine itself or from its agent.
+        A machine that joins or leaves ends the ranks of one machine, and therefore those of all machines. This agent
+        learns of the change only from that machine or its agent.
         """
         nodes = self.job.nodes
         if nodes is None or not nodes.elastic:
@@ -160,9 +160,9 @@ class Agent(LocalElasticAgent):
         """Do nothing. torch would wait 300 s for the other machines here, but `_await_others` has waited already."""
 
     def _await_others(self) -> bool:
-        """Wait until the ranks of all machines have ended without a failure. Return False if a machine has left before.
+        """Wait until the ranks of all machines have ended without a failure. Return False if a machine left earlier.
 
-        If the machine has vanished, or one of its ranks has failed at the very end, all machines have to start again.
+        All machines have to start again if that machine has vanished, or if one of its ranks failed at the very end.
 
         Raises:
             Elsewhere: If a machine has left and no restart is allowed.
@@ -196,13 +196,13 @@ class Agent(LocalElasticAgent):
         return [rank for rank, handler in handlers.items() if handler.proc.poll() is None]
 
     def _end_ranks(self, number: signal.Signals, seconds: float, *, patient: bool) -> None:
-        """Send a signal to all ranks, and SIGKILL later. A rank that does not even note the signal is hung.
+        """Send a signal to all ranks, and SIGKILL later. A rank that does not note the signal counts as hung.
 
         Args:
-            number: The signal.
+            number: Signal to send first.
             seconds: Seconds from the first signal to SIGKILL.
-            patient: Restart the countdown whenever a rank starts to leave on its own, because a save may take any time.
-                Must be False if a rank has failed, because the others then note the signal but cannot save.
+            patient: Restart the countdown while a rank is leaving because of the signal, since a save may take any
+                time. Must be False if a rank has failed, because the other ranks then note the signal but cannot save.
         """
         context: Any = self._pcontext
         for rank in self._list_living():
@@ -226,7 +226,7 @@ class Agent(LocalElasticAgent):
             context.close(number, timeout=seconds)
 
     def _note_ends(self) -> bool:
-        """Record the ranks that ended since the last call, and return whether any rank has failed so far."""
+        """Record the ranks that ended since the last call, and return whether any rank has failed."""
         handlers = {} if self._pcontext is None else self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
         codes = {rank: handler.proc.poll() for rank, handler in handlers.items() if rank not in self.ends}
         # Of the ranks found in one check a killed one comes first, because it makes the others raise errors.
@@ -261,7 +261,7 @@ class Agent(LocalElasticAgent):
         """Return the global rank of a rank of this machine.
 
         Args:
-            local_rank: Its rank on this machine.
+            local_rank: Rank on this machine.
         """
         workers = self._worker_group.workers
         return local_rank if local_rank >= len(workers) else workers[local_rank].global_rank
@@ -305,7 +305,7 @@ class Agent(LocalElasticAgent):
 
         Args:
             status: Exit status of the run.
-            text: Reason for it.
+            text: Reason for the end of the run.
 
         Raises:
             Elsewhere: If another machine has reported first. Its report applies.
@@ -354,15 +354,15 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
     """Run a job under an agent. Must be called in the main thread of the process.
 
     Args:
-        job: The job.
-        place: The addresses by which this machine meets the others; None for a run on one machine.
+        job: Job to run.
+        place: Addresses by which this machine meets the other machines; None for a run on one machine.
         board: Records of the ranks of this machine.
 
     Returns:
         The exit status of the run.
 
     Raises:
-        ValueError: If the endpoint of the other machines does not answer.
+        ValueError: If the endpoint of the other machines does not respond.
     """
     if job.nodes is not None and place is not None:
         source = "" if place.local_addr is None else f" as {place.local_addr}"

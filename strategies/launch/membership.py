@@ -1,4 +1,7 @@
-"""Machines of a run, which may change during the run, read from torch's rendezvous. Only a supervisor imports this."""
+"""Machines of a run, as read from torch's rendezvous. They may change during the run.
+
+Only a supervisor imports this module.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ _LEAVE = 5.0  # seconds
 class Membership:
     """Machines that take part in a run, wait to join it, or have left it.
 
-    If the machines are numbered, or meet by a user-defined rendezvous, changes are never reported.
+    If the machines are numbered, or meet through a user-defined rendezvous, changes are never reported.
 
     Args:
-        handler: Torch's rendezvous.
+        handler: Torch's rendezvous handler.
     """
 
     def __init__(self, handler: Any) -> None:
@@ -33,7 +36,7 @@ class Membership:
         """Prepare a rendezvous, which may be the first of the run or a later one.
 
         Raises:
-            RendezvousError: If the store does not answer.
+            RendezvousError: If the store does not respond.
         """
         if self._handler is None:
             return
@@ -61,7 +64,7 @@ class Membership:
         sign of life for keep_alive_interval x keep_alive_max_attempt seconds (15).
 
         Raises:
-            RendezvousError: If the store does not answer.
+            RendezvousError: If the store does not respond.
         """
         if self._handler is None:
             return False, False
@@ -71,7 +74,7 @@ class Membership:
         return self._size > 1 and present < self._size, waiting > 0
 
     def leave(self) -> None:
-        """Report immediately that this machine leaves, so that the others need not wait for a timeout."""
+        """Report immediately that this machine leaves, so that the other machines need not wait for a timeout."""
         if self._handler is not None:
             self._handler._stop_heartbeats()
             with contextlib.suppress(RendezvousError):  # the store has ended, or does not answer in time

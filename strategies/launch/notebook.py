@@ -1,4 +1,4 @@
-"""Launchers that run a function in several processes, for notebooks, which have no script to run again."""
+"""Launchers that run a function in several processes. They are for notebooks, which have no script to run again."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Call `function(*args)` in several processes and return when all are done, with Accelerate's signature.
+    """Call `function(*args)` in several processes and wait for all of them. The signature is Accelerate's.
 
     The processes are forked, so the function may be defined in a cell and use the variables of the session. The session
     must not have used a GPU before. Each process computes with one CPU thread. A single process is not forked.
@@ -63,7 +63,7 @@ def notebook_launcher(
         args: Its positional arguments. Default: none.
         num_processes: Number of processes on this machine. Default: one per GPU, or one if there is no GPU.
         mixed_precision: Must be "no". Set the precision in the function instead: `Accelerator(mixed_precision="bf16")`.
-        use_port: Port on machine 0 for the processes to meet. Default: any on one machine, 29500 on several.
+        use_port: Port on machine 0 at which the processes meet. Default: any free one; 29500 on several machines.
         master_addr: Address of machine 0. Default: 127.0.0.1.
         node_rank: Number of this machine, from 0. Default: 0.
         num_nodes: Number of machines, each of which calls this function. Default: 1.
@@ -72,13 +72,13 @@ def notebook_launcher(
         rdzv_conf: May contain only `timeout`, the seconds within which the machines must meet. Default: 900.
         rdzv_id: Name of the run. Default: a random name.
         max_restarts: Maximum number of restarts of all processes after a failure; only on one machine. Default: 0.
-        monitor_interval: Maximum seconds between checks of the processes. Default: 0.1.
+        monitor_interval: Maximum time in seconds between checks of the processes. Default: 0.1.
         log_line_prefix_template: Must be None.
 
     Raises:
-        ValueError: If an argument is not supported, the session cannot be forked, or an Accelerator exists already.
+        ValueError: If an argument is not supported, the session cannot be forked, or an Accelerator already exists.
         TypeError: If `function` is not callable.
-        RuntimeError: If a process failed; the error shows its traceback. The other processes were ended.
+        RuntimeError: If a process fails. The error shows its traceback, and the other processes are ended.
     """
     conf = dict(rdzv_conf or {})
     _refuse(mixed_precision, rdzv_backend, conf, log_line_prefix_template)
@@ -144,16 +144,16 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         num_processes: Number of processes. Default: 2.
 
     Raises:
-        ValueError: If the session cannot be forked, or an Accelerator exists already.
+        ValueError: If the session cannot be forked, or an Accelerator already exists.
         TypeError: If `function` is not callable.
-        RuntimeError: If a process failed; the error shows its traceback. The other processes were ended.
+        RuntimeError: If a process fails. The error shows its traceback, and the other processes are ended.
     """
     _Launch(function=function, args=tuple(args), count=num_processes, variables={"CUDA_VISIBLE_DEVICES": ""}).run()
 
 
 @dataclass(kw_only=True)
 class _Launch:
-    """Settings of one call of a launcher, which runs the processes."""
+    """Settings of one call of a launcher. Its ``run`` method runs the processes."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -368,7 +368,7 @@ def _on_gpu(value: Any) -> bool:
 
 
 def _has_opened_gpu() -> bool:
-    """Return whether this process has opened CUDA's driver, even if not through torch. Forks then cannot use it."""
+    """Return whether this process has opened CUDA's driver, with or without torch. Forks could not use the driver."""
     for descriptor in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
             if os.readlink(descriptor) == "/dev/nvidia-uvm":

@@ -36,7 +36,7 @@ class RankBoard:
         nproc: Number of ranks.
 
     Attributes:
-        path: Path that the ranks write to; "" on systems that do not support such files.
+        path: Path to which the ranks write; "" on systems that do not support such files.
     """
 
     def __init__(self, nproc: int) -> None:
@@ -66,7 +66,7 @@ class RankBoard:
         return self._read(local_rank)[:1] in (b"\1", b"\2")
 
     def is_leaving(self, local_rank: int) -> bool:
-        """Return whether a rank has noted a signal and leaves on its own.
+        """Return whether a rank has noted a signal and is leaving because of it.
 
         Args:
             local_rank: The rank on this machine.
@@ -76,7 +76,7 @@ class RankBoard:
     def find_silent(self, ended: Collection[int]) -> list[int]:
         """Return all ranks that have not ended, if each of them has been silent for longer than its limit.
 
-        If any rank is alive, it notices the silence of the others and reports their state itself.
+        If any rank is alive, it notices the silence of the other ranks and reports their state itself.
 
         Args:
             ended: Local ranks that have ended.
@@ -127,7 +127,7 @@ class RankBoard:
 
 
 def _parse(record: bytes) -> dict[str, Any] | None:
-    """Return a rank's last beat, or None if the rank has no limit or is just writing its record."""
+    """Return a rank's last beat, or None if the rank has no limit or is currently writing its record."""
     try:
         return dict(json.loads(record[1:].rstrip(b"\0")))
     except ValueError:

@@ -26,13 +26,13 @@ class Nodes:
     Args:
         least: Minimum number of machines with which the run starts and restarts.
         most: Maximum number of machines.
-        endpoint: ``HOST:PORT`` of the store through which the machines meet, which runs on the machine with this
+        endpoint: ``HOST:PORT`` of the store through which the machines meet. The store runs on the machine with this
             address.
         rank: Number of this machine, if the user numbers the machines. The run is then not elastic.
         local_addr: Address at which the other machines reach this one. Default: the address that connects to the
             endpoint.
         conf: Further settings of torch's rendezvous: ``timeout``, ``join_timeout``, ``read_timeout``, ``is_host``, ...
-        backend: Torch's name of the rendezvous backend. Default: ``"static"`` with a ``rank``, otherwise ``"c10d"``.
+        backend: Torch's name for the rendezvous backend. Default: ``"static"`` with a ``rank``, otherwise ``"c10d"``.
 
     Raises:
         ValueError: If the numbers contradict each other, or the endpoint is empty.
@@ -72,7 +72,7 @@ class Nodes:
         return self.least < self.most
 
     def place(self) -> Place:
-        """Return the addresses by which this machine meets the others.
+        """Return the addresses by which this machine meets the other machines.
 
         Raises:
             ValueError: If the endpoint's host is unknown, or ``local_addr`` is not an address of this machine.
@@ -97,7 +97,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Place:
-    """Addresses by which this machine meets the others; the result of `Nodes.place`.
+    """Addresses by which this machine meets the other machines; the result of `Nodes.place`.
 
     Attributes:
         endpoint: The endpoint, with the host as a numeric address.
@@ -128,7 +128,7 @@ class Job:
         log_dir: Folder for the ranks' output, if ``redirects`` or ``tee`` request files.
         redirects: Torchrun's ``--redirects``, the streams to write to files: ``"0"`` for none, ``"1"`` for standard
             output, ``"2"`` for standard error, ``"3"`` for both.
-        tee: Torchrun's ``--tee``: as ``redirects``, but the streams are also printed to the terminal.
+        tee: Torchrun's ``--tee``, with the values of ``redirects``. The streams are also printed to the terminal.
 
     Raises:
         ValueError: If a number is out of range, or options contradict each other.

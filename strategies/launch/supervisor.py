@@ -35,8 +35,8 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
 
     Raises:
         SystemExit: Always, when the ranks have ended, with the status that `supervise` returns.
-        ValueError: If there is no script to run again, as in a prompt, a notebook, `python -c` or a test runner. No
-            process has been started then.
+        ValueError: If there is no script to run again, as in a prompt, a notebook, `python -c` or a test runner. In
+            that case, no process is started.
     """
     if (config := _get_hydra_config()) is not None:
         os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it again in each rank
@@ -59,12 +59,12 @@ def supervise(
     """Run a command in `nproc` processes of this machine, with torchrun's variables, and wait for all of them.
 
     The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to
-    every rank, except signals that it ignores itself, so `nohup` stays effective. The ranks may then save; further
-    SIGTERMs, SIGUSR1s and SIGHUPs have no effect. A second SIGINT is forwarded, too, and the ranks are killed one
-    second later. Any other second signal kills them immediately. When a rank fails, the others are ended. Every launch
-    listens on a separate port, which the system picks. `TREADLE_SUPERVISOR` passes this process's ID to each rank for
-    `die_with_parent`. If `OMP_NUM_THREADS` is not set, it becomes the number of CPUs of this process divided by
-    `nproc`.
+    every rank, except signals that the supervisor itself ignores, so `nohup` stays effective. The ranks may then save;
+    further SIGTERMs, SIGUSR1s and SIGHUPs have no effect. A second SIGINT is also forwarded, and the ranks are killed
+    one second later. Any other second signal kills them immediately. When a rank fails, the other ranks are ended.
+    Every launch listens on a separate port, which the system picks. `TREADLE_SUPERVISOR` passes this process's ID to
+    each rank for `die_with_parent`. If `OMP_NUM_THREADS` is not set, it becomes the number of CPUs of this process
+    divided by `nproc`.
 
     Args:
         nproc: Number of ranks, at least 1.
@@ -78,7 +78,7 @@ def supervise(
     Returns:
         0 if every rank exited with 0 outside of a Trainer's stages; exiting with 0 during a stage counts as 1.
         Otherwise, the status of the rank that failed first, which is 128 + n if signal n killed it. If this process
-        received signal n, 128 + n regardless of the ranks' later statuses; for SIGUSR1, 143.
+        received signal n, the result is 128 + n regardless of the ranks' later statuses; for SIGUSR1, it is 143.
 
     Raises:
         ValueError: If `nproc` is not a positive number, no script can be run again, or this is not the main thread.
@@ -94,13 +94,13 @@ def supervise_job(job: Job) -> int:
     """Run a job as `supervise` does. The job may span several machines, each with its own supervisor.
 
     If ranks may use gloo and its network interface is not set, it is set to the interface by which this machine reaches
-    the others.
+    the other machines.
 
     Args:
-        job: The job.
+        job: Job to run.
 
     Returns:
-        The status that `supervise` describes, where the rank that failed first may be on any machine.
+        The status that `supervise` describes. The rank that failed first may be on any machine.
 
     Raises:
         ValueError: If the machines cannot meet as `job.nodes` specifies, or this is not the main thread.
@@ -255,7 +255,7 @@ def cpus() -> int:
 
 @contextlib.contextmanager
 def _restore_signals() -> Iterator[None]:
-    """Restore the signal handlers that torch's agent replaces and keeps."""
+    """Restore the signal handlers that torch's agent replaces without restoring them."""
     before = {number: signal.getsignal(number) for number in _list_signal_numbers()}
     try:
         yield

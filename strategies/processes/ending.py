@@ -1,4 +1,4 @@
-"""Ending a process from one of its threads, whatever the main thread does."""
+"""Termination of a process from one of its threads, regardless of the state of the main thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_briefly(work: Callable[[], Any]) -> None:
     """Run a function in a thread and wait at most 0.5 s, because a lock of the main thread or a disk may block it.
 
     Args:
-        work: The function.
+        work: Function without arguments.
     """
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

@@ -29,7 +29,7 @@ def find_source_address(target: str, port: int = 9) -> str:
         port: Port of the target. Default: 9.
 
     Raises:
-        OSError: If no route leads there.
+        OSError: If there is no route to the target.
     """
     with open_datagram_socket(target) as probe:
         probe.connect((target, port))
@@ -37,7 +37,7 @@ def find_source_address(target: str, port: int = 9) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface whose first address is this one; None if there is none.
+    """Return the name of the network interface whose first address is ``address``; None if there is none.
 
     Args:
         address: Numeric IPv4 or IPv6 address.
@@ -73,7 +73,7 @@ def is_named_loopback() -> bool:
 def name_gloo_interface(meeting_host: str) -> None:
     """Set gloo's network interface to the one that reaches the other machines, if gloo would use a loopback address.
 
-    The variable is ``GLOO_SOCKET_IFNAME``. A value that the user has set is kept.
+    This sets the variable ``GLOO_SOCKET_IFNAME``. A value that the user has set is kept.
 
     Args:
         meeting_host: Host where the machines meet, the value of MASTER_ADDR.

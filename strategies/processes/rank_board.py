@@ -29,7 +29,7 @@ def mark_stage(running: bool) -> None:
 
 
 def mark_leaving() -> None:
-    """Report to the supervisor that this rank has noted a signal and leaves on its own.
+    """Report to the supervisor that this rank has noted a signal and is leaving because of it.
 
     Signal handlers may call this.
     """
@@ -51,7 +51,7 @@ def write_beat(beat: Mapping[str, Any] | None) -> None:
     """Report to the supervisor that this rank is alive.
 
     Args:
-        beat: The beat, which must differ each time; None if the rank no longer has a limit.
+        beat: Data about this rank, which must differ each time; None if the rank no longer has a limit.
     """
     text = b"" if beat is None else json.dumps(beat).encode()
     if len(text) < BOARD_RECORD:

@@ -1,4 +1,4 @@
-"""Temporary files of ranks. Those left by killed ranks are removed by the last process of their job or the next start.
+"""Temporary files of ranks. The last process of a job, or the next start, removes those of killed ranks.
 
 Each rank has a folder in ``treadle-<user>-<namespace>`` in the system's temp folder, named after its launcher, its
 process and the process's start time. The folder contains multiprocessing's sockets, which data workers use, and a link
@@ -114,7 +114,7 @@ def forget_unfinished(directory: Path) -> None:
     """Cancel the removal of a directory that is complete or has been removed.
 
     Args:
-        directory: The directory.
+        directory: Directory that was passed to `note_unfinished`.
     """
     identity = _unfinished.pop(directory, None)
     if identity is not None and (link := _find_link(identity)) is not None:
@@ -163,7 +163,7 @@ def end_by_signal(number: int, frame: FrameType | None) -> None:
     """Remove this process's folder, and end the process as the system would. This is the handler of `leave_on_sigterm`.
 
     Args:
-        number: The signal.
+        number: Number of the signal.
         frame: The interrupted frame, which is not used.
     """
     signal.signal(number, signal.SIG_IGN)

@@ -58,7 +58,7 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
     """Make a process of this machine write its main thread's stack into a file.
 
     Args:
-        pid: The process.
+        pid: The process ID.
         dumps: `Dumps.path` of that process.
         file: File that receives a copy of the stack.
 

@@ -291,7 +291,7 @@ class CheckpointResolver:
     # -- the best checkpoint -------------------------------------------------------------------------------------
 
     def _best(self) -> OpenCheckpoint:
-        """Return the best checkpoint according to this process's ModelCheckpoint or, failing that, the latest one."""
+        """Return the best checkpoint, as recorded by this process's ModelCheckpoint or by the latest checkpoint."""
         self._check_callbacks()
         callback, stage, is_main = self.trainer.checkpoint_callback, self.stage, self.world.is_main
         assert callback is not None

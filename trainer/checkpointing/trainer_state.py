@@ -157,6 +157,8 @@ class TrainerCheckpointer:
     def refuse_broken_weights(self, task: TaskModule, path: AnyPath) -> None:
         """Raise a ValueError if this process's shard of the weights contains NaN or infinity.
 
+        No run could resume from such a checkpoint.
+
         Args:
             task: Task to check.
             path: Path of the checkpoint, for the message.
@@ -300,7 +302,7 @@ class TrainerCheckpointer:
 
     @contextmanager
     def ahead(self, opened: OpenCheckpoint | None) -> Iterator[None]:
-        """Restore the data module and the counters, on which dataloaders may depend; reset the counters after an error.
+        """Restore the data module and the counters, on which dataloaders may depend; on an error, revert the counters.
 
         Args:
             opened: The checkpoint, or None.

@@ -17,7 +17,7 @@ class HookedWeights:
         weights: Tensors and other module state, by name.
 
     Attributes:
-        offered: Copy of the weights that hooks get as ``checkpoint["state_dict"]``.
+        offered: Dict that hooks get as ``checkpoint["state_dict"]``; a shallow copy of ``weights``.
     """
 
     def __init__(self, weights: Mapping[str, Any]) -> None:

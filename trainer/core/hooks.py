@@ -94,7 +94,8 @@ class TaskHooks:
         """Run after each micro-batch. After the last one of an accumulation group, the optimizer has already stepped.
 
         Args:
-            outputs: Dict with the detached ``"loss"`` and any other entries that ``training_step`` returned.
+            outputs: Dict with the detached ``"loss"`` and any other entries that ``training_step`` returned; empty if
+                it returned None.
             batch: Batch on the device.
             batch_idx: Index of the micro-batch in the epoch.
         """

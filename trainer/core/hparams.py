@@ -43,8 +43,8 @@ class HyperparametersMixin:
         """Keep the arguments of ``__init__`` in ``self.hparams``, unchanged.
 
         Checkpoints and loggers get the arguments that are plain data: numbers, text, lists, dicts, paths, dates,
-        tensors, enum members, dataclasses and OmegaConf containers. Other arguments, such as a module or a function,
-        are omitted, and one warning names them.
+        tensors, enum members, dataclasses and OmegaConf containers. They do not get other arguments, such as a module
+        or a function; one warning names those.
 
         Args:
             args: Names of the arguments to keep, or one dict, namespace, dataclass or OmegaConf configuration to keep

@@ -165,7 +165,7 @@ class _ForwardedArguments:
 
 
 def _find_forwarded(init: Any) -> _ForwardedArguments | None:
-    """Return the arguments passed along with ``**kwargs`` to ``super().__init__``; None for other uses."""
+    """Return the arguments passed along with ``**kwargs`` to ``super().__init__``; None if they have another use."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(init)))
     except (OSError, TypeError, SyntaxError):

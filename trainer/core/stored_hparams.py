@@ -152,7 +152,7 @@ def class_name(kind: type) -> str:
     """Return the name by which a record refers to a class.
 
     Args:
-        kind: Class of a dataclass, an enum or a mapping.
+        kind: A dataclass, an enum class or a mapping class.
     """
     return f"{kind.__module__}:{kind.__qualname__}"
 

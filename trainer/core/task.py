@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Module):
-    """Module that defines its own training. Override ``training_step`` and ``configure_optimizers``, then call ``fit``.
+    """Model with its training code: override ``training_step`` and ``configure_optimizers``, then call ``Trainer.fit``.
 
-    All names match Lightning's. A task needs no code for processes or devices.
+    Methods and attributes that Lightning also has keep their names. A task needs no code for processes or devices.
 
     Attributes:
         automatic_optimization: Whether the Trainer runs the backward pass and the optimizer. Default: True.

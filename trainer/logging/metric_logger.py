@@ -148,7 +148,7 @@ class Logbook:
             self.evaluated = [previous + count for previous, count in zip(before, counts, strict=False)]
 
     def keep_step_values(self, metrics: Metrics, newer: Container[str] = ()) -> None:
-        """Reduce the values of the epoch's last step and keep them for callbacks. Call it on all processes.
+        """Reduce the values of the epoch's last step and keep them as the latest values. Call it on all processes.
 
         Args:
             metrics: Values logged in training.

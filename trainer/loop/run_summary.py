@@ -60,7 +60,8 @@ class RunSummary:
         lines = [f"training on {devices}; strategy {accelerator.strategy.name}; precision {accelerator.precision.name}"]
         lines.append(self._describe_batch(loader))
         if loader.left_out:
-            lines.append(f"drop_last drops {count(loader.left_out, 'sample')} per epoch")
+            dropped = " and ".join(count(number, thing) for thing, number in loader.left_out.items())
+            lines.append(f"drop_last drops {dropped} per epoch")
         if processes > 1 and not trainer.use_distributed_sampler:
             lines.append("each process reads its own dataloader unchanged (use_distributed_sampler=False)")
         if not accelerator.optimizers and task.automatic_optimization:
@@ -212,7 +213,7 @@ def _describe_best(callback: ModelCheckpoint) -> str:
 
 
 def describe_results(stage: str, metrics: Iterable[dict[str, float]]) -> str:
-    """Return the values that an evaluation logged as text, one per line.
+    """Return a text with the values that an evaluation logged, one per line.
 
     Args:
         stage: Name of the stage.

@@ -68,7 +68,7 @@ def collect_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: 
 def check_optimizers_match(
     task: TaskModule, optimizers: Sequence[Optimizer], schedulers: Sequence[SchedulerConfig], world: World
 ) -> None:
-    """Check with one collective that ``configure_optimizers`` gave the same result on all ranks. Call it on all.
+    """Check that ``configure_optimizers`` gave every rank the same result, with one collective. Call it on all ranks.
 
     Args:
         task: The user's task.

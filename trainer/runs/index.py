@@ -71,7 +71,7 @@ class Run:
 
     @property
     def began(self) -> float:
-        """Start time in seconds since 1970; if it is unknown, the time of the folder's last change."""
+        """Start time in seconds since 1970; if unknown, the time of the folder's last change, or 0 for a URL."""
         if (began := self.facts.get("began")) is not None:
             return float(began)
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LRSearch:
-    """Search for a learning rate that takes steps with rising rates until the loss diverges.
+    """Learning rate search that takes steps with rising rates until the loss diverges.
 
     Args:
         trainer: The Trainer, before ``fit`` begins.

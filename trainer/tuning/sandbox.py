@@ -104,7 +104,7 @@ def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
 
 
 def _copy_datamodule(trainer: Trainer) -> DataModule | None:
-    """Return a copy that shares data and objects that cannot be copied, such as an open file."""
+    """Return a copy that shares the data, and any object that cannot be copied, such as an open file."""
     datamodule = trainer.datamodule
     if datamodule is None:
         return None

@@ -1,4 +1,4 @@
-"""`Tuner`: searches for a learning rate or a batch size that do not start a run."""
+"""`Tuner`: learning rate and batch size searches that are not followed by a run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Tuner:
         """Search for a learning rate; see `LearningRateFinder`.
 
         Args:
-            model: Task to search for.
+            model: Task to find a learning rate for.
             train_dataloaders: The training dataloader, or a data module.
             val_dataloaders: The validation dataloader, or several.
             dataloaders: Must be None; pass ``train_dataloaders``.
@@ -100,7 +100,7 @@ class Tuner:
         """Search for the largest batch that fits into memory; see `BatchSizeFinder`.
 
         Args:
-            model: Task to search for.
+            model: Task to find a batch size for.
             train_dataloaders: A data module. Dataloaders raise an error, because they cannot be rebuilt.
             val_dataloaders: The validation dataloader, or several.
             dataloaders: A data module, for a ``method`` other than ``"fit"``.

@@ -14,13 +14,14 @@ A point is a place in a run, with ``:before`` as the default moment:
 
 A point may contain ``*``: ``disk:*`` matches the moment before every disk operation. An action is one of:
 
-    raise[:ValueError]        a builtin exception, `FaultInjected` by default; or pass a class or an instance
-    exit[:3]                  the process ends immediately with this status, 1 by default
-    kill[:SIGTERM]            the process gets this signal, SIGKILL by default
-    hang[:30]                 sleep for this many seconds, or forever
+    raise[:ValueError]        raise this built-in exception, or `FaultInjected` if none is named
+    exit[:3]                  end the process immediately with this status, 1 by default
+    kill[:SIGTERM]            send this signal to the process, SIGKILL by default
+    hang[:30]                 sleep for this many seconds, or forever without a number
     delay:0.5                 sleep for this many seconds
-    oserror[:ENOSPC]          the disk operation fails with this error, EIO by default
-    any function              called with the `Firing`
+    oserror[:ENOSPC]          fail the disk operation with this error, EIO by default
+    an exception              raise it; a class or an instance
+    any function              call it with the `Firing`
 
 The engine contains no code for faults. An armed plan replaces functions of Treadle and restores them at the end.
 """

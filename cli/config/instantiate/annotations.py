@@ -374,7 +374,7 @@ class Checker:
         supplied: Iterable[str] = (),
         partly: bool = False,
     ) -> dict[str, Recipe] | None:
-        """Return recipes for the arguments of a call. Report invalid, unknown or missing arguments and return None.
+        """Return recipes for the arguments of a call. If any are invalid, unknown or missing, report them; return None.
 
         Args:
             value: The value that contains the arguments.

@@ -160,8 +160,8 @@ def build(config: Config, model: type[TaskModule] | None = None, data: type[Data
 
     Args:
         config: The resolved configuration.
-        model: The task's class, unless the configuration names a subclass of it. Default: None.
-        data: The data module's class, unless the configuration names a subclass of it. Default: None.
+        model: The task's class, unless the configuration names a subclass. None requires the configuration to name one.
+        data: The data module's class, unless the configuration names a subclass. Default: None.
 
     Raises:
         ConfigError: If the configuration is invalid.
@@ -177,8 +177,8 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
 
     Args:
         config: The resolved configuration.
-        model: The task's class, unless the configuration names a subclass of it. Default: None.
-        data: The data module's class, unless the configuration names a subclass of it. Default: None.
+        model: The task's class, unless the configuration names a subclass. None requires the configuration to name one.
+        data: The data module's class, unless the configuration names a subclass. Default: None.
 
     Raises:
         ConfigError: If the configuration is invalid; the error names every problem with file, line and key.

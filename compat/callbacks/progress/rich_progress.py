@@ -43,7 +43,7 @@ class CustomProgress(Progress):
     """Progress display of rich that is refreshed by the code that updates it."""
 
     def soft_refresh(self) -> None:
-        """Redraw the display if the output is a terminal or a notebook."""
+        """Redraw the display if the output is a terminal or a notebook, where lines can be redrawn."""
         if self.console.is_terminal or self.console.is_jupyter:
             self.refresh()
 

@@ -17,10 +17,11 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
     @staticmethod
     def format_num(n: int | float | str) -> str:
-        """Format a number. Decimal fractions have at least five characters, such as ``0.500`` or ``10.00``.
+        """Format a number. Floats are padded with zeros to at least five characters, such as ``0.500`` or ``10.00``.
 
         Args:
-            n: The number, or a text that is returned unchanged.
+            n: The number, or a text. A text with a decimal point is padded like a float; any other text is returned
+                unchanged.
         """
         text = n if isinstance(n, str) else tqdm.format_num(n)
         if isinstance(n, float) and "e" not in text and "." not in text and len(text) < 5:

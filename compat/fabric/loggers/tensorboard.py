@@ -9,7 +9,9 @@ from ....loggers import TensorBoardLogger as LightningTensorBoardLogger
 
 
 class TensorBoardLogger(LightningTensorBoardLogger):
-    """Writer of event files for TensorBoard in ``root_dir/name/version_N``. `log_graph` always records the graph.
+    """Writer of event files for TensorBoard in ``root_dir/name/version_N``.
+
+    `log_graph` records the graph at its first call.
 
     Args:
         root_dir: Local directory above all experiments.

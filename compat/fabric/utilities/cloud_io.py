@@ -1,4 +1,4 @@
-"""Names of ``lightning.fabric.utilities.cloud_io``, and the private one that libraries import."""
+"""Names of ``lightning.fabric.utilities.cloud_io``, including a private function that libraries import."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __getattr__ = find_peer_names(__name__)
 
 
 def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Return the content of a ``torch.save`` file, or of a run's checkpoint in Lightning's format.
+    """Return the content of a ``torch.save`` file, or that of a run's checkpoint directory in Lightning's format.
 
     Libraries import it as ``pl_load``, although it is private.
 
     Args:
         path_or_url: A path, or an open file.
-        map_location: The device for tensors.
+        map_location: Device to which tensors are loaded.
         weights_only: See ``torch.load``. None means True, so no code in a file is run.
     """
     if isinstance(path_or_url, str | os.PathLike) and os.path.isdir(path_or_url):

@@ -1,4 +1,4 @@
-"""Closure of a training step, its backward pass and the clearing of gradients."""
+"""Closure that runs a training step, clears the gradients and runs the backward pass."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class ClosureResult(OutputResult):
 
     @classmethod
     def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
-        """Return the result of a step.
+        """Return the result for the output of a training step.
 
         Args:
             training_step_output: A loss, a dict with ``"loss"``, or None.
-            normalize: The divisor of the loss.
+            normalize: Divisor of the loss.
 
         Raises:
-            ValueError: If the output is of another kind.
+            ValueError: If the output is neither a loss, a dict with a loss, nor None.
         """
         extra: dict[str, Any] = {}
         loss = training_step_output
@@ -67,9 +67,9 @@ class Closure(AbstractClosure[ClosureResult]):
     """Closure for ``optimizer.step`` that runs the step, clears the gradients and runs the backward pass.
 
     Args:
-        step_fn: Returns the step's result.
-        backward_fn: Called with the loss. None skips the backward pass.
-        zero_grad_fn: Clears the gradients. None keeps them, for accumulation.
+        step_fn: Function that returns the step's result.
+        backward_fn: Function that receives the loss. None skips the backward pass.
+        zero_grad_fn: Function that clears the gradients. None keeps them, for accumulation.
     """
 
     def __init__(

@@ -16,13 +16,13 @@ __all__ = ["ManualResult"]
 
 @dataclass
 class ManualResult(OutputResult):
-    """Outputs of a step by name, the loss without its graph."""
+    """Outputs of a step by name. The loss is detached from its graph."""
 
     extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_training_step_output(cls, training_step_output: Any) -> ManualResult:
-        """Return the result of a step.
+        """Return the result for the output of a training step.
 
         Args:
             training_step_output: The return value of the step.

@@ -61,7 +61,7 @@ def check_writable(directory: RemotePath) -> None:
 
 
 def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, RemotePath]], list[str]]:
-    """Return the committed checkpoints of a folder with their manifests, latest last, and a list of error messages.
+    """Return a folder's committed checkpoints with manifests, latest last, and a message for each damaged manifest.
 
     Args:
         directory: The URL of the checkpoints.

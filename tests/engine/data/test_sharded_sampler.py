@@ -4,9 +4,10 @@ import itertools
 from fractions import Fraction
 
 import pytest
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from treadle.engine.data.micro_batches import GroupPlanner, share
-from treadle.engine.data.sharded_sampler import get_length
+from treadle.engine.data.sharded_sampler import ShardedBatches, get_length
+from treadle.engine.rng import RandomStream, random_state
 
 
 def test_shares_are_contiguous_and_even():
@@ -30,6 +31,24 @@ def test_weights_of_a_group(sizes):
     assert [m.everyone for m in micros] == [every for _, every in sizes]
     for micro, (own, _) in zip(micros, sizes, strict=True):
         assert micro.scale == (float(Fraction(3 * own, total)) if total else 0.0)
+
+
+class Blocks(BatchSampler):
+    """Somebody's own batch sampler."""
+
+
+@pytest.mark.parametrize(
+    ("batch_sampler", "left_out"),
+    [
+        (BatchSampler(range(22), 4, drop_last=True), {"sample": 6}),
+        (Blocks(range(22), 4, drop_last=True), {"batch": 1}),
+        (Blocks(range(22), 4, drop_last=False), {}),
+    ],
+)
+def test_what_is_left_out_is_counted_in_samples_or_batches(batch_sampler, left_out):
+    loader = DataLoader(range(22), batch_sampler=batch_sampler)
+    planner, stream = GroupPlanner(0, 2, lambda: 1), RandomStream(random_state())
+    assert ShardedBatches(loader, planner, stream, merge_tail=False, positions=False).left_out == left_out
 
 
 def test_sized():

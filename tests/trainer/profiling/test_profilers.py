@@ -171,6 +171,13 @@ def test_the_verdict_names_what_the_run_waits_for(waits, tmp_path, capsys):
         assert "of the time in hook Sleeper.on_train_batch_end" in text
 
 
+def test_the_advice_of_an_evaluation_is_that_of_its_own_dataloader(tmp_path, capsys):
+    trainer_in(tmp_path, profiler="simple").validate(Net(), DataLoader(Slow(), 2))
+    text = capsys.readouterr().err
+    assert "this run waits for data" in text
+    assert "the dataloader reads in this process: DataLoader(num_workers=...)" in text
+
+
 class Fast(Slow):
     def __getitem__(self, index):
         return (torch.ones(4),)
