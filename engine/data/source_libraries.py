@@ -33,8 +33,8 @@ def explain_split(dataset: Any, ranks: int) -> str:
         if shards and shards % ranks == 0:
             return f"Pass {split}, so that each rank reads {shards // ranks} of its {shards} shards."
         return (
-            f"The number of its shards ({shards}) is not a multiple of {ranks}. Create the dataset from a multiple of "
-            f"{ranks} files or shards, and pass {split}."
+            f"The dataset's number of shards ({shards}) is not a multiple of {ranks}. Create the dataset from a "
+            f"multiple of {ranks} files or shards, and pass {split}."
         )
     if library == "webdataset":
         if type(dataset).__name__ == "WebDataset":

@@ -298,9 +298,9 @@ def test_data_that_differs_between_processes(two):
     assert two[1]["other data"] == ""  # all know, one says
     assert "different" not in two[0]["same data"]
     for process in two:
-        words = "datasets of the ranks contain different data, but a dataset is sharded by index, so samples would be"
+        words = "datasets on the ranks contain different data, but a dataset is sharded by index, so samples would be"
         assert f"{words} missed or" in process["other split"]
-        assert "datasets of the ranks differ in length (rank 0: 8, rank 1: 12)" in process["more data"]
+        assert "datasets on the ranks differ in length (rank 0: 8, rank 1: 12)" in process["more data"]
 
 
 @pytest.mark.parametrize(

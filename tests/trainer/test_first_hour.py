@@ -123,9 +123,7 @@ def test_what_fits_is_taken_of_another_set_up(tmp_path):
         fit(tmp_path, task=plain, ckpt_path=tmp_path / "c" / "epoch=1-step=10.ckpt", max_epochs=3)
     plain = Task()
     plain.strict_loading = False
-    with pytest.warns(
-        UserWarning, match="contains 1 scheduler, but this run has 0, so schedulers are not restored"
-    ):
+    with pytest.warns(UserWarning, match="contains 1 scheduler, but this run has 0, so schedulers are not restored"):
         trainer = fit(tmp_path, task=plain, ckpt_path=tmp_path / "c" / "epoch=1-step=10.ckpt", max_epochs=3)
     assert trainer.global_step == 15
 

@@ -124,7 +124,7 @@ def test_each_rank_and_worker_reads_its_own_shards_alone(tmp_path):
 FIXES = {
     "whole datasets": "Pass datasets.distributed.split_dataset_by_node(dataset, rank, 2), so that each rank reads 4 of",
     "whole webdataset": "Pass nodesplitter=webdataset.split_by_node to WebDataset",
-    "whole of seven shards": "Create it from a multiple of 2 files or shards",
+    "whole of seven shards": "Create the dataset from a multiple of 2 files or shards",
     "whole files": "read only this rank's share, such as files[rank::2]",
 }
 

@@ -257,7 +257,7 @@ def test_what_a_script_draws_before_its_loop_is_the_same_on_all_ranks():
     (one, first, _), (two, second, error) = run(drawn_after_the_first_loader, 2, None)
     assert one == two
     assert not set(first) & set(second)  # in the loop each draws numbers of its own
-    assert "datasets of the ranks contain different data" in error
+    assert "datasets on the ranks contain different data" in error
 
 
 class MadeAnew(Task):

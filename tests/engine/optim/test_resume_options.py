@@ -291,5 +291,5 @@ def test_a_fit_with_more_epochs(tmp_path, interval):
 
 
 def test_a_schedule_without_a_resume_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"schedule='script' applies to a resume only. Set ckpt_path too"):
+    with pytest.raises(ValueError, match=r"schedule='script' applies only to a resumed run. Set ckpt_path too"):
         fit(tmp_path, 1, "step", schedule="script")
