@@ -256,7 +256,7 @@ class Averages(Callback):
 
 def test_weights_that_are_only_for_a_validation_are_not_saved(tmp_path):
     with (
-        pytest.warns(UserWarning, match="the run is not saved, because .* the model had other weights"),
+        pytest.warns(UserWarning, match="the run is not saved, because .* the model held other weights"),
         pytest.raises(RuntimeError),
     ):
         made(tmp_path, Averages(), Fails("validation", 2), saver(tmp_path)).fit(Task(), *loaders())

@@ -301,9 +301,9 @@ def test_messages_name_the_fix(tmp_path):
         TransformersTask("somewhere")
     with pytest.raises(ValueError, match="Did you mean 'AutoModelForCausalLM'"):
         TransformersTask("somewhere", auto_class="AutoModelForCausalLm")
-    with pytest.raises(ValueError, match="model is an object"):
+    with pytest.raises(ValueError, match="model is a GPT2LMHeadModel"):
         TransformersTask(causal(), auto_class="AutoModelForCausalLM")
-    with pytest.raises(ValueError, match="Add labels"):
+    with pytest.raises(ValueError, match="Add 'labels'"):
         TransformersTask(causal()).training_step({"input_ids": torch.ones(1, 4, dtype=torch.long)}, 0)
     frozen = causal().requires_grad_(False)
     with pytest.raises(ValueError, match="requires a gradient"):

@@ -408,7 +408,7 @@ def test_a_batch_that_can_not_be_moved():
 def test_what_is_logged():
     for arguments, options, error, words in [
         (("x", "abc"), {}, TypeError, ["self.log('x')", "str", "'abc'"]),
-        (("x", None), {}, TypeError, ["self.log('x')", "NoneType"]),
+        (("x", None), {}, TypeError, ["self.log('x')", "got None"]),
         (("x", torch.ones(3)), {}, ValueError, ["self.log('x')", "shape (3,)", "mean"]),
         (("x", {"a": 1}), {}, TypeError, ["self.log('x')", "dict"]),
         (("x", nn.Linear(1, 1)), {}, TypeError, ["self.log('x')", "Linear"]),

@@ -131,7 +131,10 @@ def test_what_fits_is_taken_of_another_set_up(tmp_path):
 def test_a_path_that_is_nearly_right(tmp_path):
     fit(tmp_path, ModelCheckpoint(tmp_path / "checkpoints"))
     for folder, name in ((tmp_path / "checkpoints", "epoch=1-step=10"), (tmp_path, "checkpoints/epoch=1-step=10")):
-        with pytest.raises(ValueError, match=f"is not a checkpoint, but .* contains checkpoints. Pass one of {name}"):
+        with pytest.raises(
+            ValueError,
+            match=f"is a folder of checkpoints, not a checkpoint. Pass the path of one checkpoint, such as .*{name}",
+        ):
             fit(tmp_path, ckpt_path=folder)
     (tmp_path / "x.ckpt").write_bytes(b"PK")
     with pytest.raises(ValueError, match=r"load_from_checkpoint or treadle.load_weights"):

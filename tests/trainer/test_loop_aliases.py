@@ -76,7 +76,7 @@ def test_a_raised_limit_goes_on_with_the_run() -> None:
 
 
 def test_what_is_not_there() -> None:
-    with pytest.raises(AttributeError, match=r"no 'advance'.*instead"):
+    with pytest.raises(AttributeError, match=r"no attribute 'advance'.*instead"):
         trainer().fit_loop.advance()
     with pytest.raises(AttributeError, match=r"epoch_loop cannot be set.*instead"):
         trainer().fit_loop.epoch_loop = None
@@ -147,7 +147,7 @@ def test_limits_and_modes_that_are_set_hold() -> None:
     assert (run.max_steps, run.inference_mode, run.fit_loop._combined_loader) == (7, False, None)
     with pytest.raises(AttributeError, match=r"epoch_loop\._batches_that_stepped cannot be set"):
         run.fit_loop.epoch_loop._batches_that_stepped = 5
-    with pytest.raises(AttributeError, match=r"trainer\.predict_loop has no 'predictions'"):
+    with pytest.raises(AttributeError, match=r"trainer\.predict_loop has no attribute 'predictions'"):
         _ = run.predict_loop.predictions
 
 

@@ -170,7 +170,7 @@ def test_what_can_not_be_gone_on_with_leaves_no_folder(here, capsys):
     ("wrong", "words"),
     [
         ("trainer.precision=fp17", "fp17"),
-        ("model.class=cli_samples.Deeper", "no intact checkpoint of this run"),
+        ("model.class=cli_samples.Deeper", "no intact checkpoint from this run"),
         ("trainer.max_epochs=1", "nothing is left to train"),
     ],
     ids=["flag", "model", "done"],

@@ -334,7 +334,7 @@ def test_lengths():
     lengths = {mode: Ranks(make, mode).loaders[0].length for mode in MODES}
     assert lengths == {"min_size": 3, "max_size_cycle": None, "max_size": None, "sequential": None}
     loader = Ranks(lambda: [shuffled(5), shuffled(11)], "max_size_cycle").loaders[0]
-    assert (len(loader), loader.total_batch_size, loader.left_out) == (6, 4, 0)
+    assert (len(loader), loader.total_batch_size, loader.left_out) == (6, 4, {})
     loader.limit = 4
     assert len(loader) == len(list(loader)) == 4
     assert loader.epoch == 1

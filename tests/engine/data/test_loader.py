@@ -964,7 +964,7 @@ def test_why_a_stream_is_read_again():
     for data, workers, text in ((Stream(6), 0, "no state_dict"), (Counting(6), 1, "Counting is in its workers")):
         ranks = Ranks(lambda d=data, w=workers: DataLoader(d, num_workers=w), 1)
         ranks.ids(2)
-        with pytest.warns(UserWarning, match=f"{text}.*2 samples are read again"):
+        with pytest.warns(UserWarning, match=f"{text}.*2 samples must be read again"):
             Ranks(lambda d=data, w=workers: DataLoader(d, num_workers=w), 1, state=ranks.state()).ids(1)
 
 

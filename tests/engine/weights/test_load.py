@@ -508,7 +508,7 @@ def test_hyperparameters_of_a_file(name, text, tmp_path):
     assert {k: task.arguments[k] for k in ("width", "path", "number", "config")} == {
         "width": 7, "path": None, "number": 1.5, "config": [1, {"a": "b"}],
     }  # fmt: skip
-    with pytest.raises(ValueError, match="is not a file"):
+    with pytest.raises(ValueError, match="does not exist"):
         Task.load_from_checkpoint(tmp_path / "x.ckpt", hparams_file=tmp_path / "none.yaml")
 
 

@@ -458,7 +458,9 @@ def test_one_object_for_training_and_validation():
             self.total(batch[0])
             self.log("val_total", self.total)
 
-    with pytest.warns(UserWarning, match="training logs 'total' and validation 'val_total' as one SumMetric object"):
+    with pytest.warns(
+        UserWarning, match="training logs 'total' and validation logs 'val_total' with the same SumMetric object"
+    ):
         trainer().fit(Task(), numbers(1, 2), numbers(1, 2))
 
 

@@ -184,7 +184,7 @@ def test_hooks():
             {"accumulate_grad_batches": 2},
             r"accumulate_grad_batches=2 has no effect .* decide after which batches",
         ),
-        ({"strategy": FSDP()}, "strategy='fsdp' can't run .* Use 'ddp', or DDP"),
+        ({"strategy": FSDP()}, "strategy='fsdp' can't run .* Use strategy='ddp' or strategy=DDP"),
     ],
 )
 def test_flags_that_would_do_nothing(flags, words):
