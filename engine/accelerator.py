@@ -278,8 +278,11 @@ class Accelerator(Process):
 
         Raises:
             ValueError: If ``device_placement`` and ``objects`` differ in length.
+            TypeError: If ``device_placement`` is not a list.
         """
         placement: Sequence[bool | None] = [None] * len(objects) if device_placement is None else device_placement
+        if isinstance(placement, bool):
+            raise TypeError(f"device_placement={placement} must be a list with one value per object, such as [True].")
         if len(placement) != len(objects):
             raise ValueError(
                 f"device_placement has {format_count(len(placement), 'value')}, but prepare got "

@@ -164,10 +164,10 @@ def _parse_space(value: Value) -> Choices | Range:
     if not isinstance(value.data, dict):
         return Choices((value,))
     words = _read_words(value.data)
-    distribution = words["distribution"].data if "distribution" in words else None
-    if distribution is not None and distribution not in _DISTRIBUTIONS:
-        if distribution in _REFUSED:
-            raise ConfigError(f"distribution={distribution!r}: {_REFUSED[distribution]}")
+    distribution = to_plain(words["distribution"]) if "distribution" in words else None
+    if distribution is not None and str(distribution) not in _DISTRIBUTIONS:
+        if str(distribution) in _REFUSED:
+            raise ConfigError(f"distribution={distribution!r}: {_REFUSED[str(distribution)]}")
         hint = nearest(distribution, _DISTRIBUTIONS)
         raise ConfigError(f"distribution={distribution!r} is not one of {', '.join(_DISTRIBUTIONS)}.{hint}")
     if "values" in words:

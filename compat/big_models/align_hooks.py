@@ -240,7 +240,7 @@ class AlignDevicesHook(ModelHook):
                 "offload=True requires execution_device, the device to which the weights are moved for the forward "
                 "pass. Pass execution_device."
             )
-        return resolve(self.execution_device)
+        return resolve(self.execution_device, f"execution_device={self.execution_device!r}")
 
     def _get_skip_keys(self) -> Collection[str]:
         return (self.skip_keys,) if isinstance(self.skip_keys, str) else self.skip_keys or ()

@@ -196,6 +196,8 @@ def test_prepare_takes_none():
     assert nothing is None
     with pytest.raises(ValueError, match="device_placement has 2 values, but prepare got 1 object"):
         accelerator.prepare(model, device_placement=[True, True])
+    with pytest.raises(TypeError, match="device_placement=True must be a list"):
+        accelerator.prepare(model, device_placement=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert accelerator.prepare(optimizer) is accelerator.prepare(optimizer)
     assert accelerator.prepare(nothing, model) == (None, model)

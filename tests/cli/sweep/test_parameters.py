@@ -84,6 +84,7 @@ def test_parameters_in_wandbs_nested_form():
     [
         ({"vales": [1]}, "a parameter has no key 'vales'. Did you mean 'values'?"),
         ({"min": 1}, "a parameter needs values, or min and max."),
+        ({"min": 1, "max": 2, "type": ["int"]}, "distribution=['int'] is not one of"),
         ({"min": 1, "max": 2, "type": "categorical"}, "distribution='categorical' needs values."),
         ({"min": 1, "max": 2, "type": "constant"}, "distribution='constant' needs a value."),
         ({"min": 2, "max": 1}, "min=2 must not be larger than max=1."),
