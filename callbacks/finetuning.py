@@ -449,8 +449,8 @@ def _apply_layout(layout: dict[str, Any], trainer: Trainer, task: TaskModule) ->
     for optimizer, current, saved in zip(trainer.optimizers, current_groups, layout["groups"], strict=False):
         if saved[: len(current)] != current:
             raise ValueError(
-                f"configure_optimizers built other parameter groups for {type(optimizer).__name__} than in the run "
-                f"that saved the checkpoint (parameters per group: {_join_sizes(current)}; in the checkpoint: "
+                f"the parameter groups that configure_optimizers built for {type(optimizer).__name__} differ from "
+                f"those in the checkpoint (parameters per group: {_join_sizes(current)}; in the checkpoint: "
                 f"{_join_sizes(saved[: len(current)])}). Build the same groups from the parameters that are not "
                 "frozen."
             )

@@ -62,7 +62,7 @@ class GarbageCollection(Callback):
         gc.disable()
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Collect garbage if a collection is due."""
+        """Collect garbage every ``every_n_steps`` steps."""
         if trainer.progress.step % self.every_n_steps == 0:
             gc.collect(self.generation)
 

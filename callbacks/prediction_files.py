@@ -259,7 +259,7 @@ def _read_index(path: Path) -> dict[str, tuple[int, list[list[str]]]]:
         whole = all(isinstance(batches, int) for batches, _ in loaders.values())
         if not whole or not all(isinstance(name, str) and filesystem.is_inside(name) for name in names):
             raise ValueError(
-                "it has an entry that is not a count or not a file name, or names a file outside of its folder"
+                "it has an entry that is neither a batch count nor a file name, or that names a file outside its folder"
             )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error) if type(error) is ValueError else "it does not have the form that a PredictionWriter writes"

@@ -45,8 +45,10 @@ class ModelPruning(Callback):
     Args:
         pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, or a
             subclass of torch's ``BasePruningMethod``.
-        parameters_to_prune: Pairs of a module and the name of its parameter. Default: all weights and biases.
-        parameter_names: Names to prune by default: ``"weight"``, ``"bias"`` or both. Default: both.
+        parameters_to_prune: Pairs of a module and the name of its parameter. Default: all parameters with
+            a name in ``parameter_names``.
+        parameter_names: Names of the parameters to prune if ``parameters_to_prune`` is not set: ``"weight"``,
+            ``"bias"`` or both. Default: both.
         use_global_unstructured: Compare the weights of all layers with each other, not only within each layer. Default:
             True.
         amount: Fraction (float) or number (int) of the remaining weights to prune each time, or a function that returns

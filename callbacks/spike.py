@@ -167,7 +167,7 @@ class SpikeWatch(Callback):
     # -- checks --------------------------------------------------------------------------------------------------
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check if a check is due."""
+        """Check the values every ``every_n_steps`` steps."""
         if self._new and trainer.progress.step % self.every_n_steps == 0:
             self._look(trainer)
 

@@ -222,17 +222,19 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
             f"{count}."
         )
     usable: list[int] = []
+    reason: RuntimeError | None = None
     for index in range(count):
         if len(usable) == num_devices:
             break
         try:
             torch.zeros((), device=torch.device("cuda", index))
-        except RuntimeError:  # another process uses the device exclusively
+        except RuntimeError as error:  # for example, another process uses the device exclusively
+            reason = error
             continue
         usable.append(index)
     if len(usable) < num_devices:
         raise RuntimeError(
-            f"num_devices={num_devices} exceeds the number of usable CUDA devices, {len(usable)}, because other "
-            f"processes use the remaining ones exclusively. Stop these processes, or pass at most {len(usable)}."
+            f"num_devices={num_devices} exceeds the number of usable CUDA devices, {len(usable)} of {count}. No tensor "
+            f"could be allocated on the others: {reason}. Free these devices, or use fewer."
         )
     return usable

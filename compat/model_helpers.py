@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..common.messages import name_type, warn
+from ..common.messages import warn
 from ..engine.nested import honor_type, is_compiled_module
 from ..engine.process_state import PartialState
 from ..engine.weights import save_object
@@ -244,10 +244,10 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
             load(buffer)
         except pickle.UnpicklingError as error:
             unsafe = re.search(r"GLOBAL (\S+)", str(error))
+            value = f"a value of type {unsafe[1]}" if unsafe else "a value"
             raise TypeError(
-                f"state_dict of {name_type(obj)} returned a value of type {unsafe[1] if unsafe else 'unknown'}, which "
-                "can't be loaded without running code. Return only numbers, strings, tensors, NumPy arrays, lists and "
-                "dicts."
+                f"{type(obj).__name__}.state_dict() contains {value} that can't be loaded without running code. Return "
+                "only numbers, strings, tensors, NumPy arrays, lists and dicts."
             ) from error
         (Path(path) / f"custom_checkpoint_{index}.pkl").write_bytes(buffer.getvalue())
 

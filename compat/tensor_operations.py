@@ -1,4 +1,4 @@
-"""Less common Accelerate operations on nested tensors."""
+"""Less common Accelerate operations on tensors in nested dicts, lists and tuples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def get_shape(data: Any) -> Any:
     """Return ``data`` with each tensor replaced by its shape, as a list.
 
     Args:
-        data: Nested tensors.
+        data: Tensors in nested dicts, lists and tuples.
     """
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
@@ -36,7 +36,7 @@ def get_data_structure(data: Any) -> Any:
     """Return ``data`` with each tensor replaced by a `TensorInformation`.
 
     Args:
-        data: Nested tensors.
+        data: Tensors in nested dicts, lists and tuples.
     """
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
@@ -65,7 +65,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
     """Return the batch size of ``data``, or None if it contains no tensor.
 
     Args:
-        data: Nested tensors.
+        data: Tensors in nested dicts, lists and tuples.
     """
     try:
         return find_batch_size(data)
@@ -86,7 +86,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     """Append rows of zeros until the number of rows is a multiple of ``num_processes``.
 
     Args:
-        tensor: Nested tensors of ``batch_size`` rows.
+        tensor: A tensor, or tensors in nested dicts, lists and tuples, each with ``batch_size`` rows.
         batch_size: The number of rows.
         num_processes: The divisor of the new number of rows.
         dim: The dimension of the rows.

@@ -336,7 +336,7 @@ class Accelerator(Process):
             model: The user's module. A prepared one is wrapped again if its set of trainable parameters has changed.
             device_placement: Whether to move the model; if False, it must be there already. Default: the Accelerator's.
             evaluation_mode: Move the model, but do not wrap it for training.
-            step: The method that returns the training loss, if it is not ``forward``; call it through `method`.
+            step: Name of the method that returns the training loss, if not ``forward``; call it through `method`.
             by_hand: Reduce gradients when an optimizer steps; call methods through `local_method`.
             by_parts: Compile the submodules and not the model itself, for loops that call methods other than
                 ``forward``.
@@ -872,7 +872,7 @@ class Accelerator(Process):
         Raises:
             ValueError: If several processes have neither a process group over TCP nor torch 2.8 or newer, or if
                 ``grace`` is not positive.
-            TypeError: If ``grace`` has another type.
+            TypeError: If ``grace`` has the wrong type.
 
         Example:
             >>> import treadle as tl

@@ -141,7 +141,7 @@ def find_device(data: Any) -> torch.device | None:
 def slice_tensors(
     data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Return nested tensors, each indexed with ``tensor_slice``.
+    """Return the data with each tensor indexed with ``tensor_slice``.
 
     Args:
         data: A tensor or a nested structure (dict, list, tuple) of tensors.

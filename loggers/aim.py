@@ -82,7 +82,7 @@ class AimLogger(ServiceLogger):
         if log_model and artifacts_uri is None and self._is_remote:
             raise ValueError(
                 f"log_model={log_model!r} cannot store checkpoints in the remote repository {repo!r}. Set "
-                "artifacts_uri to a storage for checkpoints."
+                "artifacts_uri to a location for them, such as 's3://bucket/folder'."
             )
         self._run_name = run_name
         self._artifacts_uri = artifacts_uri

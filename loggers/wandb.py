@@ -327,7 +327,7 @@ class WandbLogger(Logger):
     ) -> None:
         if not isinstance(values, list):
             raise TypeError(
-                f"{argument_name}={values!r} must be a list, not {name_type(values)}. Pass {argument_name}=[...]."
+                f"{argument_name}={values!r:.100} must be a list, not {name_type(values)}. Pass {argument_name}=[...]."
             )
         for option, option_values in options.items():
             if len(option_values) != len(values):

@@ -93,7 +93,7 @@ class StrategyAliases:
             reduce_op: ``"mean"``, ``"avg"`` or ``"sum"``, or torch's ``ReduceOp`` with one of these names.
 
         Raises:
-            ValueError: If ``reduce_op`` has another value.
+            ValueError: If ``reduce_op`` has any other value.
         """
         operation = str(getattr(reduce_op, "name", reduce_op) or "mean").rpartition(".")[2].lower()
         if operation not in ("mean", "avg", "sum"):

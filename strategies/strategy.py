@@ -110,7 +110,7 @@ class Strategy(StrategyAliases):
 
         Args:
             module: The user's model.
-            step: The method that returns the training loss, if it is not ``forward``.
+            step: Name of the method that returns the training loss, if it is not ``forward``.
         """
         self.place(module)
         context = self.precision.context(self.world.device)

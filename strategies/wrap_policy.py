@@ -29,7 +29,7 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
 
     Raises:
         ValueError: If the model has no module of one of the classes, or if the number is not positive.
-        TypeError: If the policy has another type.
+        TypeError: If the policy has the wrong type.
     """
     if isinstance(policy, str) and policy in _NAMES:
         blocks = repeated_blocks(model)

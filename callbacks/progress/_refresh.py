@@ -173,7 +173,7 @@ class DrawnBar(ProgressBar):
         self._due = 0.0
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Redraw if a redraw is due."""
+        """Redraw if enough time has passed since the last redraw."""
         if time.monotonic() >= self._due:
             self._safely(self._draw_training, trainer, pl_module)
 
@@ -265,7 +265,7 @@ class DrawnBar(ProgressBar):
             self._begin(trainer, "validation", self.validation_description)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw if a redraw is due."""
+        """Redraw if enough time has passed since the last redraw."""
         self._tick(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -277,7 +277,7 @@ class DrawnBar(ProgressBar):
         self._begin(trainer, "test", self.test_description)
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw if a redraw is due."""
+        """Redraw if enough time has passed since the last redraw."""
         self._tick(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -289,7 +289,7 @@ class DrawnBar(ProgressBar):
         self._begin(trainer, "predict", self.predict_description)
 
     def on_predict_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw if a redraw is due."""
+        """Redraw if enough time has passed since the last redraw."""
         self._tick(trainer)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:

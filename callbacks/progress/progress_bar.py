@@ -106,27 +106,27 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def sanity_check_description(self) -> str:
-        """Name of the sanity check, the validation batches that precede training."""
+        """Label of the bar during the sanity check, the validation batches that precede training."""
         return "sanity check"
 
     @property
     def train_description(self) -> str:
-        """Name of an epoch. The bar shows it in front of the epoch's number."""
+        """Label of the bar during training. The bar shows it in front of the epoch's number."""
         return "epoch"
 
     @property
     def validation_description(self) -> str:
-        """Name of a validation."""
+        """Label of the bar during validation."""
         return "validation"
 
     @property
     def test_description(self) -> str:
-        """Name of a test."""
+        """Label of the bar during a test."""
         return "test"
 
     @property
     def predict_description(self) -> str:
-        """Name of a prediction."""
+        """Label of the bar during prediction."""
         return "predict"
 
     # -- numbers of batches --------------------------------------------------------------------------------------

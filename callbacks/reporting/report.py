@@ -99,11 +99,11 @@ class RunReport(BestEffortCallback):
         self._written = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write the page if a write is due."""
+        """Write the page if ``every_seconds`` have passed since the last write."""
         self._write_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write the page if a write is due."""
+        """Write the page if ``every_seconds`` have passed since the last write."""
         self._write_if_due(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
@@ -128,7 +128,7 @@ class RunReport(BestEffortCallback):
             self._safely(self._write, trainer, ", ".join(state), all(well))
 
     def _write_if_due(self, trainer: Trainer) -> None:
-        """Write the page if a write is due."""
+        """Write the page if ``every_seconds`` have passed since the last write."""
         if self._begun and trainer.is_global_zero and time.monotonic() - self._written >= self.every_seconds:
             self._safely(self._write, trainer, "under way", None)
 

@@ -73,17 +73,17 @@ class RunRecord(BestEffortCallback):
         self.began = True
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if a report is due, because an epoch may take days."""
+        """Report if enough time has passed since the last report, because an epoch may take days."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if a report is due."""
+        """Report if enough time has passed since the last report."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if a report is due."""
+        """Report if enough time has passed since the last report."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 

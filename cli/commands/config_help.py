@@ -80,7 +80,9 @@ def find_target(name: str, config: dict[str, Any], default_classes: dict[str, ty
             return catalog.find(name, base)
     all_names = [short_name for base in catalog.list_shelved() for short_name in catalog.list_short_names(base)]
     hint = nearest(name, [*SECTIONS, *all_names])
-    raise ConfigError(f"{name!r} is neither a section nor a class.{hint} Name a user-defined class by its import path.")
+    raise ConfigError(
+        f"{name!r} is neither a section nor a class.{hint} For a user-defined class, pass its import path."
+    )
 
 
 def _format_default(default: Any) -> str:

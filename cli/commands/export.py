@@ -155,7 +155,7 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 class _Converted:
-    """Tensor in a checkpoint that is converted to another dtype when it is read."""
+    """Tensor in a checkpoint that is converted to a different dtype when it is read."""
 
     def __init__(self, stored: Any, dtype: torch.dtype | None) -> None:
         self._stored = stored

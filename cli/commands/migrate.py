@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         path = Path(options.path)
         if not path.is_dir() and not path.is_file():
             state = "is neither a folder nor a file" if path.exists() else "does not exist"
-            raise ValueError(f"{options.path!r} {state}. Name a project's folder or a file in it.")
+            raise ValueError(f"{options.path!r} {state}. Pass a project folder or a file in it.")
         require("treadle migrate", "libcst", extra="migrate")
         from ..migrate import migrate_project
 

@@ -206,7 +206,7 @@ class _PlannedRun:
         return task
 
     def make_batch(self, samples: int) -> Any:
-        """Return a batch of zeros in the structure of the first batch, with another size.
+        """Return a batch of zeros in the structure of the first batch, but with a different batch size.
 
         Args:
             samples: Number of samples in the batch.

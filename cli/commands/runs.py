@@ -321,7 +321,7 @@ def _format_table(rows: Mapping[str, str]) -> list[str]:
 def _compare(options: argparse.Namespace) -> str:
     if len(options.runs) < 2:
         raise ValueError(
-            f"compare needs two or more runs, but got {len(options.runs)}. Name them by number, NAME/NUMBER or path: "
+            f"compare needs two or more runs, but got {len(options.runs)}. Pass their numbers, NAME/NUMBER or paths: "
             "treadle runs compare 1 2."
         )
     directory = as_path(options.dir)
@@ -329,7 +329,7 @@ def _compare(options: argparse.Namespace) -> str:
         _filter_by_name(index.find(directory), options.name)  # raises an error if no run has the name
     paths = [index.holding(index.locate(reference, directory, options.name)) for reference in options.runs]
     if repeated := [str(path) for path in paths if paths.count(path) > 1]:
-        raise ValueError(f"{repeated[0]} is given twice. Name each run once.")
+        raise ValueError(f"{repeated[0]} is given twice. Pass each run once.")
     comparison = Comparison([index.read(path) for path in paths])
     if options.json:
         return json.dumps(comparison.to_json(), indent=2)

@@ -236,7 +236,7 @@ def _explain_error(error: yaml.MarkedYAMLError, text: str) -> str:
 def _describe_missing(path: Path) -> str:
     """Return the reason why a path is not a readable file, with a suggestion."""
     if path.is_dir():
-        return "this is a folder. Name a file in it."
+        return "this is a folder. Pass a file in it."
     try:
         names = sorted(sibling.name for sibling in path.parent.iterdir() if sibling.suffix in (".yaml", ".yml"))
     except OSError:

@@ -188,7 +188,7 @@ class ClassGroup:
         if value is None or value.data is None:
             if self.required and not checker.partial:
                 checker.problems.append(
-                    f"--{self.key} is required. Name a class, as in --{self.key}=my_module.MyClass."
+                    f"--{self.key} is required. Pass a class, as in --{self.key}=my_module.MyClass."
                 )
             return PlainRecipe(Value(None, "default"), None)
         if not isinstance(value.data, str | dict | list):

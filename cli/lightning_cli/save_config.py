@@ -76,8 +76,9 @@ class SaveConfigCallback(Callback):
             path = os.path.join(folder, self.config_filename)
             if not self.overwrite and world.broadcast(os.path.isfile(path) if world.is_main else None):
                 raise RuntimeError(
-                    f"{path} already exists and contains the configuration of an earlier run. Delete it, pass "
-                    "LightningCLI(save_config_kwargs={'overwrite': True}), or save_config_callback=None to write none."
+                    f"{path} already exists; it is probably from an earlier run. Delete it, pass "
+                    "LightningCLI(save_config_kwargs={'overwrite': True}) to overwrite it, or pass "
+                    "LightningCLI(save_config_callback=None) to save no configuration."
                 )
             if trainer.is_global_zero:
                 os.makedirs(folder, exist_ok=True)

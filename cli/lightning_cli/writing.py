@@ -22,7 +22,7 @@ class NotWritten(Exception):
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML dumper that quotes text which YAML 1.2 would read as another type."""
+    """YAML dumper that quotes text which YAML 1.2 would read as a different type."""
 
     def represent_text(self, text: str) -> yaml.Node:
         style = None if isinstance(parse_scalar(text), str) else '"'

@@ -464,7 +464,7 @@ class Fabric:
         return self._accelerator.autocast()
 
     def to_device(self, obj: Any) -> Any:
-        """Return a model, a tensor or nested tensors on the device.
+        """Return a model, a tensor or a nested structure of tensors on the device.
 
         Args:
             obj: The model or the tensors.

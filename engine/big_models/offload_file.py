@@ -49,7 +49,7 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
             ``index.json``; a folder without this file contains no offloaded weights.
 
     Raises:
-        ValueError: If an entry has neither form, or if its file is missing or has another size.
+        ValueError: If an entry has neither form, or if its file is missing or has the wrong size.
     """
     if index is None:
         path = None if folder is None else Path(folder) / INDEX

@@ -354,7 +354,7 @@ def check_file(
         fix: The end of the error message.
 
     Raises:
-        ValueError: If it is missing, not a plain file, or has another size or content.
+        ValueError: If it is missing, not a plain file, or has the wrong size or content.
     """
     if not (is_inside(name) if links else FILE.fullmatch(name)):
         raise ValueError(f"{directory}: {name!r:.80} is not a valid checkpoint file name. {fix}")

@@ -176,7 +176,7 @@ def verify(path: Path | str, digests: bool = True) -> Manifest:
         Its manifest.
 
     Raises:
-        ValueError: If a file is missing, or has another size or content. The text names the file and the reason.
+        ValueError: If a file is missing, or has the wrong size or content. The text names the file and the reason.
     """
     manifest = read_manifest(path)
     check_files(Path(path), manifest, digests)

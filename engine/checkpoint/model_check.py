@@ -210,7 +210,10 @@ def compare(model: nn.Module, noted: Mapping[str, str], path: AnyPath) -> None:
     ]
     if other:
         more = f"\n  and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
-        warn(f"{path} was saved by a model with different submodules:\n  " + "\n  ".join(other[:_SHOWN]) + more)
+        warn(
+            f"{path} was saved by a model in which these submodules have different classes, so the loaded weights "
+            "may give different results:\n  " + "\n  ".join(other[:_SHOWN]) + more
+        )
 
 
 def check_weights(
@@ -233,7 +236,7 @@ def check_weights(
         The weights that fit; with ``strict``, all of them.
 
     Raises:
-        ValueError: If names are missing or unexpected, or if values have another shape or are not tensors.
+        ValueError: If names are missing or unexpected, or if values have a different shape or are not tensors.
     """
     state = model.state_dict()
     reshaped = _find_reshaped(state, weights)

@@ -144,8 +144,8 @@ class OpenCheckpoint:
                 same file system divide the files among them. Default: this process reads all of them.
 
         Raises:
-            ValueError: On every process, if a file is missing or has another size or content, or if the checkpoint was
-                replaced since it was opened.
+            ValueError: On every process, if a file is missing or has the wrong size or content, or if the checkpoint
+                has been replaced since it was opened.
         """
         if self.verified:
             return

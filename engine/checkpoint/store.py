@@ -123,7 +123,7 @@ def commit(
         The target, as an absolute path.
 
     Raises:
-        ValueError: If a listed file is missing or has another size (for example, because processes write to different
+        ValueError: If a listed file is missing or has the wrong size (for example, because processes write to different
             file systems), if a count is negative, or if the target is a foreign directory.
         TypeError: If ``info`` contains a tensor or something that is not data.
         OSError: If a disk operation fails. An earlier checkpoint at the target remains, and the parts are deleted.

@@ -156,7 +156,7 @@ def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
         part: The name of the part, for the error.
 
     Raises:
-        ValueError: If keys are missing or have another type. The error lists them.
+        ValueError: If keys are missing or have the wrong type. The error lists them.
     """
     kinds = _collect_required_kinds(form)
     wrong = [

@@ -160,7 +160,7 @@ class Draws:
         saved, samplers = state["generators"], state.get("samplers")
         if not match_generators(self.private, saved):
             if len(saved) == len(self.private):
-                return "the separate generators of the loader are of other kinds than in the checkpoint"
+                return "the separate generators of the loader differ in type from those in the checkpoint"
             current = format_count(len(self.private), "separate generator")
             return f"the loader has {current}, but the checkpoint has {len(saved)}"
         if samplers is not None and len(samplers) != len(self.stateful):

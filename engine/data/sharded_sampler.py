@@ -159,7 +159,8 @@ class ShardedBatches:
 
         Args:
             get_iterator: Function that starts and returns the iterator.
-            silently: Undo the draw of the seed, because the run has already drawn it for its persistent workers.
+            silently: Whether persistent workers were already started, in this process or before a resume. Their seed
+                was drawn at that time, so this draw is undone.
         """
         self._undo = self.draws.state() if silently or self.order is not None else None
         with self.draws.stream.drawing():

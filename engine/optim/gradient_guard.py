@@ -119,7 +119,7 @@ class GradientGuard:
                 tool = " The gradients are already reduced over ranks. torch.autograd.detect_anomaly() finds the rank."
             spoiled = "" if self.immediate or optimizer.guarded else SPOILED
             raise ValueError(
-                f"{problem}.{samples}{tool}{spoiled} Check that batch, lower the learning rate or clip the gradients. "
+                f"{problem}.{samples}{tool}{spoiled} Check the data, lower the learning rate, or clip the gradients. "
                 "Accelerator(on_nonfinite='skip') skips such steps."
             )
         announce(f"{problem}, which is skipped.{samples}")

@@ -47,7 +47,7 @@ def join_uneven_inputs(
         even_batches: True if all ranks have the same number of batches; the context then has no effect.
 
     Raises:
-        TypeError: If an argument has another type.
+        TypeError: If an argument has the wrong type.
     """
     if even_batches is not None and not isinstance(even_batches, bool):
         raise TypeError(f"even_batches={even_batches!r} must be True, False or None.")

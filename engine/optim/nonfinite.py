@@ -93,7 +93,11 @@ def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
     names = list(dict.fromkeys(name for *_, name in keys))
     if not names:  # the parameter belongs to no prepared model
         return "a gradient", ""
-    order = "first of {} in the order of the backward pass" if keys[0][0] < math.inf else "last of {} in the model"
+    order = (
+        "first of {} such gradients in the order of the backward pass"
+        if keys[0][0] < math.inf
+        else "last of {} such gradients in the model"
+    )
     return f"the gradient of {names[0]}", f", the {order.format(len(names))}," if len(names) > 1 else ""
 
 

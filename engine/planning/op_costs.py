@@ -20,7 +20,7 @@ ARITHMETIC, TRAFFIC, LAUNCHES = "arithmetic", "memory traffic", "launches"
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Corrections of data sheets, which ``benchmarks/plan.py`` fitted to two published runs on 8 H100 GPUs.
+    """Corrections to the peak values in data sheets, fitted by ``benchmarks/plan.py`` to two runs published for 8 H100s.
 
     Args:
         arithmetic: Share of the peak performance that matrix products reach, fitted without compilation.
@@ -119,7 +119,7 @@ class Prices:
 
     Args:
         gpu: The kind of GPU.
-        calibration: Corrections of the GPU's data sheet.
+        calibration: Corrections to the peak values in the GPU's data sheet.
         compiled: Whether pointwise operations are fused.
 
     Attributes:

@@ -30,7 +30,7 @@ class Conditions:
         clip: Norm to clip gradients to; None for no clipping.
         step: Name of the method of the model that returns the loss, such as ``"training_step"``; None for ``forward``.
         rank: The rank of the process to plan. Default: 0.
-        calibration: Corrections of the GPU's data sheet.
+        calibration: Corrections to the peak values in the GPU's data sheet.
 
     Raises:
         ValueError: If a value is out of range or unknown.

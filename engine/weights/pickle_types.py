@@ -193,12 +193,12 @@ def check_extent(value: Any, limit: int = 1_000_000) -> None:
 
 def _build_ordered_dict(reader: Reader, pairs: Any = ()) -> dict[Any, Any]:
     if not isinstance(pairs, dict | list | tuple):
-        raise Unknown("a dict of other objects")
+        raise Unknown("a dict with unsupported contents")
     reader.charge(100 * len(pairs))
     try:
         return {_check_text(key): value for key, value in (pairs.items() if isinstance(pairs, dict) else pairs)}
     except (TypeError, ValueError) as error:
-        raise Unknown("a dict of other objects") from error
+        raise Unknown("a dict with unsupported contents") from error
 
 
 def _check_text(key: Any) -> Any:

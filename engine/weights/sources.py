@@ -268,7 +268,7 @@ def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
             )
     if not weights and not key:
         raise ValueError(
-            f"it has no tensors by name, neither at the top level nor under {', '.join(_STATE_KEYS[:-1])} or "
+            f"it has no tensors by name at the top level or under {', '.join(_STATE_KEYS[:-1])} or "
             f"{_STATE_KEYS[-1]}. It {_describe_entries(document)}. Save model.state_dict()"
         )
     return weights, others

@@ -99,18 +99,18 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
             self._due |= "validation_end" in self._on
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if a report is due. The last step of an epoch is reported at the end of the epoch."""
+        """Report if ``on`` contains ``"train_batch_end"``; the last step of an epoch is reported at the epoch's end."""
         self._due |= "train_batch_end" in self._on
         if not trainer.progress.epoch_is_trained:
             self._report_if_due(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if a report is due."""
+        """Report if ``on`` contains ``"train_epoch_end"``, or if an earlier report is pending."""
         self._due |= "train_epoch_end" in self._on
         self._report_if_due(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if a report is due."""
+        """Report if ``on`` contains ``"train_end"``, or if an earlier report is pending."""
         self._due |= "train_end" in self._on
         self._report_if_due(trainer)
 

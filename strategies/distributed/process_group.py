@@ -281,8 +281,8 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
         if rank != 0:
             raise
         raise ValueError(
-            f"rank 0 can't listen on port {port} ({error}). Set MASTER_PORT, on all processes, to a free port of "
-            "rank 0's machine."
+            f"rank 0 can't listen on port {port} ({error}). Set MASTER_PORT on all processes to a port that is "
+            "free on rank 0's machine."
         ) from None
 
 
@@ -308,7 +308,7 @@ def _protect_forks() -> None:
 
     Such a thread briefly holds one of Python's locks. If a child, such as a data worker, is forked at that moment, it
     waits for the lock forever. CPython 3.12 fixes this (https://github.com/python/cpython/issues/112275). With 3.11.7,
-    one in several hundred workers that were started after a collective hung.
+    about one in several hundred workers hung if they were started after a collective.
     """
     if sys.version_info < (3, 12) and hasattr(os, "register_at_fork") and not _protected:
         _protected.append(True)

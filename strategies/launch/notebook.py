@@ -109,7 +109,7 @@ def _refuse(
         )
     if rdzv_backend != "static":
         raise ValueError(
-            f"rdzv_backend={rdzv_backend!r} must be 'static'. For another rendezvous, put the code into a file and use "
+            f"rdzv_backend={rdzv_backend!r} must be 'static'. For another rendezvous, put the code in a file and use "
             "`treadle launch`."
         )
     if set(rdzv_conf) - {"timeout"}:
@@ -209,7 +209,10 @@ class _Launch:
 
     def _check_fork(self) -> None:
         if "fork" not in multiprocessing.get_all_start_methods():
-            raise ValueError(f"{sys.platform} can't fork. Put the code into a file and use `treadle launch`.")
+            raise ValueError(
+                f"the notebook launcher starts processes by forking, which {sys.platform} does not support. Put the "
+                "code in a file and use `treadle launch`."
+            )
         reach = _collect_reachable(self.function)
         for name, value in reach.items():
             if isinstance(value, World) or isinstance(getattr(value, "world", None), World):

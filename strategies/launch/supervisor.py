@@ -161,7 +161,7 @@ def build_relaunch_command(nproc: int) -> list[str]:
                 f"ray.train.torch.TorchTrainer with ScalingConfig(num_workers={nproc})."
             )
         raise ValueError(
-            f"devices={nproc} runs this script again in {nproc} processes, but {obstacle}. Put the code into a file "
+            f"devices={nproc} runs this script again in {nproc} processes, but {obstacle}. Put the code in a file "
             f"and run `python train.py` or `torchrun --nproc-per-node {nproc} train.py`, or use devices=1. In a "
             f"notebook, use `treadle.notebook_launcher(function, num_processes={nproc})`."
         )

@@ -238,7 +238,7 @@ def test_a_custom_state_that_is_not_data_is_refused_when_it_is_saved(tmp_path) -
 
     with pytest.raises(
         TypeError,
-        match=r"of a Holder returned a value of type argparse.Namespace, which can't be loaded without running",
+        match=r"Holder.state_dict\(\) contains a value of type argparse.Namespace that can't be loaded without running",
     ):
         save_custom_state(Holder(), tmp_path)
     assert list(tmp_path.iterdir()) == []

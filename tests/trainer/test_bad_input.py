@@ -324,7 +324,7 @@ def test_missing_steps():
         ("test", "test_step"),
         ("predict", "predict_step nor forward"),
     ]:
-        with says(ValueError, f"which {stage} needs", words, "Plain has n"):
+        with says(ValueError, f"{stage} needs", words, "but Plain"):
             getattr(trainer(), stage)(Plain(), loader())
     with pytest.warns(UserWarning, match="Plain has no validation_step"):
         trainer().fit(Plain(), loader(), loader())

@@ -435,7 +435,8 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
         Hyperparameters by name.
 
     Raises:
-        ValueError: If the file is missing, has another format, is too long, or contains anything other than plain data.
+        ValueError: If the file is missing, has an unsupported format, is too large, or contains anything other than
+            plain data.
     """
     path = Path(path)
     ending = path.suffix.lower()

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from ...common.messages import name_type
+from ...common.messages import add_article, name_type
 from ...common.optional import is_config
 from ...engine.checkpoint import MAX_DEPTH, Record, encode
 
@@ -399,7 +399,9 @@ class _Rebuilder:
             (cls for base in bases for cls in _iterate_subclasses(base) if cls.__qualname__ == name), None
         )
         if matching_class is None or not isinstance(record.content, dict):
-            raise CannotRebuild(f"a {name}, which the argument's annotation does not name")
+            raise CannotRebuild(
+                f"{add_article(name)}, but the argument is not annotated with this class or a base class"
+            )
         return self._instantiate(matching_class, record.content)
 
     def _instantiate(self, kind: type, content: Mapping[str, Any]) -> Any:
@@ -412,7 +414,7 @@ class _Rebuilder:
         try:
             return kind(**values)
         except TypeError as error:
-            raise CannotRebuild(f"a {kind.__qualname__}, which cannot be rebuilt: {error}") from error
+            raise CannotRebuild(f"{add_article(kind.__qualname__)}, which cannot be rebuilt: {error}") from error
 
     def _interpret(self, value: Any, allowed: tuple[type, ...]) -> Any:
         """Convert a value to a type of the annotation, unless it already has one."""
@@ -445,7 +447,7 @@ def build_config(content: Any) -> Any:
         content: A dict, a list or None.
 
     Raises:
-        CannotRebuild: If the content has another type.
+        CannotRebuild: If the content has the wrong type.
     """
     from omegaconf import DictConfig, ListConfig, OmegaConf
 

@@ -321,7 +321,7 @@ class Steps:
         if self.trainer.on_nonfinite == "raise":
             spoiled = "" if all(o.guarded for o in self.accelerator.optimizers) else nonfinite.SPOILED
             raise ValueError(
-                f"{problem}.{found.samples}{spoiled} Check that batch, lower the learning rate or clip the gradients. "
+                f"{problem}.{found.samples}{spoiled} Check the data, lower the learning rate, or clip the gradients. "
                 "Trainer(on_nonfinite='skip') skips such steps."
             )
         announce(f"{problem}, which is skipped.{found.samples}")

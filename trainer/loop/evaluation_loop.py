@@ -201,8 +201,8 @@ class EvaluationLoop:
             return True
         self.trainer.preemption.departure.stay()
         announce(
-            "the run ends after this validation, not within it, because the model currently holds other weights than "
-            "the trained ones"
+            "the run ends after this validation, not within it, because the model currently does not hold the "
+            "trained weights"
         )
         return False
 
@@ -260,8 +260,8 @@ def check_step(task: TaskModule, stage: str) -> None:
         return
     if stage == "predict" and type(task).forward is not nn.Module.forward:
         return
-    missing = "neither predict_step nor forward" if stage == "predict" else f"no {name}"
-    raise ValueError(f"{type(task).__name__} has {missing}, which {stage} needs. Define {name}.")
+    needed = "predict_step or forward, but {} defines neither" if stage == "predict" else f"{name}, but {{}} has none"
+    raise ValueError(f"{stage} needs {needed.format(type(task).__name__)}. Define {name}.")
 
 
 def step_arguments(step: Callable[..., Any], loaders: int) -> int:

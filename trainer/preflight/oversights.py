@@ -45,9 +45,10 @@ def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
         )
     if hidden := list(hidden_modules(task)):
         warn(
-            f"modules in plain lists or dicts are not registered in {type(task).__name__}: {_join_first(hidden)}. "
-            "Their parameters are not in checkpoints, on the device, or in self.parameters(). Use nn.ModuleList, "
-            "nn.ModuleDict or nn.ParameterList; freeze modules that are hidden on purpose."
+            f"modules or parameters in plain lists or dicts are not registered in {type(task).__name__}: "
+            f"{_join_first(hidden)}. They are not saved in checkpoints, not moved to the device, and missing from "
+            "self.parameters(). Use nn.ModuleList, nn.ModuleDict or nn.ParameterList. If this is intended, freeze them "
+            "to silence this warning."
         )
 
 

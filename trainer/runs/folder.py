@@ -50,7 +50,7 @@ class RunFolder:
     Attributes:
         path: Path or URL of the folder, the same on all processes. If it is a URL, files are uploaded in the
             background.
-        lock: Lock of the folder, held until `release` or until the process ends; None except on rank zero.
+        lock: Lock on the folder, held until `release` or until the process ends; None except on rank zero.
         trial: The run's number among the trials of a sweep, the same on all processes; None if it is not a trial.
 
     Example:
@@ -476,7 +476,7 @@ def _make_numbered(home: Path) -> Path:
 
 
 def _lock(folder: AnyPath) -> RunLock | RemoteLock:
-    """Return the lock of a folder."""
+    """Acquire the lock on a folder."""
     try:
         return RemoteLock(folder) if isinstance(folder, RemotePath) else RunLock(folder)
     except OSError as error:

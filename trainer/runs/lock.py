@@ -1,4 +1,4 @@
-"""Lock of a run folder for one job, released when the job ends for any reason."""
+"""Lock on a run folder for one job, released when the job ends for any reason."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Holder:
         place: Hostname, boot ID and PID namespace; each container has a different namespace.
         began: Start time of the process, which distinguishes it from a later process with the same PID.
         token: A unique ID.
-        by: ``"system"`` for a lock of the file system, ``"beat"`` for a lock that heartbeats keep alive.
+        by: ``"system"`` for a file system lock, ``"beat"`` for a lock that heartbeats keep alive.
     """
 
     host: str
@@ -75,10 +75,11 @@ class Holder:
     def is_alive(self, file: AnyPath) -> bool:
         """Return whether the process is alive.
 
-        A process in another place is judged by its heartbeats. If its lock has none, it is assumed to be alive.
+        A process on another machine or in another container is judged by its heartbeats. If its lock has no heartbeats,
+        the process is assumed to be alive.
 
         Args:
-            file: The lock's file.
+            file: Path of the lock file, whose age is read if the process runs elsewhere.
         """
         if self.place == _describe_place() and sys.platform != "win32":  # Windows has no harmless check
             return read_start_time(self.pid) in ("", self.began)
@@ -116,13 +117,13 @@ def holder(folder: AnyPath) -> Holder | None:
 
 
 class RunLock:
-    """Lock of a folder, held from its construction on.
+    """Lock on a run folder, acquired when the object is created.
 
     If the file system has locks (`flock`; Linux supports it over NFS too), the system releases the lock when the
-    process ends, for any reason. Otherwise a thread updates the file every `BEAT` seconds: a dead holder is detected
-    immediately in the same place, and after `SILENCE` seconds from other machines. A file system whose locks are valid
-    on one machine only (Lustre's ``localflock``, NFS with ``local_lock``) does not protect against jobs on other
-    machines.
+    process ends, for any reason. Otherwise, a thread updates the file every `BEAT` seconds. A dead holder is detected
+    immediately from the same machine and container, and after `SILENCE` seconds from anywhere else. A file system whose
+    locks are valid on one machine only (Lustre's ``localflock``, NFS with ``local_lock``) does not protect against jobs
+    on other machines.
 
     Args:
         folder: Folder to lock; the lock is a file in it.
@@ -258,7 +259,7 @@ def make_in_use_error(folder: AnyPath, file: AnyPath, occupant: Holder | None, c
 
 
 def encode_holder(holder: Holder) -> bytes:
-    """Return the content of a lock's file.
+    """Return the content of a lock file.
 
     Args:
         holder: Holder to write to the file.

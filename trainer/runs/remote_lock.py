@@ -1,4 +1,4 @@
-"""Lock of a run folder in an object store for one job: an object that names the holder, rewritten during the job."""
+"""Lock on a run folder in an object store for one job: an object that names the holder, rewritten during the job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SETTLING = 1.0  # seconds in which a concurrent takeover has written its holder
 
 
 class RemoteLock:
-    """Lock of a run's folder in an object store, held from its construction on.
+    """Lock on a run folder in an object store, acquired when the object is created.
 
     A store lets only one job create an object, so two jobs that begin a run at the same time never share it. A takeover
     from a dead job is less strict: of two jobs that try within a second, one fails, because both check again which one

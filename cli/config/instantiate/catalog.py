@@ -131,7 +131,7 @@ def import_target(name: str) -> Any:
                 hint = nearest(parts[0], _list_importable_modules())
                 hint = suggest_short_name(parts[-1]) or hint
                 raise ConfigError(
-                    f"there is no module {parts[0]!r}, neither in {Path.cwd()} nor installed.{hint}"
+                    f"module {parts[0]!r} was not found in {Path.cwd()} or among the installed packages.{hint}"
                 ) from None
             break
         except Exception as error:

@@ -105,7 +105,7 @@ def check_files(path: RemotePath, manifest: Manifest) -> None:
         manifest: Its manifest.
 
     Raises:
-        ValueError: If an object is missing or has another size.
+        ValueError: If an object is missing or has the wrong size.
     """
     compare_sizes(path, manifest, path.sizes())
 
@@ -120,7 +120,7 @@ def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, in
         fix: The end of the error message.
 
     Raises:
-        ValueError: If an object is missing or has another size.
+        ValueError: If an object is missing or has the wrong size.
     """
     for name, entry in {**manifest.files, **manifest.others}.items():
         size = objects.get(manifest.path_of(name))

@@ -78,7 +78,7 @@ class Upload:
             others: Include files that hooks wrote.
 
         Raises:
-            ValueError: If a file is not in the store, or has another size.
+            ValueError: If a file is not in the store, or has the wrong size.
             OSError: If the store rejects a request. An earlier commit remains.
         """
         target = self._target

@@ -129,7 +129,7 @@ def test_what_cannot_be_read_is_named(capfd, project):
     ("arguments", "text"),
     [
         ([], "the following arguments are required: path"),
-        (["nowhere"], "'nowhere' does not exist. Name a project's folder or a file in it."),
+        (["nowhere"], "'nowhere' does not exist. Pass a project folder or a file in it."),
         (["a", "b"], "unrecognized arguments: b"),
         ([".", "--wrte"], "unrecognized arguments: --wrte"),
     ],

@@ -152,7 +152,11 @@ CASES = {
         [],
         ["run.yaml:1: model", "cli_samples", "'Lin'", "'Line'?"],
     ),
-    "module misspelled": ("model: {class: cli_sampels.Line}\n", [], ["run.yaml:1: model", "no module 'cli_sampels'"]),
+    "module misspelled": (
+        "model: {class: cli_sampels.Line}\n",
+        [],
+        ["run.yaml:1: model", "module 'cli_sampels' was not found"],
+    ),
     "no path": ("model: {class: Lineee}\n", [], ["run.yaml:1: model", "'Lineee'", "my_package.module"]),
     "no name at all": ("model: {class: 3}\n", [], ["run.yaml:1: model.class", "3"]),
     "strange path": ("model: {class: 'a b.c'}\n", [], ["run.yaml:1", "'a b.c'", "import path"]),
@@ -185,7 +189,7 @@ CASES = {
     "lightning's callback": (
         MODEL + "trainer: {callbacks: [{class_path: lightningg.pytorch.callbacks.EarlyStopping}]}\n",
         [],
-        ["run.yaml:2: trainer.callbacks.0", "no module 'lightningg'", "the short name 'EarlyStopping'"],
+        ["run.yaml:2: trainer.callbacks.0", "module 'lightningg' was not found", "the short name 'EarlyStopping'"],
     ),
     "another's optimizer": (MODEL + "optimizer: cli_samples.Adam\n", [], ["Optimizer", "the short name 'Adam'"]),
     # -- arguments

@@ -553,7 +553,7 @@ def test_an_evaluation_loader_may_get_another_generator():
     assert sorted(flat(again.ids())) == list(range(8))
     for other in (np.random.default_rng(1), None):  # another kind, and none
         ranks = Ranks(make(True), 1)
-        with pytest.raises(ValueError, match=r"(has 0 separate generators, but .* 1|of other kinds than).*same kind"):
+        with pytest.raises(ValueError, match=r"(has 0 separate generators, but .* 1|differ in type from).*same kind"):
             Ranks(lambda g=other: DataLoader(range(8), sampler=Held(g)), 1, state=ranks.state())
 
 

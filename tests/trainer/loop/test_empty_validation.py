@@ -179,5 +179,5 @@ def test_none_disables_the_step():
     with pytest.warns(UserWarning, match="no validation_step"):
         trainer.fit(task, loader(8), loader(2))
     assert task.seen == []
-    with pytest.raises(ValueError, match="no validation_step, which validate needs"):
+    with pytest.raises(ValueError, match="validate needs validation_step, but"):
         trainer.validate(task, loader(2))

@@ -100,7 +100,10 @@ def plain(tensor):
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_the_parameter_next_to_the_origin_is_named(strategy):
     message = fail(Net(), Samples(), strategy=strategy)
-    assert "the gradient of middle.bias is not, the first of 4 in the order of the backward pass," in message
+    assert (
+        "the gradient of middle.bias is not, the first of 4 such gradients in the order of the backward pass,"
+        in message
+    )
     assert "in optimizer step 3" in message
     assert "On rank 0: samples 4, 5 of the dataset. Check" in message
 
@@ -149,7 +152,10 @@ def test_a_skipped_step_is_logged_with_its_samples(manual, caplog):
 def test_clipping_hides_nothing(clip, manual):
     flags = {} if manual else {"gradient_clip_val": 1.0, "gradient_clip_algorithm": clip}
     message = fail(Net(manual=manual, clip=clip), Samples(), **flags)
-    assert "the gradient of middle.bias is not, the first of 4 in the order of the backward pass, in" in message
+    assert (
+        "the gradient of middle.bias is not, the first of 4 such gradients in the order of the backward pass, in"
+        in message
+    )
 
 
 def on_two_ranks(strategy, where, bad_input):
@@ -167,7 +173,10 @@ def test_two_ranks(strategy, where):
     if where == "loss":
         assert "On rank 1: sample 5 of the dataset. Check" in finite_input[0]
     else:
-        assert "the gradient of middle.bias is not, the first of 4 in the order of the backward pass" in finite_input[0]
+        assert (
+            "the gradient of middle.bias is not, the first of 4 such gradients in the order of the backward pass"
+            in finite_input[0]
+        )
         samples = "On rank 0: sample 4 of the dataset. On rank 1: sample 5 of the dataset."
         assert f"{samples} The gradients are already reduced over ranks" in finite_input[0]
 

@@ -63,7 +63,10 @@ UNTRAINED = (
     "parameters that require gradients are not in any optimizer, so they are not trained: "
     "more.0.weight, more.0.bias, more.1.weight and 1 more."
 )
-HIDDEN = "modules in plain lists or dicts are not registered in Forgetful: blocks[0], blocks[1], scales[0] and 1 more."
+HIDDEN = (
+    "modules or parameters in plain lists or dicts are not registered in Forgetful: "
+    "blocks[0], blocks[1], scales[0] and 1 more."
+)
 
 
 def starting(text):
@@ -78,7 +81,7 @@ def test_what_is_not_trained_is_said_once():
 
 def on_two():
     said = fit(Forgetful(), strategy="ddp_find_unused_parameters_true")
-    return [one[:40] for one in said if one.startswith(("parameters that", "modules in"))]
+    return [one[:40] for one in said if one.startswith(("parameters that", "modules or"))]
 
 
 def test_rank_zero_says_it():
