@@ -20,7 +20,7 @@ ARITHMETIC, TRAFFIC, LAUNCHES = "arithmetic", "memory traffic", "launches"
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Corrections to the peak values in data sheets, fitted by ``benchmarks/plan.py`` to two runs published for 8 H100s.
+    """Corrections to the peak values in data sheets, fitted by ``benchmarks/plan.py`` to two published runs on 8 H100s.
 
     Args:
         arithmetic: Share of the peak performance that matrix products reach, fitted without compilation.

@@ -322,7 +322,7 @@ def test_missing_steps():
     for stage, words in [
         ("validate", "validation_step"),
         ("test", "test_step"),
-        ("predict", "predict_step nor forward"),
+        ("predict", "predict_step or forward"),
     ]:
         with says(ValueError, f"{stage} needs", words, "but Plain"):
             getattr(trainer(), stage)(Plain(), loader())
