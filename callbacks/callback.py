@@ -102,7 +102,11 @@ class Callback:
         """
 
     def added_layout(self) -> dict[str, Any]:
-        """Return tensors with the names and sharding of the tensors that `on_save_checkpoint` adds."""
+        """Return the sharded tensors that `on_save_checkpoint` adds, by name, with the sharding of this run.
+
+        When a checkpoint is loaded, they determine how the saved tensors are sharded. Override this method if
+        `on_save_checkpoint` adds sharded tensors.
+        """
         return {}
 
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:

@@ -7,6 +7,7 @@ because networks are unreliable.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -176,7 +177,8 @@ class RemotePath:
                 return request()
             except PermissionError as error:
                 reason = error.strerror or error
-                raise PermissionError(error.errno, f"{self} can't be {action}: {reason}") from error
+                text = f"{self} can't be {action}: {reason}. Check the credentials and their permissions for this path."
+                raise PermissionError(error.errno or errno.EACCES, text) from error
             except _FINAL:
                 raise
             except Exception as error:

@@ -219,7 +219,8 @@ def save_fsdp_optimizer(
 ) -> None:
     """Write the state of a sharded model's optimizer to ``optimizer.bin`` or to a folder ``optimizer_0``.
 
-    The other arguments are those of `save_fsdp_model`.
+    ``optimizer`` is the prepared optimizer of ``model``, and ``optimizer_index`` is its index if there are several. The
+    other arguments are those of `save_fsdp_model`.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 

@@ -156,6 +156,6 @@ class StrategyAliases:
 
         Args:
             decision: The decision of this process.
-            all: If False, the decision needs to be True on at least one process.
+            all: If False, return whether it is True on at least one process. Default: True.
         """
         return self.world.all(decision) if all else self.world.any(decision)

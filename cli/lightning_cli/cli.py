@@ -56,7 +56,7 @@ class LightningCLI:
 
     Attributes:
         parser: The parser of the command line.
-        config: The parsed configuration; with a subcommand, below its name.
+        config: The parsed configuration. With a subcommand, its settings are nested under the name of the subcommand.
         config_init: The same configuration, with its objects built.
         model, datamodule, trainer: The objects that were built.
         subcommand: The subcommand; None with ``run=False``.

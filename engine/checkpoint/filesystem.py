@@ -120,7 +120,7 @@ def serialize_tensors(tensors: Mapping[str, Whole], notes: dict[str, str]) -> tu
     """Return the size of a safetensors file in bytes, and an iterator over its content.
 
     The tensors are copied to the host one after the other. safetensors' own writer needs all of them on the host at the
-    same time, and the file would have to be read again for its digest. The bytes are identical to those that it writes.
+    same time, and the file would have to be read again for its digest. The bytes are identical to that writer's.
 
     Args:
         tensors: See `write_tensors`.

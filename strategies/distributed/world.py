@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...common.messages import named_ranks
 from ...common.rank_zero import rank_zero_only
 from ...common.validation import choose
 from . import process_group
@@ -344,9 +343,7 @@ class World:
         rank = dist.get_rank(group)
         if rank < 0:
             raise ValueError(
-                f"rank {self.rank} is not in the given process group, which has "
-                f"{named_ranks(sorted(dist.get_process_group_ranks(group)))}. Make this call only on the ranks of the "
-                "group."
+                f"rank {self.rank} is not in the given process group. Make this call only on the ranks of the group."
             )
         size = dist.get_world_size(group)
         return type(self)(rank=rank, size=size, device=self.device, timeout=self.timeout, group=group)

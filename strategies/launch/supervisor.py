@@ -93,8 +93,8 @@ def supervise(
 def supervise_job(job: Job) -> int:
     """Run a job as `supervise` does. The job may span several machines, each with its own supervisor.
 
-    If ranks may use gloo and its network interface is not set, it is set to the interface by which this machine reaches
-    the other machines.
+    If the job has ``nodes``, the ranks get ``GLOO_SOCKET_IFNAME``, the network interface at which the other machines
+    reach this one. It is set only on Linux, with the static or c10d backend, and if it is not set yet.
 
     Args:
         job: Job to run.

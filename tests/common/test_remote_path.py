@@ -153,6 +153,12 @@ def test_what_another_attempt_can_not_change_fails_at_once(flaky, error):
     assert len(Flaky.failures) == 1
 
 
+def test_a_refusal_without_a_number_names_the_fix(flaky):
+    Flaky.failures = [PermissionError("Forbidden")]
+    with pytest.raises(PermissionError, match=r"\[Errno 13\] flaky://.*: Forbidden. Check the credentials"):
+        flaky.write_bytes(b"1")
+
+
 # -- in parts ----------------------------------------------------------------------------------------------------------
 
 

@@ -226,7 +226,9 @@ def check_kinds(stage: str, task: Any, datamodule: Any) -> None:
     if "_metrics" not in vars(task):
         raise TypeError(f"{type(task).__name__}.__init__ must call super().__init__() first.")
     if datamodule is not None and not isinstance(datamodule, DataModule):
-        raise TypeError(f"datamodule must be a treadle.DataModule, not {name_type(datamodule)}.")
+        hint = f" Pass {datamodule.__name__}() instead of the class." if isinstance(datamodule, type) else ""
+        value = f"the class {datamodule.__name__}" if hint else name_type(datamodule)
+        raise TypeError(f"datamodule must be a treadle.DataModule, not {value}.{hint}")
 
 
 def explain_empty(loader: Loader, processes: int) -> str:
