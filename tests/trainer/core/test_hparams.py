@@ -213,7 +213,7 @@ class Untyped(Task):
 
 def test_a_dataclass_that_no_annotation_names_is_not_built(tmp_path):
     with pytest.warns(
-        UserWarning, match=r"cannot store layer \(a Layer, which the argument's annotation does not name"
+        UserWarning, match=r"cannot store layer \(a Layer, but the argument is not annotated with this class"
     ):
         path = fitted(Untyped(Layer(2), Mode.EXACT), tmp_path)
     with pytest.raises(TypeError, match=r"layer \(a Layer, which the argument's annotation.*load_from_checkpoint"):
