@@ -216,7 +216,7 @@ def test_a_dataclass_that_no_annotation_names_is_not_built(tmp_path):
         UserWarning, match=r"cannot store layer \(a Layer, but the argument is not annotated with this class"
     ):
         path = fitted(Untyped(Layer(2), Mode.EXACT), tmp_path)
-    with pytest.raises(TypeError, match=r"layer \(a Layer, which the argument's annotation.*load_from_checkpoint"):
+    with pytest.raises(TypeError, match=r"layer \(a Layer, but the argument is not annotated.*load_from_checkpoint"):
         Untyped.load_from_checkpoint(path)
     assert Untyped.load_from_checkpoint(path, layer=Layer(2)).hparams.mode is Mode.EXACT
 
