@@ -148,7 +148,7 @@ class TensorBoardTracker(LoggerTracker):
 
     Args:
         run_name: The name of the project.
-        logging_dir: The directory of all projects.
+        logging_dir: The parent directory; each project has a subdirectory in it.
         kwargs: Further arguments of `treadle.loggers.TensorBoardLogger`.
     """
 

@@ -212,7 +212,7 @@ Declared = Option | ClassGroup
 
 @dataclass(frozen=True)
 class Link:
-    """Value that is derived from other values.
+    """Rule that derives the value of one key from the values of others; see `link_arguments`.
 
     Attributes:
         sources: Dotted keys of the sources.

@@ -41,7 +41,7 @@ def infer_auto_device_map(
         no_split_module_classes: Classes whose modules must not be split, such as those with a residual connection.
             torch's attention and encoder layers are never split.
         dtype: The dtype in which floating point weights will be loaded. Default: their own.
-        special_dtypes: Dtypes of single tensors by name.
+        special_dtypes: Dtypes of individual tensors, by name. They override ``dtype``.
         verbose: Print the plan.
         clean_result: Replace the entries of a module's parts with one entry for the module, if all are on one device.
         offload_buffers: Offload buffers of offloaded modules too.

@@ -23,7 +23,7 @@ class ModelHook:
     """Base class of hooks that run before and after a module's forward; see `add_hook_to_module`.
 
     Attributes:
-        no_grad: Run the forward under ``torch.no_grad()``.
+        no_grad: Run ``forward`` under ``torch.no_grad()``.
     """
 
     no_grad = False
@@ -40,7 +40,7 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments for the forward.
+        """Return the arguments to pass to the module's ``forward``. Called before it.
 
         Args:
             module: The module that is called.
@@ -50,11 +50,11 @@ class ModelHook:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return the output for the caller.
+        """Return the output for the caller. Called after the module's ``forward``.
 
         Args:
             module: The module that was called.
-            output: The output of the forward.
+            output: The return value of ``forward``.
         """
         return output
 
@@ -107,7 +107,7 @@ class SequentialHook(ModelHook):
 
         Args:
             module: The module that was called.
-            output: The output of the forward.
+            output: The return value of ``forward``.
         """
         for hook in self.hooks:
             output = hook.post_forward(module, output)

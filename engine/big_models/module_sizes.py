@@ -37,7 +37,7 @@ def compute_module_sizes(
     Args:
         model: The model; it may be on the meta device.
         dtype: The dtype in which floating point tensors will be loaded. Default: their own.
-        special_dtypes: Dtypes of single tensors by name, which override ``dtype``.
+        special_dtypes: Dtypes of individual tensors, by name. They override ``dtype``.
         buffers_only: Count only buffers.
     """
     tensors = named_tensors(model)
@@ -66,7 +66,7 @@ def measure_tensors(
     Args:
         model: The model; it may be on the meta device.
         dtype: The dtype in which floating point tensors will be loaded. Default: their own.
-        special_dtypes: Dtypes of single tensors by name.
+        special_dtypes: Dtypes of individual tensors, by name. They override ``dtype``.
 
     Raises:
         ValueError: If a dtype does not exist, or if ``special_dtypes`` names a tensor that does not exist.

@@ -1,4 +1,4 @@
-"""Properties of streams of Hugging Face datasets, WebDataset and MosaicML Streaming, none of which is imported."""
+"""Properties of streams from Hugging Face Datasets, WebDataset and MosaicML Streaming, without importing them."""
 
 from __future__ import annotations
 

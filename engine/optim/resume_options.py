@@ -194,8 +194,8 @@ def is_scheduled(accelerator: Accelerator, optimizer: Optimizer) -> bool:
 def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
     """Replace the learning rates and schedules in states that are about to be loaded by those of the script.
 
-    A copy of each schedule is stepped as often as the saved schedule was. The learning rate is then the same as if the
-    run had followed the script's schedule from its first step.
+    A copy of each of the script's schedules is stepped as many times as the saved schedule was. The learning rate is
+    then the same as if the run had followed the script's schedule from its first step.
 
     Args:
         accelerator: The Accelerator with the script's prepared objects.

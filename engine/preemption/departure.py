@@ -1,4 +1,4 @@
-"""Agreement of the ranks to leave a loop before the same batch, if no collective of the loop can carry a vote.
+"""Protocol by which all ranks leave a loop before the same batch, for loops without a collective that carries votes.
 
 The ranks may be at different batches, or wait for each other within a batch. A rank must not simply stop, because a
 rank that is ahead may need it in a collective of its current batch. Therefore:

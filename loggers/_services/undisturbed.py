@@ -14,12 +14,12 @@ from contextlib import contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore the RNG states and the signal handlers when the block ends.
 
-    Importing comet_ml or trackio, and opening a run of most services, draws from Python's RNG. Training would then no
-    longer be reproducible. ClearML and SwanLab install signal handlers that end their run. These would replace
+    Importing comet_ml or trackio, or opening a run with most services, draws from Python's RNG. Training would
+    then no longer be reproducible. ClearML and SwanLab install signal handlers that end their run. These would replace
     Treadle's handlers, which save a checkpoint first.
 
-    Within the block, Python's RNG is seeded by the system. If two runs had the same seed, they would draw the same
-    names, and Comet's second archive would replace the first.
+    Within the block, Python's RNG is seeded by the system. Otherwise, two runs with the same seed would draw the same
+    random names, and the offline Comet archive of the second run would replace that of the first.
     """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     python_state = random.getstate()

@@ -237,7 +237,7 @@ class World:
     def claim(self, name: str) -> bool:
         """Return whether this process is the first to claim a name.
 
-        Any process may call it alone, without communication.
+        Any process may call it alone: it uses the store, not a collective.
 
         Args:
             name: Name that only one process can claim.
