@@ -261,9 +261,9 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
             model cannot be on the device.
     """
     strategy = trainer.accelerator.strategy
-    if getattr(strategy, "local_steps", None) is not None:
+    if (local_steps := getattr(strategy, "local_steps", None)) is not None:
         raise ValueError(
-            f"{name} cannot run with DDP(local_sgd_steps={strategy.local_steps.every}), because each process trains "
+            f"{name} cannot run with DDP(local_sgd_steps={local_steps.every}), because each process trains "
             f"its own model between two synchronizations. Remove {name} or local_sgd_steps."
         )
     place = None if device is None else torch.device(device)
