@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..common.messages import announce
+from ..common.messages import announce, format_count
 from ..common.validation import check_bool, check_int, check_number
 from ..engine import strip_compile_prefix
 from ..engine.checkpoint import open_callback_states
@@ -386,7 +386,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.freeze(backbone, train_bn=self.train_bn)
         norms = 0 if self.train_bn else sum(map(_is_norm, backbone.modules()))
         if norms:  # Lightning trains them regardless
-            layers = f"{norms} BatchNorm layer{'s' * (norms > 1)}"
+            layers = format_count(norms, "BatchNorm layer")
             announce(f"train_bn=False keeps {layers} in the backbone frozen for the whole run")
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:

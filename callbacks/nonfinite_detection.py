@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..common.messages import format_count
 from ..common.validation import check_bool
 from ..engine import strip_compile_prefix
 from ..strategies.distributed import local
@@ -96,7 +97,7 @@ class NonFiniteWatch(Callback):
         if not names:
             return
         later = len(names) - 1
-        more = f", before {later} other{'s' * (later > 1)}" if later else ""
+        more = f", before {format_count(later, 'other')}" if later else ""
         where = "after gradients were reduced over all ranks," if rank is None else f"on rank {rank}"
         raise ValueError(
             f"{names[0]} is the first tensor to contain NaN or infinity{more}, {where} in optimizer step "

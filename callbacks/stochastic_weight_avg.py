@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..common.messages import announce
+from ..common.messages import announce, format_count
 from ..common.validation import check_int, check_number, check_positive, choose
 from ._averaging import KEYS, Averaging, average_equally, measure, wrap_avg_fn
 
@@ -143,7 +143,7 @@ class StochasticWeightAveraging(Averaging):
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
         if len(rates) != len(groups):
             raise ValueError(
-                f"swa_lrs has {len(rates)} rate{'s' * (len(rates) != 1)}, but the optimizer has {len(groups)} "
+                f"swa_lrs has {format_count(len(rates), 'rate')}, but the optimizer has {len(groups)} "
                 f"parameter group{'s' * (len(groups) != 1)}. Pass one rate per group, or a number for all groups."
             )
         if self._initial is None:

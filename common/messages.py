@@ -105,24 +105,24 @@ def add_article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeioAEIO' else 'a'} {noun}"
 
 
-def format_count(number: int, noun: str, plural: str = "") -> str:
-    """Format a number with its noun, such as ``1 trial`` or ``1,024 trials``.
+def format_count(number: int, noun: str) -> str:
+    """Format a number with its noun, such as ``1 trial``, ``1,024 trials`` or ``2 processes``.
 
     Args:
         number: The number.
-        noun: The noun in the singular.
-        plural: The noun in the plural. Default: the singular with an ``s``.
+        noun: The noun in the singular, with a regular plural.
     """
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "tch")) else "s")
 
 
-def join_choices(choices: list[str]) -> str:
-    """Join choices with commas and "or", such as ``a``, ``a or b`` or ``a, b or c``.
+def join_words(words: list[str], last: str = "or") -> str:
+    """Join words with commas and a conjunction, such as ``a``, ``a or b`` or ``a, b or c``.
 
     Args:
-        choices: At least one choice.
+        words: At least one word.
+        last: The conjunction before the last word.
     """
-    return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
 def named_ranks(ranks: list[int]) -> str:

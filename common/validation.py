@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from .messages import join_choices, name_type, nearest
+from .messages import join_words, name_type, nearest
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -44,7 +44,7 @@ def check_bool_or_word(name: str, value: Any, words: Iterable[str]) -> bool:
     words = list(words)
     if isinstance(value, bool) or (isinstance(value, str) and value in words):
         return bool(value)
-    valid = join_choices(["True", "False", *map(repr, words)])
+    valid = join_words(["True", "False", *map(repr, words)])
     raise ValueError(f"{name}={value!r} must be {valid}.{nearest(str(value), words)}")
 
 

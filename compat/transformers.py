@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..callbacks import BatchSizeFinder, ModelCheckpoint
-from ..common.messages import announce, join_choices, warn
+from ..common.messages import announce, join_words, warn
 from ..loggers import (
     ClearMLLogger,
     CometLogger,
@@ -148,7 +148,7 @@ def task_arguments(args: Any) -> dict[str, Any]:
     """
     if _read(args, "optim") not in _OPTIMIZERS:
         raise ValueError(
-            f"optim={_read(args, 'optim')!r} must be {join_choices(list(map(repr, _OPTIMIZERS)))}, because "
+            f"optim={_read(args, 'optim')!r} must be {join_words(list(map(repr, _OPTIMIZERS)))}, because "
             "TransformersTask uses AdamW. For another optimizer, set optim='adamw_torch' and override "
             "configure_optimizers of the task."
         )

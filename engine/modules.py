@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..common.messages import format_count
 from ..strategies import describe_kind
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -108,7 +109,7 @@ def describe_compilations(since: float) -> str:
     recompiled = [metric for metric in metrics if getattr(metric, "recompile_reason", None)]
     if not metrics:
         return ""
-    text = f"torch.compile: {len(metrics)} graph{'s' * (len(metrics) > 1)}"
+    text = f"torch.compile: {format_count(len(metrics), 'graph')}"
     if recompiled:
         name, reason = (
             str(recompiled[0].co_name).removeprefix("_call_").removeprefix("_forward_"),

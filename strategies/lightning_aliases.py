@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..common.messages import format_count
 from .distributed import World
 
 
@@ -70,7 +71,7 @@ class StrategyAliases:
         if len(optimizers) != len(prepared):
             raise ValueError(
                 f"strategy.optimizers can't be set to a list of length {len(optimizers)}, because "
-                f"configure_optimizers returned {len(prepared)} optimizer{'s' * (len(prepared) != 1)}. Assign a list "
+                f"configure_optimizers returned {format_count(len(prepared), 'optimizer')}. Assign a list "
                 f"of length {len(prepared)}."
             )
         for slot, optimizer in zip(prepared, optimizers, strict=True):

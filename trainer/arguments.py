@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..common.durations import parse_duration
-from ..common.messages import nearest
+from ..common.messages import format_count, nearest
 from ..common.validation import check_bool, check_int, check_path, check_positive, choose
 from ..engine import TorchDynamoPlugin
 from ..strategies import LaunchEnvironment, Precision, Strategy, TorchSyncBatchNorm
@@ -61,7 +61,7 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
     count = int((total or 0) * limit)
     if limit > 0 and total and not count:
         raise ValueError(
-            f"{name}={limit} of {total} {'batch' if total == 1 else 'batches'} is less than one batch. Pass a larger "
+            f"{name}={limit} of {format_count(total, 'batch')} is less than one batch. Pass a larger "
             "fraction, or the integer 1 for one batch."
         )
     return count

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...common.messages import warn
+from ...common.messages import format_count, warn
 from ...common.validation import check_int
 from ...engine import evaluation_mode, isolated_random_state, move_data_to_device
 from ...strategies.distributed import get_original_class, is_sharded, local
@@ -143,7 +143,7 @@ class Summary:
             f"{_format_count(*self._total_count)} parameters: {_format_count(*self._trainable_count)} trainable, "
             f"{_format_count(*self._frozen_count)} frozen; "
             f"{self.model_size * 1e6 / 2**20:,.1f} MiB; "
-            f"{modes['train']} module{'s' * (modes['train'] != 1)} in train mode, {modes['eval']} in eval mode"
+            f"{format_count(modes['train'], 'module')} in train mode, {modes['eval']} in eval mode"
         )
         return f"{text}; {self.total_flops:,} FLOPs for the example input" if self.measured else text
 

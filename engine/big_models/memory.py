@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ...common.messages import nearest
+from ...common.messages import join_words, nearest
 
 Device = int | str | torch.device
 """Device of a map: an accelerator's number, ``"cpu"``, ``"disk"``, or anything that ``torch.device`` accepts."""
@@ -76,7 +76,7 @@ def resolve(device: Device, subject: str = "", storage: bool = False) -> torch.d
     """
     subject = subject or f"device={device!r}"
     kind, count = accelerators()
-    available = _join([*map(str, range(count)), "'cpu'"], "or")
+    available = join_words([*map(str, range(count)), "'cpu'"])
     if device == "disk":
         raise ValueError(f"{subject} can't compute anything, because it only stores weights. Use {available}.")
     try:
@@ -86,7 +86,7 @@ def resolve(device: Device, subject: str = "", storage: bool = False) -> torch.d
             torch_device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         hint = nearest(str(device), ["cpu", "disk"] if storage else ["cpu"])
-        valid = _join([*map(str, range(count)), "'cpu'", *["'disk'"] * storage], "or")
+        valid = join_words([*map(str, range(count)), "'cpu'", *["'disk'"] * storage])
         raise ValueError(f"{subject} is not a valid device. Use {valid}.{hint}") from error
     if torch_device.type in ("cpu", "meta"):
         return torch_device
@@ -100,10 +100,6 @@ def resolve(device: Device, subject: str = "", storage: bool = False) -> torch.d
         if torch_device.index is not None
         else torch.device(kind, torch.get_device_module(kind).current_device())
     )
-
-
-def _join(items: list[str], word: str) -> str:
-    return f"{', '.join(items[:-1])} {word} {items[-1]}" if len(items) > 1 else items[0]
 
 
 def is_accelerator(device: Device) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 from torch import Tensor, nn
 
-from ...common.messages import announce, warn
+from ...common.messages import announce, format_count, warn
 from ...common.remote_path import AnyPath, absolute
 from ...strategies import World
 from ...strategies.distributed import cut_like, is_sharded
@@ -395,7 +395,7 @@ def _choose_schedule(
     if regrouped := [loaded for loaded in regrouped if resume_options.is_scheduled(accelerator, loaded.optimizer)]:
         saved, current = regrouped[0].groups, len(regrouped[0].optimizer.param_groups)
         warn(
-            f"an optimizer has {saved} parameter group{'s' * (saved != 1)} in {path}, but {current} in the script, so "
+            f"an optimizer has {format_count(saved, 'parameter group')} in {path}, but {current} in the script, so "
             "its learning rates and schedule come from the script."
         )
         resume_options.follow_script(accelerator, regrouped, state)

@@ -530,7 +530,7 @@ class Loader:
         self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
         if isinstance(plan, StreamedBatches):
             if state.get("own") and state["width"] != plan.full and state["order"] is not None:
-                skipped = format_count(plan.batches_of(state["items"]), "batch", "batches")
+                skipped = format_count(plan.batches_of(state["items"]), "batch")
                 warn(
                     "the checkpoint was saved with a different world size, within an epoch in which each rank read "
                     f"its own stream. Each rank skips {skipped}, which is exact only if "

@@ -125,7 +125,7 @@ class RankShares:
             if first == 0:
                 raise _make_empty_error(ended, source)
             # Within a group of micro-batches, each rank may have ended after a different one.
-            last = f"after {'at most ' * (width > 1)}{format_count(first, 'batch', 'batches')}"
+            last = f"after {'at most ' * (width > 1)}{format_count(first, 'batch')}"
             self._announce(f"{named_ranks(ended)} of {self.size} ran out of data {last}")
         return sums[: sums.index(0)] if 0 in sums else sums
 

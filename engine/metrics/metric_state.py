@@ -262,9 +262,9 @@ def _share_list(items: list[Any], reduction: Any, world: World) -> list[Any] | N
 
 
 def _make_refusal(metric: Any, place: str, before: int, world: World, why: str) -> ValueError:
-    saved_by = format_count(before, "process", "processes")
+    saved_by = format_count(before, "process")
     return ValueError(
         f"the metric {place!r} ({type(metric).__name__}) was saved by {saved_by} within an epoch, and its state can't "
-        f"be split over {format_count(world.size, 'process', 'processes')}: {why}. Resume with {saved_by}, or from a "
+        f"be split over {format_count(world.size, 'process')}: {why}. Resume with {saved_by}, or from a "
         "checkpoint saved at the end of an epoch."
     )

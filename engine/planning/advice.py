@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from ...common.messages import join_words
 from .plan import Plan
 
 # A plan cannot distinguish smaller differences.
@@ -57,9 +58,9 @@ def _advise_fit(plan: Plan, again: Again) -> str:
     if not candidate.fits and candidate.micro_batch > 1:
         candidate = _shrink_micro_batch(candidate, attempt, plan)
     if candidate.fits:
-        return f"to make it fit, {_join(words)}, which needs {format_size(candidate.reserved)} per process"
+        return f"to make it fit, {join_words(words, 'and')}, which needs {format_size(candidate.reserved)} per process"
     states = sum(candidate.states.values())
-    even = f"even if you {_join(words)}" if words else ""
+    even = f"even if you {join_words(words, 'and')}" if words else ""
     if states > candidate.gpu.memory:
         return (
             f"parameters and optimizer state alone need {format_size(states)} per process{even and f', {even}'}. Use "
@@ -71,11 +72,6 @@ def _advise_fit(plan: Plan, again: Again) -> str:
         f"no simple change makes it fit{tried}. Use {smaller}shorter samples, more processes or tensor parallelism "
         "(tensor_parallel_size=...)."
     )
-
-
-def _join(words: list[str]) -> str:
-    """Join changes with commas and "and"."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
+from ...common.messages import format_count
 from ..distributed import LaunchEnvironment
 from .machine import OPTIONAL, REQUIRED, Facts, format_bytes
 
@@ -157,7 +158,7 @@ def _judge_cpus(facts: Facts) -> Finding:
     usable = min(cpu["usable"], cpu["quota"] or cpu["usable"])
     local_ranks = int(environment.get("LOCAL_WORLD_SIZE", 1))
     threads = "thread" if cpu["threads"] == 1 else "threads"
-    ranks = f"{local_ranks} rank{'s' * (local_ranks != 1)}"
+    ranks = format_count(local_ranks, "rank")
     text = f"{cpu['name']}, {usable:g} of {cpu['installed']} usable, {cpu['threads']} {threads} per rank"
     if "OMP_NUM_THREADS" in environment:
         text += f" (OMP_NUM_THREADS={environment['OMP_NUM_THREADS']})"

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ...common.messages import format_count
+
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _LAUNCH_VARIABLES = (*_TORCHRUN, "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "FORK_LAUNCHED")
 _LAUNCH_PREFIXES = (
@@ -139,7 +141,7 @@ class LaunchEnvironment:
         per_node, machines = _STARTS[self.launcher]
         if device_count != self.local_world_size:
             raise ValueError(
-                f"devices={devices!r} asks for {device_count} process{'es' * (device_count > 1)} on each machine, but "
+                f"devices={devices!r} asks for {format_count(device_count, 'process')} on each machine, but "
                 f"the launcher started {self.local_world_size} (LOCAL_WORLD_SIZE) on machine {self.node_rank}. Use "
                 f"devices='auto', or start {per_node.format(device_count)}."
             )
@@ -167,7 +169,7 @@ class LaunchEnvironment:
         if visible_count is not None and index >= visible_count:
             raise ValueError(
                 f"the process with LOCAL_RANK={self.local_rank} needs CUDA device {index}, but torch sees only "
-                f"{visible_count} device{'s' * (visible_count != 1)}. Start fewer processes per machine, or make more "
+                f"{format_count(visible_count, 'device')}. Start fewer processes per machine, or make more "
                 "devices visible."
             )
         return index

@@ -175,9 +175,9 @@ class Arrivals:
             number, other, count = announcement or (-1, "", 0)
             if (number, other) != (self._number, call):
                 if number == self._number and other:
-                    missing[rank] = f"calls {other}"
+                    missing[rank] = f"called {other}"
                 elif self._store.check([f"{rank} has ended"]):
-                    missing[rank] = "has ended"
+                    missing[rank] = "ended"
                 else:
                     missing[rank] = self._explain_absence(rank, count + moved, standing) if announcement else ""
         return missing
@@ -192,17 +192,13 @@ class Arrivals:
         except OSError:  # this user may not read it
             return ""
         if count is None:
-            return "has ended"
+            return "ended"
         if count <= expected:
             return ""
         current_time = time.monotonic()
         if standing.get(rank, (None, 0.0))[0] != count:
             standing[rank] = count, current_time
-        return (
-            "has continued and waits in a later step or exchange"
-            if current_time - standing[rank][1] >= _STANDING
-            else ""
-        )
+        return "continued to a later step or exchange" if current_time - standing[rank][1] >= _STANDING else ""
 
     def _get(self, key: str) -> Any:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
@@ -213,11 +209,8 @@ class Arrivals:
         ]
         ranks_by_reason: dict[str, list[int]] = {}
         for rank, reason in missing.items():
-            ranks_by_reason.setdefault(reason or f"has not called it within {seconds:.0f} s", []).append(rank)
-        reasons = "; ".join(
-            f"{_name_ranks(ranks)} {reason if len(ranks) == 1 else _make_plural(reason)}"
-            for reason, ranks in ranks_by_reason.items()
-        )
+            ranks_by_reason.setdefault(reason or f"did not call it within {seconds:.0f} s", []).append(rank)
+        reasons = "; ".join(f"{_name_ranks(ranks)} {reason}" for reason, ranks in ranks_by_reason.items())
         return (
             f"{call} needs all processes, but {_name_ranks(arrived_ranks)} called it and {reasons}. Call it on every "
             "rank, not under `if trainer.is_global_zero:` or `if accelerator.is_main_process:`. Each file is still "
@@ -250,15 +243,6 @@ def forget_arrivals() -> None:
     for *_, earlier in _current:
         atexit.unregister(earlier.leave)
     _current.clear()
-
-
-def _make_plural(reason: str) -> str:
-    """Return the reason why one rank cannot arrive in the form for several ranks."""
-    verbs = {"has continued and waits": "have continued and wait", "has": "have", "calls": "call"}
-    for singular, plural in verbs.items():
-        if reason.startswith(f"{singular} "):
-            return plural + reason.removeprefix(singular)
-    return reason
 
 
 def _name_ranks(ranks: Iterable[int]) -> str:

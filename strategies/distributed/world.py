@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ...common.messages import format_count
 from ...common.rank_zero import rank_zero_only
 from ...common.validation import choose
 from . import process_group
@@ -139,7 +140,7 @@ class World:
         if math.prod(dimensions.values()) != self.size:
             grid = " x ".join(f"{name}={size}" for name, size in dimensions.items())
             count = math.prod(dimensions.values())
-            processes = f"{count} process{'es' * (count != 1)}"
+            processes = format_count(count, "process")
             raise ValueError(
                 f"a mesh of {grid} needs {processes}, but the world size is {self.size}. Start {processes}, or choose "
                 f"dimensions whose product is {self.size}."

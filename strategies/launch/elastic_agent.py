@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from ...common.messages import named_ranks
+from ...common.messages import format_count, named_ranks
 from ..distributed import HUNG
 from ..processes import kill_session
 from .membership import Membership
@@ -496,7 +496,7 @@ def _count(job: Job) -> str:
     assert job.nodes is not None
     if job.nodes.elastic:
         return f"{job.nodes.least} to {job.nodes.most} machines"
-    return f"{job.nodes.most} machine{'s' * (job.nodes.most > 1)}"
+    return format_count(job.nodes.most, "machine")
 
 
 def _get_first_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Suggestions of names, and types in words."""
 
 import pytest
-from treadle.common.messages import name_type, nearest
+from treadle.common.messages import format_count, join_words, name_type, named_ranks, nearest
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,25 @@ def test_the_nearest_name(name, valid, hint):
 )
 def test_a_type_has_its_article(value, words):
     assert name_type(value) == words
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "words"),
+    [
+        (1, "process", "1 process"),
+        (2, "process", "2 processes"),
+        (0, "batch", "0 batches"),
+        (1024, "optimizer step", "1,024 optimizer steps"),
+    ],
+)
+def test_a_count_agrees_with_its_noun(number, noun, words):
+    assert format_count(number, noun) == words
+
+
+def test_words_are_joined_as_in_a_sentence():
+    assert [join_words(list(words)) for words in ("a", "ab", "abc")] == ["a", "a or b", "a, b or c"]
+    assert join_words(["a", "b", "c"], "and") == "a, b and c"
+
+
+def test_ranks_in_a_row_are_a_span():
+    assert [named_ranks(ranks) for ranks in ([3], [0, 1], [0, 1, 2, 5])] == ["rank 3", "ranks 0-1", "ranks 0-2, 5"]

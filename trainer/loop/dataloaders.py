@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from ...common.messages import name_type, warn
+from ...common.messages import format_count, name_type, warn
 from ...engine import Accelerator, CombinedLoader, JointLoader, Loader, check_values_match
 from ...engine.data import is_collection
 from .. import arguments
 from ..core import DataModule, TaskModule, TransferHooks, has_own
-from .run_summary import count
 
 KINDS = ("train", "val", "test", "predict")
 KIND_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
@@ -250,9 +249,9 @@ def explain_empty(loader: Loader, processes: int) -> str:
     size = getattr(source, "batch_size", None)
     if samples is not None and size and getattr(source, "drop_last", False) and samples < size * processes:
         return (
-            f"The {kind} has {count(samples, 'sample')} and drop_last=True, which drops a global batch of fewer than "
-            f"{count(size * processes, 'sample')} ({size} x {count(processes, 'process')}). Lower batch_size, or "
-            "remove drop_last."
+            f"The {kind} has {format_count(samples, 'sample')} and drop_last=True, which drops a global batch of fewer "
+            f"than {format_count(size * processes, 'sample')} ({size} x {format_count(processes, 'process')}). Lower "
+            "batch_size, or remove drop_last."
         )
     if loader.limit == 0:
         flag = f"limit_{'val' if loader.evaluation else 'train'}_batches"

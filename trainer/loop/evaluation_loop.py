@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...common.messages import announce, warn
+from ...common.messages import announce, format_count, warn
 from ...engine import Loader, Metrics, evaluation_mode, move_data_to_device
 from ...strategies import World
 from ..checkpointing import BeforeValidation
@@ -277,7 +277,7 @@ def step_arguments(step: Callable[..., Any], loaders: int) -> int:
     count = count_positional(step)
     if loaders > 1 and count < 3:
         raise ValueError(
-            f"{step.__name__} accepts {count} argument{'s' * (count != 1)}, but with {loaders} dataloaders it must "
+            f"{step.__name__} accepts {format_count(count, 'argument')}, but with {loaders} dataloaders it must "
             "accept (batch, batch_idx, dataloader_idx). Add the missing arguments."
         )
     return min(count, 3)

@@ -44,7 +44,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import AgreedInterval, read_learning_rates
-from ...common.messages import warn
+from ...common.messages import format_count, warn
 from ...engine import Loader, isolated_random_state, set_random_state
 from ..core import SchedulerConfig, TaskModule
 from .automatic import Steps
@@ -55,7 +55,6 @@ from .lr_schedulers import Schedules
 from .manual import ManualSteps
 from .preemption import save_and_leave
 from .progress import Phase
-from .run_summary import count
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -126,7 +125,9 @@ class FitLoop:
             set_random_state(random_state)
         if progress.step and not progress.step_is_unfinished and (self._is_complete() or self._is_late()):
             spent = f"{progress.seconds:.0f} s of max_time={trainer.max_seconds:.0f} s, " if self._is_late() else ""
-            done = f"{count(progress.step, 'optimizer step')} and {count(progress.epoch, 'epoch')} are done"
+            done = (
+                f"{format_count(progress.step, 'optimizer step')} and {format_count(progress.epoch, 'epoch')} are done"
+            )
             warn(
                 f"nothing is left to train: {spent}{done}, and max_steps={trainer.max_steps}, "
                 f"max_epochs={trainer.max_epochs} (-1 means unlimited). Raise the limit to continue."
@@ -289,7 +290,7 @@ class FitLoop:
         if isinstance(interval, int):
             if trainer.check_val_every_n_epoch is not None and total is not None and interval > total:
                 raise ValueError(
-                    f"val_check_interval={interval} is more than the {count(total, 'batch')} of an epoch, so "
+                    f"val_check_interval={interval} is more than the {format_count(total, 'batch')} of an epoch, so "
                     f"validation would never run. Pass at most {total}, or pass check_val_every_n_epoch=None to count "
                     "across epochs."
                 )

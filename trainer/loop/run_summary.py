@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...callbacks import ModelCheckpoint, ModelSummary, RunReport, folders
-from ...common.messages import announce
+from ...common.messages import announce, format_count
 from ...common.remote_path import AnyPath
 from ...engine import CheckpointStore, Loader, describe_compilations, list_compiled_names
 from ...engine.checkpoint import STATE, has_part
@@ -60,7 +60,7 @@ class RunSummary:
         lines = [f"training on {devices}; strategy {accelerator.strategy.name}; precision {accelerator.precision.name}"]
         lines.append(self._describe_batch(loader))
         if loader.left_out:
-            dropped = " and ".join(count(number, thing) for thing, number in loader.left_out.items())
+            dropped = " and ".join(format_count(number, thing) for thing, number in loader.left_out.items())
             lines.append(f"drop_last drops {dropped} per epoch")
         if processes > 1 and not trainer.use_distributed_sampler:
             lines.append("each process reads its own dataloader unchanged (use_distributed_sampler=False)")
@@ -86,9 +86,9 @@ class RunSummary:
         assert task is not None
         size = getattr(loader.source, "batch_size", None)
         processes, k = accelerator.num_processes, accelerator.gradient_accumulation_steps
-        kind, factors = "effective batch", f"x {count(processes, 'process')} x {k} accumulated"
+        kind, factors = "effective batch", f"x {format_count(processes, 'process')} x {k} accumulated"
         if not task.automatic_optimization:  # training_step may accumulate gradients
-            kind, factors = "batch", f"x {count(processes, 'process')}"
+            kind, factors = "batch", f"x {format_count(processes, 'process')}"
         if isinstance(size, int):
             return f"{kind} {size * processes * k:,} = {size} per process {factors}"
         return f"{kind}: the dataloader's batches {factors}"
@@ -101,24 +101,25 @@ class RunSummary:
         if steps == float("inf"):
             return "optimizer steps: until the dataloader ends or the run is stopped" + done
         if batches is None:
-            return f"{count(int(steps), 'optimizer step')}; the dataloader has no length{done}"
+            return f"{format_count(int(steps), 'optimizer step')}; the dataloader has no length{done}"
         accumulated = trainer.accelerator.gradient_accumulation_steps
         per_epoch = -(-batches // accumulated)
         if done and trainer.max_epochs != -1:  # the batch size may have been different before
             remaining = (trainer.max_epochs - progress.epoch) * per_epoch - progress.batch // accumulated
             steps = progress.step + max(0, remaining)
             steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
-        return f"{count(int(steps), 'optimizer step')}, {per_epoch:,} per epoch of {count(batches, 'batch')}{done}"
+        epoch = f"{per_epoch:,} per epoch of {format_count(batches, 'batch')}"
+        return f"{format_count(int(steps), 'optimizer step')}, {epoch}{done}"
 
     def _describe_manual_steps(self) -> str:
         """Return the number of batches as text: ``training_step`` decides which of them step an optimizer."""
         trainer = self.trainer
         batches, epochs = trainer.num_training_batches, trainer.max_epochs
-        per_epoch = "the dataloader has no length" if batches is None else f"{count(batches, 'batch')} per epoch"
+        per_epoch = "the dataloader has no length" if batches is None else f"{format_count(batches, 'batch')} per epoch"
         limits = [] if epochs == -1 else [f"{epochs:,} epoch{'' if epochs == 1 else 's'}"]
-        limits += [] if trainer.max_steps == -1 else [count(trainer.max_steps, "optimizer step")]
+        limits += [] if trainer.max_steps == -1 else [format_count(trainer.max_steps, "optimizer step")]
         until = f", until {' or '.join(limits)}" if limits else ""
-        done = f"; {count(trainer.progress.step, 'step')} done" if trainer.progress.step else ""
+        done = f"; {format_count(trainer.progress.step, 'step')} done" if trainer.progress.step else ""
         return f"manual optimization: training_step steps the optimizers; {per_epoch}{until}{done}"
 
     def announce_interrupt(self, stage: str, place: str) -> None:
@@ -190,18 +191,13 @@ def _can_use_tf32(device: torch.device, precision: Precision) -> bool:
     )
 
 
-def count(number: int, thing: str) -> str:
-    """Return a number with its noun in the singular or plural: ``"1 step"``, ``"2 processes"``."""
-    return f"{number:,} {thing}" + ("" if number == 1 else "es" if thing.endswith(("s", "tch")) else "s")
-
-
 def _describe_parameters(module: nn.Module) -> str:
     parameters = [p for p in module.parameters() if not is_lazy(p)]
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.numel() for p in parameters) - trainable
     size = sum(p.numel() * p.element_size() for p in parameters)
     lazy = " + those of lazy layers" * any(map(is_lazy, module.parameters()))
-    return f"{count(trainable, 'trainable parameter')}{lazy}, {frozen:,} frozen, {size / 2**20:,.1f} MiB"
+    return f"{format_count(trainable, 'trainable parameter')}{lazy}, {frozen:,} frozen, {size / 2**20:,.1f} MiB"
 
 
 def _describe_best(callback: ModelCheckpoint) -> str:

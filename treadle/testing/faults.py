@@ -43,6 +43,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..common.messages import format_count
 from ..strategies.distributed import current_place
 from .fault import Action, Fault, FaultInjected, Firing
 from .places import OPERATIONS, POINTS, Places
@@ -156,8 +157,8 @@ class FaultPlan:
 
     def _check(self, expected: set[tuple[int, int]], fired: Counter[tuple[int, int]]) -> None:
         mismatches = [
-            f"fault {number}, {self.faults[number]}, happened {_times(fired[number, rank])} on rank {rank}; this "
-            f"process reached its point {_times(self._reached[number])}"
+            f"fault {number}, {self.faults[number]}, happened {format_count(fired[number, rank], 'time')} on rank "
+            f"{rank}; this process reached its point {format_count(self._reached[number], 'time')}"
             for number, rank in sorted({*expected, *fired})
             if fired[number, rank] != ((number, rank) in expected)
         ]
@@ -225,10 +226,6 @@ class FaultPlan:
                 )
         plan = {"faults": [dataclasses.asdict(f) for f in self.faults], "record": self.record and str(self.record)}
         return {_VARIABLE: json.dumps(plan)}
-
-
-def _times(number: int) -> str:
-    return f"{number} time{'s' * (number != 1)}"
 
 
 def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractContextManager[FaultPlan | None]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union
 
 import torch
 
-from ....common.messages import add_article, format_count, join_choices, nearest
+from ....common.messages import add_article, format_count, join_words, nearest
 from ....trainer.core import Argument
 from ..values import Value, hide_secrets, to_plain
 from . import catalog
@@ -104,17 +104,16 @@ def describe_annotation(annotation: Any, article: bool = False) -> str:
     if annotation in (Any, object, inspect.Parameter.empty):
         return "anything"
     if origin in (Union, types.UnionType):
-        return join_words(
-            [describe_annotation(member, article) for member in sorted(inner, key=lambda member: member is type(None))]
-        )
+        members = sorted(inner, key=lambda member: member is type(None))
+        return join_words(list(dict.fromkeys(describe_annotation(member, article) for member in members)))
     if origin is Literal:
         return join_words([repr(member) for member in inner])
     kind = origin or annotation
     if kind in LISTS or (kind is tuple and (not inner or inner[-1] is Ellipsis)):
         return f"a list of {describe_annotation(inner[0])}" if inner and inner[0] is not Any else "a list"
     if kind is tuple:
-        members = ", ".join(describe_annotation(member) for member in inner)
-        return f"a list of {format_count(len(inner), 'value')}: {members}"
+        items = ", ".join(describe_annotation(item) for item in inner)
+        return f"a list of {format_count(len(inner), 'value')}: {items}"
     if kind in DICTS:
         return (
             f"a mapping of {describe_annotation(inner[0])} to {describe_annotation(inner[1])}"
@@ -139,11 +138,6 @@ def describe_annotation(annotation: Any, article: bool = False) -> str:
         words = {"str": "text", "bool": "true or false"}
         return words.get(kind.__name__) or (add_article(kind.__name__) if article else kind.__name__)
     return str(annotation).replace("typing.", "")
-
-
-def join_words(words: list[str]) -> str:
-    """Join the distinct words with commas and "or"."""
-    return join_choices(list(dict.fromkeys(words)))
 
 
 def format_value(value: Value, secrets: Mapping[str, str]) -> str:
