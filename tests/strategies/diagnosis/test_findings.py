@@ -61,7 +61,7 @@ SHM = "folders./dev/shm"
         ("environment.GLOO_SOCKET_IFNAME", "eth99", "environment", "fault", "no interface eth99"),
         ("environment.ACCELERATE_MIXED_PRECISION", "bf16", "environment", "note", "not read"),
         ("environment.ACCELERATE_MIXED_PRECISION", "no", "environment", "good", "no variables"),
-        ("environment.LOCAL_WORLD_SIZE", "4000", "CPUs", "note", "4000 ranks"),
+        ("environment.LOCAL_WORLD_SIZE", "4000", "CPUs", "note", "4,000 ranks"),
     ],
 )
 def test_one_thing_at_fault(inspected, path, value, subject, mark, says):
