@@ -62,7 +62,15 @@ class Note(treadle.Callback):
         if (trainer.global_rank, trainer.global_step) == self.kill:
             with contextlib.suppress(FileExistsError):
                 (self.folder / "killed").mkdir()
+                await_commit()
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+def await_commit():
+    """Wait until Ray has committed what was reported: a kill before that rightly starts the run from its beginning."""
+    from ray.train import CheckpointConsistencyMode, get_all_reported_checkpoints
+
+    assert get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)
 
 
 def loaders(batch=BATCH):
