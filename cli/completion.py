@@ -52,7 +52,7 @@ _SWITCH = ("true", "false")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status.
+    """Run `treadle completion` and return the exit status: 2 if the arguments are invalid, otherwise 0.
 
     Args:
         arguments: The command-line arguments after `treadle completion`.

@@ -31,7 +31,7 @@ COMMANDS = {
     "validate": ("treadle.cli.commands.stages:validate", "evaluate with the validation steps, configured like fit"),
 }
 _OTHER_NAMES = {"train": "fit", "evaluate": "validate", "eval": "validate"}
-"""Commands of these names in other programs, with their counterparts."""
+"""Names of other programs' commands, with Treadle's counterparts."""
 
 
 def format_usage() -> str:
@@ -42,7 +42,7 @@ def format_usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status.
+    """Run a `treadle` command and return its exit status.
 
     Args:
         arguments: The command-line arguments after `treadle`. Default: ``sys.argv[1:]``.

@@ -29,8 +29,8 @@ def run(
     `treadle sweep --help`.
 
     Args:
-        Model: The task's class. Default: None, so that the configuration must name one.
-        Data: The data module's class. Default: None, so that the configuration may name one.
+        Model: The task's class. Default: None; the configuration must then name the class.
+        Data: The data module's class. Default: None; the configuration may then name the class.
         defaults: Default configuration, a mapping with its sections. Files and the command line override it.
         arguments: The command-line arguments. Default: ``sys.argv[1:]``.
 

@@ -1,4 +1,4 @@
-"""Work that must finish before the interpreter exits, while threads still run."""
+"""Functions to call before the interpreter exits, while threads and executors still accept work."""
 
 from __future__ import annotations
 

@@ -23,8 +23,10 @@ def parse_duration(name: str, value: Any) -> timedelta:
         value: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments.
 
     Raises:
-        TypeError: If the value has another type, or its dict has keys other than the arguments of a ``timedelta``.
-        ValueError: If the text has another form, or the duration is zero, negative or too long.
+        TypeError: If the value has another type, a key of the dict is not an argument of ``timedelta``, or a value of
+            the dict is not a number.
+        ValueError: If a string does not have the form ``"DD:HH:MM:SS"``, or the duration is zero, negative, not finite
+            or longer than 999,999,999 days.
     """
     if isinstance(value, str):
         numbers = _TEXT.fullmatch(value)

@@ -1,4 +1,4 @@
-"""Exports of packages, which are listed once, for type checkers, and imported when they are first used."""
+"""Lazy exports of packages, which are listed once under ``if TYPE_CHECKING:`` and imported on first use."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports under ``if TYPE_CHECKING:`` only.
 
-    The package exports the relative imports of that block. Type checkers and editors follow these imports. At run time,
-    each one happens when its name is first used.
+    The package exports the names that the relative imports in this block bind. Type checkers and editors follow these
+    imports. At run time, each import is executed when one of its names is first used.
 
     Args:
         package: The package's ``__name__``.

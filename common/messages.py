@@ -21,7 +21,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
         return sys.stderr
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Do nothing: standard error is closed or full, so the error cannot be reported, and training continues."""
+        """Do nothing, because standard error is closed or full and cannot show the error. Training continues."""
 
 
 logger = logging.getLogger("treadle")
@@ -37,7 +37,7 @@ def announce(text: str) -> None:
     """Log a message through the ``treadle`` logger, on rank zero only.
 
     Args:
-        text: Text of the message.
+        text: The message, logged with level ``INFO``.
     """
     from .rank_zero import rank_zero_only
 
@@ -47,10 +47,10 @@ def announce(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Warn on rank zero, once per place in the code.
+    """Issue a ``UserWarning`` on rank zero only.
 
     Args:
-        text: Text of the warning.
+        text: Text of the warning. By default, Python shows the same text only once per place in the code.
     """
     from .rank_zero import rank_zero_warn
 
@@ -109,7 +109,7 @@ def format_count(number: int, noun: str) -> str:
     """Format a number with its noun, such as ``1 trial``, ``1,024 trials`` or ``2 processes``.
 
     Args:
-        number: The number.
+        number: The count. A comma separates thousands.
         noun: The noun in the singular, with a regular plural.
     """
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "tch")) else "s")

@@ -24,9 +24,9 @@ _lock = threading.Lock()
 def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
     """Return the local folder for a path or URL: the path itself, or a folder that is mirrored to the URL.
 
-    The files directly in the URL's folder are downloaded first, except files over 1 GiB; its subfolders are not. From
-    then on, a thread of this process uploads each changed file and removes deleted files from the store; see `flush`.
-    Names that begin with a dot or end in ``.tmp`` stay local.
+    The files directly in the URL's folder are downloaded first, except those over 1 GiB. Subfolders are not downloaded.
+    From then on, a thread of this process uploads each changed file and removes deleted files from the store; see
+    `flush`. Files whose names begin with a dot or end in ``.tmp`` are not uploaded.
 
     Args:
         place: A path or a URL. A path is returned unchanged and is not created.
@@ -46,7 +46,7 @@ def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
 
 
 def flush(place: str | os.PathLike[str] | AnyPath | None = None) -> None:
-    """Upload the changed files, and wait until the upload is complete.
+    """Upload the changed files of mirrored folders, and wait until the uploads are complete.
 
     Files that cannot be uploaded are kept, and a warning names their folder.
 
@@ -80,23 +80,18 @@ class _Mirror:
         before_exit(self._finish)
 
     def open(self, url: RemotePath) -> Path:
-        """Return the local folder for this URL or a subfolder, with the store's files downloaded.
+        """Return the local folder for a URL, after downloading the files directly in the URL's folder.
 
         Args:
-            url: URL of the folder in the store.
-        """
-        here = self._here / url.relative_to(self._url)
-        if url not in self._opened:
-            here.mkdir(parents=True, exist_ok=True)
-            for name, size in url.files().items():
-                if size <= _MOST_BYTES and not (here / name).exists() and not _stays(name):
-                    (url / name).download(here / name)
-                    self._known[(here / name).relative_to(self._here).as_posix()] = _mark(here / name)
+            url: URL of the mirrored folder or of one of its subfolders. """ here = self._here /
+        url.relative_to(self._url) if url not in self._opened: here.mkdir(parents=True, exist_ok=True) for name, size in
+        url.files().items(): if size <= _MOST_BYTES and not (here / name).exists() and not _stays(name): (url /
+        name).download(here / name) self._known[(here / name).relative_to(self._here).as_posix()] = _mark(here / name)
             self._opened.add(url)
         return here
 
     def flush(self) -> None:
-        """Upload the changed files."""
+        """Upload the changed files. If this fails, warn, and keep the local folder when the process ends."""
         try:
             self._upload_changes()
             self._failing = ""

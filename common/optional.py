@@ -1,4 +1,4 @@
-"""Checks for optional packages, each of which only one part of Treadle needs."""
+"""Checks for optional packages, which only some features of Treadle need."""
 
 from __future__ import annotations
 

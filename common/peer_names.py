@@ -1,7 +1,7 @@
-"""Names of Lightning, Fabric and Accelerate at their original paths, each with its counterpart or its replacement.
+"""Names of the peers (Lightning, Fabric, Accelerate) at their original paths, each with its counterpart or replacement.
 
-The tables are `compat/lightning.toml`, whose first lines explain the format, `compat/fabric.toml` and
-`compat/accelerate.toml`. They are read when code requests a name that a module lacks.
+The tables are `compat/lightning.toml`, `compat/fabric.toml` and `compat/accelerate.toml`. The first lines of
+`compat/lightning.toml` explain the format. The tables are read when code requests a name that a module lacks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
 
 
 class Elsewhere(str):
-    """Sentence that states the replacement for a name."""
+    """Sentence that states the replacement for a peer's name that Treadle does not have."""
 
 
 class _NoSuchNameError(ImportError):
-    """Error raised by ``from module import name``."""
+    """Error for a name that ``from module import name`` requests but Treadle does not have."""
 
 
 def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -57,7 +57,7 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
 
 
 def _bind_over_submodules(package: Any, names: list[str], find: Callable[[str], Any]) -> None:
-    """Import submodules that share a name with an export now, because importing one later would replace the export."""
+    """Import the submodules named like an export, and bind the export again, which a later import would replace."""
     for entry in pkgutil.iter_modules(getattr(package, "__path__", ())):
         if entry.name in names:
             importlib.import_module(f"{package.__name__}.{entry.name}")
@@ -160,7 +160,7 @@ def _below_fabric(path: str) -> str | None:
 
 @cache
 def read_table(peer: str) -> Mapping[str, Any]:
-    """Return the content of a peer's table.
+    """Return the parsed content of a peer's TOML file in ``compat``.
 
     Args:
         peer: ``"lightning"``, ``"fabric"`` or ``"accelerate"``.

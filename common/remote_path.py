@@ -36,7 +36,7 @@ _FILE_PART_BYTES = 16 * 2**20
 _PART_BYTES = 8 * 2**20
 """Minimum number of bytes per part of a multipart upload; the default of boto3."""
 _MOST_PARTS = 10_000
-"""Number of parts that S3 accepts for one object."""
+"""Maximum number of parts that S3 accepts for one object."""
 _CHECKSUM = "CRC32"
 """Checksum that S3 verifies as each part arrives. Without one, S3 reads the complete object again at the end."""
 _PARTS_AT_ONCE = 8
@@ -49,7 +49,7 @@ _FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFoun
 
 
 class StoreError(OSError):
-    """Error raised when a store rejects a request or cannot be reached, several times in a row."""
+    """Error raised when every attempt of a request to a store has failed, or when credentials are missing."""
 
 
 class RemotePath:
@@ -63,8 +63,8 @@ class RemotePath:
         url: ``scheme://bucket/path``.
 
     Raises:
-        ValueError: If the URL has no path, contains ``..`` or a wildcard, or has a scheme that does not support
-            writing.
+        ValueError: If the text is not a URL, has nothing after ``://``, contains ``..``, a line break, a null character
+            or one of ``?#*[``, or has a read-only scheme such as ``https``.
     """
 
     def __init__(self, url: str) -> None:
@@ -166,10 +166,10 @@ class RemotePath:
         return str(self._store._strip_protocol(str(self)))
 
     def _ask(self, action: str, request: Callable[[], T]) -> T:
-        """Make a request, and retry it if it fails.
+        """Make a request, up to `ATTEMPTS` times if it fails with an error that a further attempt may resolve.
 
         Raises:
-            StoreError: If every attempt failed. The error states the store's reason.
+            StoreError: If every attempt failed, or credentials are missing. The error states the store's reason.
         """
         store = self._store
         for attempt in range(ATTEMPTS):
@@ -193,15 +193,15 @@ class RemotePath:
         raise AssertionError
 
     def exists(self) -> bool:
-        """Return whether an object or a folder exists."""
+        """Return whether an object or a folder exists at this path."""
         return bool(self._ask("looked up", lambda: self._store.exists(self._key)))
 
     def is_file(self) -> bool:
-        """Return whether an object exists."""
+        """Return whether an object exists at this path."""
         return bool(self._ask("looked up", lambda: self._store.isfile(self._key)))
 
     def is_dir(self) -> bool:
-        """Return whether a folder exists."""
+        """Return whether a folder exists at this path, that is, whether objects exist below it."""
         return bool(self._ask("looked up", lambda: self._store.isdir(self._key)))
 
     def names(self) -> list[str]:
@@ -300,7 +300,7 @@ class RemotePath:
         return getattr(config, "request_checksum_calculation", "") == "when_supported"
 
     def upload_parts(self, pieces: Iterable[bytes | memoryview], size: int) -> None:
-        """Upload content while it is being produced, several parts concurrently; see `takes_parts`.
+        """Upload content while it is being produced, several parts concurrently. Requires `takes_parts`.
 
         Args:
             pieces: Content, in pieces of any size. A piece must stay unchanged until its part is uploaded.
@@ -371,7 +371,7 @@ class RemotePath:
         """Delete the object.
 
         Args:
-            missing_ok: Do nothing if it does not exist. Default: True.
+            missing_ok: Do nothing if the object does not exist. Default: True.
 
         Raises:
             FileNotFoundError: If the object does not exist, and ``missing_ok`` is False.
@@ -419,8 +419,7 @@ def as_path(place: str | os.PathLike[str] | RemotePath) -> AnyPath:
         place: A path, or a URL. ``file://`` becomes a path.
 
     Raises:
-        TypeError: If the value is neither.
-        ValueError: If the URL is not a path in a store.
+        TypeError: If the value is neither a path nor a URL.
     """
     if isinstance(place, RemotePath):
         return place

@@ -17,7 +17,7 @@ def temporary_folder(name: str) -> Path:
     The folder is in the system's folder for temporary files (``TMPDIR``), and is deleted when the process ends.
 
     Args:
-        name: Any text.
+        name: Text that identifies the folder, such as a URL. The same name returns the same folder.
     """
     label = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[-60:]
     folder = _own_folder(os.getpid()) / f"{hashlib.sha256(name.encode()).hexdigest()[:12]}-{label}"

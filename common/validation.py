@@ -16,7 +16,7 @@ from .messages import join_words, name_type, nearest
 def check_bool(name: str, value: Any) -> bool:
     """Return the value if it is True or False.
 
-    Other values are rejected. The string ``"False"``, for example, would count as true.
+    For example, the string ``"False"`` is rejected, because it would count as true.
 
     Args:
         name: Name of the argument.
@@ -124,7 +124,7 @@ def check_path(name: str, value: Any) -> str:
         value: Value of the argument.
 
     Raises:
-        TypeError: If the value is not a path.
+        TypeError: If the value is neither a string nor an ``os.PathLike``.
     """
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name}={value!r} must be a path, not {name_type(value)}.")
@@ -157,7 +157,7 @@ def choose(name: str, value: object, choices: Iterable[str]) -> str:
         choices: Valid strings.
 
     Raises:
-        ValueError: If the value is not one of them; the error lists the choices and names the closest one.
+        ValueError: If the value is not one of ``choices``. The error lists them and names the closest one.
     """
     choices = list(choices)
     if isinstance(value, str) and value in choices:

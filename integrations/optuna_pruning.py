@@ -95,7 +95,7 @@ class PruningCallback(Callback):
         self._validations = state_dict["validations"]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Check that rank zero has the trial."""
+        """Reset the callback before ``fit``, and raise a ValueError if rank zero does not have the trial."""
         if stage == "fit":
             self._validations, self.pruned = 0, None
             with trainer.accelerator.world.together():
@@ -106,12 +106,12 @@ class PruningCallback(Callback):
                     )
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report after a validation, unless values are reported at the end of the epoch."""
+        """Report the value after a validation, unless values are reported at the end of the epoch."""
         if trainer.stage == "fit" and not trainer.sanity_checking and not checks_at_epoch_end(trainer):
             self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report after an epoch, unless values are reported after each validation."""
+        """Report the value after an epoch, unless values are reported after each validation."""
         if trainer.progress.epoch_is_over and checks_at_epoch_end(trainer):
             self._report(trainer)
 
@@ -140,7 +140,7 @@ class PruningCallback(Callback):
         return bool(self._trial.should_prune())
 
     def _note(self, trainer: Trainer, value: float, number: int) -> None:
-        """Record a reported value. Runs on all ranks."""
+        """Record a reported value on all ranks. Does nothing by default; subclasses may override this method."""
 
     def _prune(self, trainer: Trainer) -> None:
         """End the trial. Runs on all ranks after the same step."""
@@ -161,4 +161,4 @@ class PruningCallback(Callback):
 
 
 PyTorchLightningPruningCallback = PruningCallback
-"""Optuna's name of the callback."""
+"""Alias of `PruningCallback`, under the name that Optuna's integration with Lightning uses."""

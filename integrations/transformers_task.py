@@ -41,7 +41,8 @@ class TransformersTask(TaskModule):
 
     Args:
         model: A model, or the name or folder of a model that ``auto_class`` loads with ``from_pretrained``.
-        auto_class: The class that loads the model, such as ``"AutoModelForCausalLM"``.
+        auto_class: Name of the transformers class that loads the model, such as ``"AutoModelForCausalLM"``. Required if
+            ``model`` is a name or folder.
         tokenizer: A tokenizer, or the name or folder of one. Only generation and `save_pretrained` need it. Default:
             the tokenizer of ``model`` if ``model`` is a name.
         learning_rate: AdamW's peak learning rate. Default: 5e-5.
@@ -57,12 +58,13 @@ class TransformersTask(TaskModule):
         generation: Arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.
         adapter: A peft configuration, as an object or a dict. The model's own weights are frozen and adapters are
             trained. ``ModelCheckpoint(save_trainable_only=True)`` saves only the adapters.
-        gradient_checkpointing: Recompute activations in the backward pass to save memory. Default: False.
+        gradient_checkpointing: Whether to recompute activations in the backward pass to save memory. Default: False.
         model_options: Further arguments of ``from_pretrained``, such as ``{"num_labels": 5}``.
 
     Raises:
         ModuleNotFoundError: If transformers, or peft for ``adapter``, is not installed.
-        ValueError: If transformers does not have this ``auto_class``, or a name is passed without ``auto_class``.
+        ValueError: If ``auto_class`` is unknown, or missing for a model's name; if ``auto_class`` or ``model_options``
+            is passed with a model object; or if ``adapter`` does not have a ``peft_type``.
 
     Example:
         >>> import torch
@@ -151,7 +153,7 @@ class TransformersTask(TaskModule):
         """Return the loss of a batch, and the number of its labels if the labels are tokens.
 
         Args:
-            batch: The input of the model.
+            batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.
             batch_idx: Index of the batch.
         """
         outputs = self(batch)
@@ -164,7 +166,7 @@ class TransformersTask(TaskModule):
         """Log ``val_loss`` and the metrics.
 
         Args:
-            batch: The input of the model.
+            batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.
             batch_idx: Index of the batch.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -174,7 +176,7 @@ class TransformersTask(TaskModule):
         """Log ``test_loss`` and the metrics.
 
         Args:
-            batch: The input of the model.
+            batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.
             batch_idx: Index of the batch.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -184,7 +186,7 @@ class TransformersTask(TaskModule):
         """Return a list of generated texts, or the logits if ``generation`` is not set.
 
         Args:
-            batch: The input of the model; its labels are ignored.
+            batch: Keyword arguments of the model's ``forward``, such as ``input_ids``. ``labels`` are ignored.
             batch_idx: Index of the batch.
             dataloader_idx: Index of the dataloader. Default: 0.
 
@@ -209,7 +211,8 @@ class TransformersTask(TaskModule):
         """Return an AdamW optimizer and its learning rate schedule.
 
         Raises:
-            ValueError: If no parameter is trainable, or if the schedule needs the length of the run but it is unknown.
+            ValueError: If no parameter is trainable, if ``lr_scheduler`` is unknown, or if the schedule needs the
+                length of the run but the length is unknown.
         """
         options = self.hparams
         decayed: list[nn.Parameter] = []
@@ -229,7 +232,7 @@ class TransformersTask(TaskModule):
         """Return the number of labels over which the loss of a batch is averaged.
 
         Args:
-            batch: The input of the model.
+            batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.
 
         Returns:
             A 0-d tensor; None if the loss is a mean over samples.
@@ -243,7 +246,7 @@ class TransformersTask(TaskModule):
         Args:
             metrics: torchmetrics objects by name.
             logits: Tensor of shape ``[samples, labels]`` or ``[samples, tokens, labels]``.
-            batch: The input of the model.
+            batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.
         """
         targets = self._select_targets(batch)
         if targets is None:
@@ -359,7 +362,7 @@ def _predicts_next_token(model: Any) -> bool:
 
 
 def _load_model(name: str | os.PathLike[str], auto_class: str | None, options: dict[str, Any]) -> Any:
-    """Return the pretrained model with this name."""
+    """Load a pretrained model with the class of transformers that ``auto_class`` names."""
     import transformers
 
     known = [name for name in dir(transformers) if name.startswith("AutoModelFor")]
@@ -377,7 +380,7 @@ def _load_model(name: str | os.PathLike[str], auto_class: str | None, options: d
 
 
 def _load_tokenizer(tokenizer: Any, model: Any) -> Any:
-    """Return the tokenizer, which is loaded if a name is passed, or None if there is none."""
+    """Return the tokenizer, loaded if ``tokenizer`` or ``model`` is a name; None without a tokenizer."""
     from transformers import AutoTokenizer
 
     if isinstance(tokenizer, str | os.PathLike):
@@ -402,7 +405,7 @@ def _describe_adapter(adapter: Any) -> dict[str, Any]:
 
 
 def _add_adapter(model: Any, adapter: dict[str, Any]) -> Any:
-    """Return the model with trainable adapters."""
+    """Return the model with frozen weights and trainable adapters."""
     require("TransformersTask(adapter=...)", "peft", extra="transformers")
     from peft import PeftConfig, get_peft_model
 

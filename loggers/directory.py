@@ -172,7 +172,7 @@ def check_version(version: int | str | None) -> int | str | None:
     """Return a version unchanged if it is valid.
 
     Args:
-        version: The version.
+        version: A number of at least 0, the name of a directory, or None.
 
     Raises:
         TypeError: If it is not an integer, a string or None.

@@ -170,7 +170,7 @@ class Logger(ABC):
         """Record the structure of a model. Does nothing unless overridden.
 
         Args:
-            model: The module.
+            model: The module, not wrapped for distributed training.
             input_array: Input of the module's ``forward``. Default: the module's ``example_input_array``.
         """
         return None

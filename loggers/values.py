@@ -70,7 +70,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
     """Yield the name and value of each entry. Nested names are joined by ``/``.
 
     Args:
-        values: The nested values.
+        values: Values by name. A value that is a dict is flattened too.
         prefix: Text before every name. Default: none.
 
     Yields:
@@ -110,7 +110,7 @@ def plain(value: Any) -> Any:
     """Convert a value to dicts, lists, str, int, float, bool and None. Any other object becomes its ``str``.
 
     Args:
-        value: The value.
+        value: Any value. Containers are converted recursively.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -132,7 +132,7 @@ def check_step(step: Any) -> int:
     """Return a step as an integer.
 
     Args:
-        step: The step.
+        step: An integer of at least 0; numpy integers are accepted too.
 
     Raises:
         TypeError: If it is not an integer.

@@ -200,7 +200,7 @@ class WandbLogger(Logger):
         """Record gradients, parameters and the graph of a model during training.
 
         Args:
-            model: The module.
+            model: The module to watch.
             log: ``"gradients"``, ``"parameters"``, ``"all"`` or None. Default: ``"gradients"``.
             log_freq: Number of backward passes between records. Default: 100.
             log_graph: Whether the graph is recorded. Default: True.

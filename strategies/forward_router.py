@@ -14,7 +14,7 @@ BALLOT_SIZE = 7
 
 
 class Ballot:
-    """Votes, summed over the processes, on decisions that all must make together but that depend on local values.
+    """Votes that are summed over the processes, for decisions that all make together but that depend on local values.
 
     Args:
         device: The device of the model.
@@ -22,8 +22,9 @@ class Ballot:
             smallest dtype in which a count of tokens is exact.
 
     Attributes:
-        value: The votes of the next backward pass.
-        carrier: Parameter whose gradient holds the votes.
+        value: This process's votes for the next backward pass, of shape ``(BALLOT_SIZE,)``.
+        carrier: Parameter that does not affect the model. After the gradient reduction, its gradient is the mean of the
+            processes' votes.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -31,7 +32,7 @@ class Ballot:
         self.carrier = nn.Parameter(torch.zeros_like(self.value))
 
     def clear(self) -> None:
-        """Reset the votes."""
+        """Set all votes to zero."""
         self.value = torch.zeros_like(self.carrier)
 
 
@@ -71,10 +72,10 @@ class Router(nn.Module):
 
     Args:
         module: The user's model.
-        context: The context to run the method in, or None.
+        context: Autocast or default-dtype context from `Precision.context` in which methods run, or None.
         upcast: Convert half-precision results of ``forward`` to float32, so that a loss computed outside is exact.
             Results of other methods are not converted, because these compute their own loss.
-        ballot: The votes that the step's loss carries through the gradient reduction, or None.
+        ballot: Votes to reduce together with the gradients of the step's loss, or None.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Router(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the routed method, or the module itself.
+        """Run the method that `routed` selects or, without one, the user's model itself.
 
         Args:
             args: Arguments of the method.
@@ -161,9 +162,9 @@ def routed(wrapped: nn.Module, router: Router, call: Callable[..., Any]) -> Call
     """Return a function that runs ``call`` through the ``forward`` of ``wrapped``, which ends in ``router``.
 
     Args:
-        wrapped: The wrapped module.
-        router: The router inside it.
-        call: The method to run.
+        wrapped: Module to call, such as the DDP module around ``router``.
+        router: The `Router` inside ``wrapped``, or ``wrapped`` itself.
+        call: Bound method of the user's model.
     """
     route = router._route
 

@@ -12,12 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def built_in_place(device: torch.device, dtype: torch.dtype | None, empty: bool) -> Iterator[None]:
-    """Create modules on ``device`` and in ``dtype``, so that they need not be moved or converted later.
+    """Return a context in which modules are created on ``device`` and in ``dtype``, so they need no later conversion.
 
     Args:
-        device: The device of parameters and buffers.
+        device: Device on which parameters and buffers are created.
         dtype: The dtype of floating-point parameters and buffers, or None for torch's default.
-        empty: Skip the initialization of parameters.
+        empty: Leave parameters uninitialized, by making functions of ``torch.nn.init`` do nothing.
     """
     before = torch.get_default_dtype()
     with ExitStack() as stack:

@@ -58,7 +58,7 @@ class Precision:
 
         Args:
             value: The name, an alias such as ``"bf16"`` or ``16``, or a `Precision`, which is returned unchanged.
-            argument: The name of the argument, for the error message. Default: ``"precision"``.
+            argument: Name of the argument that the error message mentions. Default: ``"precision"``.
 
         Raises:
             ValueError: If the name is unknown. The error names the closest one.
@@ -108,7 +108,7 @@ class Precision:
 
 
 class _Autocast:
-    """``torch.autocast`` that may be nested. If torch's own is nested, it stays enabled permanently (torch 2.13)."""
+    """Reentrant ``torch.autocast``. Nesting one instance of torch's class leaves autocast enabled (torch 2.13)."""
 
     def __init__(self, device: str, dtype: torch.dtype, cached: bool = True) -> None:
         self.autocast = torch.autocast(device, dtype=dtype, cache_enabled=cached)

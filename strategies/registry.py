@@ -50,15 +50,15 @@ def strategy_names() -> list[str]:
 
 
 def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[str, Devices]:
-    """Return the kind and number of devices. If the strategy was created for a device, return that device.
+    """Return the accelerator and devices of a run, which are those of the strategy if it was created for a device.
 
     Args:
         strategy: A name or a `Strategy`.
-        accelerator: The kind of device.
+        accelerator: One of `ACCELERATORS`, such as ``"auto"`` or ``"cuda"``.
         devices: The number of devices, or their indices.
 
     Raises:
-        ValueError: If the strategy was created for another device.
+        ValueError: If the strategy was created for a device that contradicts ``accelerator`` or ``devices``.
     """
     device = getattr(strategy, "requested_device", None)
     if device is None:
@@ -83,7 +83,7 @@ def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:
 
     Args:
         strategy: A name, or a `Strategy`, which is returned unchanged.
-        world: All processes.
+        world: Processes of the run. Their number determines the strategy for ``"auto"``.
 
     Raises:
         ValueError: If the name is unknown. The error names the closest one.

@@ -1,7 +1,7 @@
 """Simulation of one rank of a world of any size. Nothing is sent and nothing is computed.
 
-The strategy itself lays out the model, and torch schedules its own communication. Only the device is replaced. The
-streams and events of its replacement have simulated times.
+The real strategy lays out the model, and torch's own code schedules the communication. Only the device is replaced, by
+an object whose streams and events have simulated times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def simulated_world(size: int, rank: int, device: Any, resized: Callable[[Tensor], None]) -> Iterator[World]:
-    """Return a context with a simulated world that uses torch's ``fake`` process group.
+    """Create a simulated world with torch's ``fake`` process group, and destroy the group at the end of the context.
 
     Args:
         size: The world size.
@@ -39,7 +39,7 @@ def simulated_world(size: int, rank: int, device: Any, resized: Callable[[Tensor
         resized: Function that is called with each tensor for which sharding has allocated or released memory.
 
     Yields:
-        The world of this rank.
+        `World` of the simulated rank.
 
     Raises:
         ValueError: If this process is already in a process group.
@@ -65,7 +65,7 @@ def simulated_world(size: int, rank: int, device: Any, resized: Callable[[Tensor
 
 @contextmanager
 def _on(device: Any, resized: Callable[[Tensor], None]) -> Iterator[None]:
-    """Make FSDP2 schedule its work on ``device``, and report the memory that FSDP2 allocates and releases."""
+    """Make FSDP2 schedule its work on ``device``, and pass each tensor that FSDP2 allocates or frees to ``resized``."""
     package = importlib.import_module("torch.distributed.fsdp._fully_shard")
     saved: list[tuple[ModuleType, str, Any]] = []
 
@@ -99,7 +99,7 @@ def _on(device: Any, resized: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def _forget_grids() -> None:
-    """Clear DTensor's caches, whose meshes compare equal to new ones although their groups have ended (torch 2.13)."""
+    """Clear DTensor's caches, which confuse meshes of destroyed process groups with equal new meshes (torch 2.13)."""
     propagator = importlib.import_module("torch.distributed.tensor").DTensor._op_dispatcher.sharding_propagator
     for name in ("propagate_op_sharding", "_propagate_tensor_meta", "_propagate_tensor_meta_cached"):
         cached = getattr(propagator, name, None)
@@ -120,7 +120,7 @@ def _forget_grids() -> None:
 
 
 def _hide_from_modes(propagate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a DTensor function to run without modes. It infers shapes with operations on full tensors without memory."""
+    """Wrap DTensor's shape inference so that active dispatch modes do not see its operations on full fake tensors."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -131,10 +131,10 @@ def _hide_from_modes(propagate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def members(group: Any) -> tuple[int, ...]:
-    """Return the ranks of a process group.
+    """Return the global ranks of the members of a process group.
 
     Args:
-        group: The group, as an object, as a boxed object, or as its name.
+        group: ``ProcessGroup``, its boxed script object, or its name.
     """
     if isinstance(group, str):
         group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
@@ -157,12 +157,12 @@ def lay_out(strategy: Strategy, world: World, precision: Precision, module: nn.M
 
 
 def method(called: nn.Module, module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return a function that runs a method of the user's module as the result of `lay_out` runs its ``forward``.
+    """Return a function that calls a method of the user's module through the wrapped module, like its ``forward``.
 
     Args:
         called: The result of `lay_out`.
         module: The user's module.
-        name: The name of the method.
+        name: Name of the method, such as ``"training_step"``.
     """
     assert isinstance(called, Router)
     return routed(called, called, getattr(module, name))
@@ -172,7 +172,7 @@ VOTES_BYTES = 4 * BALLOT_SIZE  # size of an agreement with its own collective, w
 
 
 def ballot_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return the size in bytes of the votes that are sent with the gradients of ``parameters``.
+    """Return the size in bytes of a `Ballot` that is reduced together with the gradients of ``parameters``.
 
     Args:
         parameters: Parameters of the model.
@@ -184,7 +184,7 @@ def varied(strategy: Strategy, *, shard: bool = False, **settings: Any) -> Strat
     """Return a copy of a strategy with different settings, for comparison in a plan.
 
     Args:
-        strategy: The original, which is not changed.
+        strategy: Strategy to copy. It is not changed.
         shard: Shard the model. `FSDP` is used if the strategy does not shard models.
         settings: See `Strategy.variant`.
     """
@@ -195,11 +195,11 @@ def strategy_named(name: str, size: int) -> Strategy:
     """Return the strategy with this name for ``size`` ranks.
 
     Args:
-        name: Registry name of the strategy.
+        name: Registry name of the strategy. ``"auto"`` selects DDP for several ranks and a single device for one rank.
         size: The world size.
 
     Raises:
-        ValueError: If the name is unknown, or if the strategy supports only one rank.
+        ValueError: If the name is unknown.
     """
     if name == "auto":
         name = "ddp" if size > 1 else "single"

@@ -31,7 +31,7 @@ class Strategy(StrategyAliases):
     one device, either alone or, if a subclass adds the reduction, as one of several replicas.
 
     Attributes:
-        name: The registry name.
+        name: Registry name, such as ``"ddp"``.
         distributed: Whether the strategy supports more than one process.
         sharded: Whether a process holds only shards of the parameters.
         has_rank_buffers: Whether each process resumes with its own buffers, rather than with rank zero's.
@@ -68,8 +68,8 @@ class Strategy(StrategyAliases):
         """Attach the strategy to a world and a precision. Called before any other method, and again after `detach`.
 
         Args:
-            world: All processes.
-            precision: The precision of the run.
+            world: Processes of the run, with the rank and device of this process.
+            precision: Dtypes in which parameters are stored and results are computed.
 
         Raises:
             ValueError: If the strategy does not support the world size.
@@ -117,7 +117,7 @@ class Strategy(StrategyAliases):
         return module if context is None else Router(module, context, self.precision.compute is not None)
 
     def replicate(self, module: nn.Module) -> nn.Module:
-        """Wrap a module for steps that run backward passes and call `reduce_gradients` themselves; see `wrap`.
+        """Wrap a module for manual optimization, in which backward passes do not reduce gradients; see `wrap`.
 
         Args:
             module: The user's model.
@@ -137,7 +137,7 @@ class Strategy(StrategyAliases):
         """Average the gradients that a backward pass has left unreduced, for modules that `replicate` returned.
 
         Args:
-            parameters: The parameters of these modules.
+            parameters: Parameters of modules that `replicate` returned.
             note: 0-d tensor to sum over the processes in the same exchange.
 
         Returns:
@@ -302,7 +302,7 @@ class Strategy(StrategyAliases):
 
     @contextmanager
     def sync_in_backward(self, module: nn.Module) -> Iterator[None]:
-        """Return a context in which backward passes reduce the gradients, also after forward passes in `no_sync`.
+        """Return a context in which backward passes reduce the gradients, even after forward passes in `no_sync`.
 
         Args:
             module: A wrapped module.
@@ -377,7 +377,7 @@ class Strategy(StrategyAliases):
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a state of all parameters, sharded like the parameters.
+        """Load an optimizer state that covers all parameters and is sharded like them.
 
         Args:
             optimizer: The user's optimizer.
@@ -386,9 +386,9 @@ class Strategy(StrategyAliases):
         optimizer.load_state_dict(state)
 
     def reduction_order(self, module: nn.Module) -> list[int]:
-        """Return indices that determine the order in which gradients are summed, if it depends on earlier steps.
+        """Return the order, as parameter indices, that determines how gradients are summed, for a checkpoint.
 
-        Otherwise, the list is empty.
+        The list is empty if the order does not depend on earlier steps.
 
         Args:
             module: A wrapped module.
@@ -404,7 +404,7 @@ class Strategy(StrategyAliases):
         """
 
     def keeps_apart(self, optimizer: Optimizer) -> bool:
-        """Return whether each process has the state of different parameters, so that each must save its own state.
+        """Return whether each process has the optimizer state of different parameters and must save that state itself.
 
         Args:
             optimizer: The user's optimizer.
@@ -428,7 +428,7 @@ class Strategy(StrategyAliases):
         """
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return a better explanation for an error of a backward pass, or the error itself if there is none.
+        """Return the error to raise instead of ``error``, or ``error`` itself if the strategy cannot explain it better.
 
         Args:
             error: Error that the backward pass raised.
@@ -438,7 +438,7 @@ class Strategy(StrategyAliases):
     # -- for plans, where the model has shapes and no values -----------------------------------------------------
 
     def grid(self, world_size: int) -> dict[str, int]:
-        """Return the numbers of replicas (``replicate``), shards of each (``shard``) and ranks per sample (``tensor``).
+        """Return the number of replicas (``replicate``), shards per replica (``shard``), ranks per sample (``tensor``).
 
         Args:
             world_size: The world size.
@@ -449,7 +449,7 @@ class Strategy(StrategyAliases):
         """Wrap a module on the meta device as `wrap` would wrap a module with values, and return the module to call.
 
         Replicas are not wrapped, because torch's reducer does not support fake tensors (torch 2.13).
-        `reduction_buckets` returns the buckets that it would send.
+        `reduction_buckets` returns the buckets that the reducer would send.
 
         Args:
             module: The user's model, on the meta device.
@@ -460,7 +460,7 @@ class Strategy(StrategyAliases):
         return Router(module, self.precision.context(self.world.device), self.precision.compute is not None)
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """Return the groups of gradients that replicas reduce together, as indices into ``ready``, or None.
+        """Return groups of gradients that replicas reduce together, as indices into ``ready``; None without replicas.
 
         Args:
             ready: The parameters in the order in which their gradients become ready.
@@ -515,7 +515,7 @@ class Strategy(StrategyAliases):
             gather: Dtype in which parameters are gathered; gradients are reduced in float32.
 
         Raises:
-            ValueError: If this strategy does not have a setting.
+            ValueError: If this strategy does not support one of the settings.
         """
         settings = {
             "replicate shards": replicate,
@@ -532,8 +532,8 @@ class Strategy(StrategyAliases):
     def votes_in_backward(self) -> bool:
         """True if votes that are cast before the next backward pass are part of its gradient reduction.
 
-        In that case, the votes cannot depend on the gradients, which must be the same on every process. Otherwise,
-        votes are summed in a separate exchange, which should start when the gradients are known.
+        In that case, votes cannot depend on the gradients, and the reduced gradients must be the same on every process.
+        Otherwise, votes are summed in a separate exchange, which should start when the gradients are known.
         """
         return False
 
@@ -541,7 +541,7 @@ class Strategy(StrategyAliases):
         """Start summing ``votes`` over the processes, before or after the last backward pass of a step.
 
         Args:
-            votes: The votes of this process.
+            votes: Votes of this process, which may be overwritten with the sum.
         """
         self._votes = votes
         self._work = self.world.start_all_reduce(votes)

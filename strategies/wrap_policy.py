@@ -1,4 +1,4 @@
-"""Policies that select the submodules that are sharded or recomputed as one unit."""
+"""Policies that select submodules, each of which is sharded or recomputed as one unit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def direct_parts(model: nn.Module, blocks: Collection[nn.Module] = ()) -> list[n
 
     Args:
         model: The user's module.
-        blocks: Submodules to exclude. A child that contains some of them is replaced by its own children.
+        blocks: Submodules to exclude. A child that contains excluded submodules is replaced by its own children.
     """
     parts: list[nn.Module] = []
     for child in model.children():
@@ -102,9 +102,9 @@ def split_into_blocks(model: nn.Module, always: bool | None = None) -> list[nn.M
 
     Args:
         model: The user's module.
-        always: True splits each part with repeated blocks, False none. By default, a part is split only if it has at
-            least three times as many blocks as different kinds of blocks. The stages of a convolutional network, for
-            example, differ in width and would share no graph.
+        always: True splits every part with repeated blocks, and False splits no part. By default, a part is split only
+            if it has at least three times as many blocks as different kinds of blocks. The stages of a convolutional
+            network, for example, differ in width and would share no graph.
     """
     parts: list[nn.Module] = []
     for part in direct_parts(model):
@@ -188,7 +188,7 @@ def _choose_by_size(model: nn.Module, least: int, flag: str) -> list[nn.Module]:
 
 
 def _read_min_size(policy: Any) -> int | None:
-    """Return the number in a ``functools.partial(size_based_auto_wrap_policy, min_num_params=...)`` of torch."""
+    """Return the ``min_num_params`` of torch's ``size_based_auto_wrap_policy``; None for any other function."""
     parameters = inspect.signature(policy).parameters
     if "nonwrapped_numel" not in parameters:
         return None

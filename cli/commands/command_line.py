@@ -39,7 +39,7 @@ OPTIONS = {
 
 
 def format_usage(stage: str, program: str) -> str:
-    """Return the help text of a command.
+    """Return the help text of a command that runs a stage.
 
     Args:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -64,7 +64,7 @@ def format_usage(stage: str, program: str) -> str:
 
 
 def _format_row(name: str, words: str) -> str:
-    """Return a row of the help, wrapped to the terminal's width."""
+    """Return a row of the help, with a name and its description, wrapped to the terminal's width."""
     width = max(60, shutil.get_terminal_size().columns)
     return textwrap.fill(words, width, initial_indent=f"  {name:<20}  ", subsequent_indent=" " * 24)
 
@@ -216,7 +216,7 @@ def say(text: str) -> None:
     """Print text on rank zero only.
 
     Args:
-        text: The text to print.
+        text: The text, without a trailing newline.
     """
     if not any(_read_nonzero_ranks()):
         print(text)
@@ -243,5 +243,5 @@ def report_error(program: str, error: ConfigError) -> int:
 
 
 def _read_nonzero_ranks() -> list[bool]:
-    """Return whether this process's rank and local rank are nonzero, according to the launcher."""
+    """Return whether ``RANK`` is nonzero, and whether ``LOCAL_RANK`` is. An unset variable counts as 0."""
     return [os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK")]

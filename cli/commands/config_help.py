@@ -52,12 +52,13 @@ def find_target(name: str, config: dict[str, Any], default_classes: dict[str, ty
     """Return the class that `--help NAME` describes.
 
     Args:
-        name: A section, a short name, or an import path.
+        name: A section, such as ``"model"``, a class's short name, or an import path.
         config: The configuration from the rest of the command line, which may name classes.
-        default_classes: Default class of each section, for sections that name none.
+        default_classes: Default class of each section, used if ``config`` does not name a class for the section.
 
     Raises:
-        ConfigError: If no section or class has this name, or if the section names no class.
+        ConfigError: If no section or class has this name, or if neither ``config`` nor ``default_classes`` has a class
+            for the section.
     """
     if name == "trainer":
         return Trainer

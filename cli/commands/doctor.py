@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
-    """Return the parser of the command's options.
+    """Return the argument parser of `treadle doctor`.
 
     Args:
         program: The command's name, as shown in the help.
@@ -57,7 +57,7 @@ def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status: 1 if a fault is found, 2 if the command line is invalid.
+    """Run `treadle doctor` and return the exit status: 1 if a fault is found, 2 if the command line is invalid.
 
     Args:
         arguments: The command-line arguments after `treadle doctor`.
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the options.
+    """Parse the options of `treadle doctor`.
 
     Raises:
         ValueError: If an option is unknown (the error names the closest one) or has an invalid value.
@@ -123,7 +123,7 @@ def format_report(report: Report) -> str:
     """Format a report as text with lines of at most 80 columns.
 
     Args:
-        report: The report that `examine` returned.
+        report: A report from `examine`, `examine_own_ranks` or `examine_without_ranks`.
     """
     lines = []
     for finding in report["findings"]:

@@ -34,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle export") -> argparse.ArgumentParser:
-    """Return the parser of the command's options.
+    """Return the argument parser of `treadle export`.
 
     Args:
         program: The command's name, as shown in the help.
@@ -53,7 +53,7 @@ def build_parser(program: str = "treadle export") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status.
+    """Run `treadle export` and return the exit status: 0 after success, 2 after an error.
 
     Args:
         arguments: The command-line arguments after `treadle export`.
@@ -78,10 +78,11 @@ def export(
     """Write a checkpoint's model as safetensors, with one tensor in memory at a time.
 
     Args:
-        checkpoint: A committed checkpoint, of any strategy and world size; a folder or a URL.
-        output: A file whose name ends in ``.safetensors``, or a folder; a path or a URL. The output is a folder if that
-            folder exists, the name ends with a slash, or the name has no suffix of a weights file. Other suffixes of
-            weights files, such as ``.pt``, are refused. Existing files are replaced once the new ones are complete.
+        checkpoint: Folder or URL of a committed checkpoint, saved with any strategy and world size.
+        output: Path or URL of a file whose name ends in ``.safetensors``, or of a folder. The output is a folder if
+            that folder exists, the name ends with a slash, or the name does not have the suffix of a weights file.
+            Other suffixes of weights files, such as ``.pt``, are refused. Existing files are replaced once the new ones
+            are complete.
         dtype: The dtype to convert floating-point weights to. Default: None, no conversion.
         max_shard_size: Maximum size of each file in a folder, in bytes or with a unit, such as ``"500MB"`` or
             ``"2GiB"``.
@@ -129,7 +130,7 @@ def export(
 
 
 def _is_folder(output: str | Path) -> bool:
-    """Return whether an output names a folder. A dot does not make it a file, as in Qwen2.5-7B."""
+    """Return whether an output is a folder. Names such as Qwen2.5-7B are folders although they contain a dot."""
     target = as_path(output)
     if target.is_dir() or str(output).endswith(("/", os.sep)):
         return True

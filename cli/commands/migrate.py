@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
-    """Return the parser of the command's options.
+    """Return the argument parser of `treadle migrate`.
 
     Args:
         program: The command's name, as shown in the help.
@@ -50,7 +50,7 @@ def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status: 1 if manual changes are required, 2 if the command line is invalid.
+    """Run `treadle migrate` and return the exit status: 1 if manual changes are required, 2 after an error.
 
     Args:
         arguments: The command-line arguments after `treadle migrate`.
@@ -81,8 +81,8 @@ def format_summary(migration: Migration, is_written: bool) -> str:
     """Format the findings as text whose last line counts the changed files.
 
     Args:
-        migration: The migration to summarize.
-        is_written: Whether the files have been changed.
+        migration: The result of `migrate_project`.
+        is_written: Whether the changes have been written to the files.
     """
     by_hand = [finding for finding in migration.findings if finding.by_hand]
     differs = [finding for finding in migration.findings if not finding.by_hand]

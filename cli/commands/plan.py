@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
-    """Return the parser of the command's options.
+    """Return the argument parser of `treadle plan`.
 
     Args:
         program: The command's name, as shown in the help.
@@ -112,7 +112,7 @@ def _parse_positive(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 1 if the run would not fit, 2 if it cannot be planned.
+    """Run `treadle plan` and return the exit status: 1 if the run would not fit, 2 if it cannot be planned.
 
     Args:
         arguments: The command-line arguments after `treadle plan`. Default: ``sys.argv[1:]``.
@@ -167,7 +167,7 @@ def run(options: argparse.Namespace) -> tuple[str, bool]:
     """Plan the run that the options describe.
 
     Args:
-        options: The parsed command line.
+        options: The parsed command line of `treadle plan`.
 
     Returns:
         The plan as text, and whether the run would fit in GPU memory.

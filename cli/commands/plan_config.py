@@ -1,4 +1,4 @@
-"""Plan subject built from a run's configuration. No part of the run is started."""
+"""Plan subject built from a run's configuration. The run itself is not started."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class _SilentMetrics:
 
 
 class _PlannedRun:
-    """Functions and settings that a plan needs, from a checked configuration."""
+    """Functions and settings that a plan needs, derived from a checked configuration."""
 
     def __init__(self, checked: CheckedConfig, options: argparse.Namespace) -> None:
         self.checked = checked
@@ -206,7 +206,7 @@ class _PlannedRun:
         return task
 
     def make_batch(self, samples: int) -> Any:
-        """Return a batch of zeros in the structure of the first batch, but with a different batch size.
+        """Return a batch of zeros with the structure of the run's first batch, but with ``samples`` samples.
 
         Args:
             samples: Number of samples in the batch.
@@ -236,7 +236,7 @@ class _PlannedRun:
         return value
 
     def make_optimizer(self, _: Iterable[nn.Parameter]) -> Optimizer:
-        """Return the first optimizer of the task's ``configure_optimizers``.
+        """Return the first optimizer that the task's ``configure_optimizers`` returns.
 
         Raises:
             ValueError: If ``configure_optimizers`` returned None.
@@ -307,7 +307,7 @@ class _PlannedRun:
         return Schedule(steps=total, samples=samples, per_epoch=per_epoch, rates=rates, words=words)
 
     def _make_optimizer_and_schedulers(self) -> tuple[Optimizer, list[SchedulerConfig]]:
-        """Return the optimizer and its schedulers, in their state before the first step."""
+        """Return the optimizer and the schedulers of a newly built task, before their first step."""
         optimizers, schedulers = configure(self._configure_task(self._make_task()))
         return optimizers[0], schedulers
 
@@ -372,7 +372,7 @@ def _is_plain_loader(source: Any) -> bool:
 
 
 def _resize_batches(source: Any, micro: int) -> Any:
-    """Return a copy of the dataloader with another batch size; the original if it makes its own batches."""
+    """Return a copy of a dataloader with batch size ``micro``, or the dataloader if its batch sampler is custom."""
     if not _is_plain_loader(source):
         return source
     resized, batch_sampler = copy.copy(source), source.batch_sampler

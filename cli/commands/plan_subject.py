@@ -26,14 +26,14 @@ class Subject:
 
     Attributes:
         name: Name of the model.
-        build_model: Builds the model with parameters on the meta device.
-        make_batch: Makes a batch with a requested number of samples.
-        loss: Computes the loss from the step and a batch.
-        optimizer: Makes the optimizer of the parameters.
-        strategy: Makes the strategy for a world size.
-        schedule: Returns the number of steps and the learning rates of a planned run.
-        step: The method of the model that returns the loss, if it is not ``forward``.
-        settings: Further arguments of `simulate`, and ``per_machine`` if the run sets it.
+        build_model: Function that builds the model with parameters on the meta device.
+        make_batch: Function that creates a batch, given the number of samples.
+        loss: Function that returns the loss, given the model (or its method ``step``) and a batch.
+        optimizer: Function that creates the optimizer, given the parameters.
+        strategy: Function that creates the strategy, given the world size.
+        schedule: Function that returns the run's number of steps and learning rates, given the plan of one step.
+        step: Name of the model's method that ``loss`` calls. Default: None, ``forward``.
+        settings: Further arguments of `simulate`, and ``per_machine`` (GPUs per machine) if the run sets it.
     """
 
     name: str
@@ -87,7 +87,7 @@ def compute_rates(peak: float, warmup: int, steps: int, points: int = 80) -> lis
         peak: Highest learning rate.
         warmup: Number of warmup steps.
         steps: Number of steps in the run.
-        points: Number of learning rates to return.
+        points: Number of learning rates to return, at least 2. Default: 80.
     """
 
     def compute_rate(step: float) -> float:

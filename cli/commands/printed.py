@@ -1,4 +1,4 @@
-"""Output of a configuration as YAML, each value with its source."""
+"""Output of a configuration as YAML with the source of each value."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Line = tuple[str, str]
 
 
 def dump_yaml(root: Value, secrets: Mapping[str, str] | None = None, head: str = "") -> str:
-    """Return YAML that reads back as ``root``, each value with its source in a comment.
+    """Return YAML that parses to the values of ``root``, with the source of each value in a comment.
 
     Args:
         root: The value to write, which must be a mapping.
         secrets: Mapping from each secret to the reference that replaces it.
-        head: Text to print as comment lines at the top.
+        head: Text to write as comment lines at the top. Default: none.
     """
     lines = list(_format_mapping(root, "", secrets or {}))
     width = min(_WIDEST, max((len(text) for text, source in lines if source), default=0))
@@ -92,7 +92,7 @@ def format_word(data: Any, secrets: Mapping[str, str] | None = None, within: boo
     Args:
         data: None, a bool, a number or text.
         secrets: Mapping from each secret to the reference that replaces it.
-        within: Whether the value is inside brackets.
+        within: Whether the value is an item of a list in brackets, where text is always quoted. Default: False.
     """
     if data is None:
         return "null"

@@ -109,7 +109,7 @@ def _make_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status.
+    """Run `treadle runs` and return the exit status: 0 after success, 2 after an error.
 
     Args:
         arguments: The command-line arguments after `treadle runs`.
@@ -158,7 +158,7 @@ def _format_columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -
 
     Args:
         rows: The cells of each row. A row with fewer cells than the first one does not affect the column widths.
-        right: The columns that are aligned to the right.
+        right: Indices of the columns that are aligned to the right.
     """
     rows = [tuple(map(make_printable, row)) for row in rows]
     columns = len(rows[0])

@@ -34,10 +34,10 @@ class Session:
     """Objects and result of a stage that was run from a command line.
 
     Attributes:
-        trainer: The Trainer.
-        model: The task.
-        data: The data module, or None.
-        result: The return value of the stage.
+        trainer: The Trainer that ran the stage.
+        model: The task that was trained, evaluated or used for prediction.
+        data: The data module; None if the task has its own dataloaders.
+        result: The return value of the Trainer's method, such as the metrics from ``validate``.
     """
 
     trainer: Trainer
@@ -55,14 +55,16 @@ def run(
     defaults: Mapping[str, Any] | None = None,
     keep: bool = True,
 ) -> Session | None:
-    """Run the stage that a command line names.
+    """Run a stage with the configuration that a command line specifies.
 
     Args:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         arguments: The command-line arguments after the stage.
         program: The command's name, as shown in the help and in suggested commands.
-        model: The task's class, unless the configuration names a subclass. None requires the configuration to name one.
-        data: The data module's class, unless the configuration names a subclass. Default: None.
+        model: The task's class, unless the configuration names a subclass. Default: None; the configuration must then
+            name the task's class.
+        data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
+            then name a data module's class.
         defaults: Default configuration. Configuration files and command-line overrides take precedence.
         keep: Whether ``predict`` returns the predictions. Otherwise, they are written to files, unless a callback may
             use them. Default: True.
@@ -219,7 +221,7 @@ def _can_take_predictions(callback: Callback) -> bool:
 
 
 def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) -> str | None:
-    """Return the checkpoint to evaluate: the requested one or the earlier run's. Without either, warn."""
+    """Return the checkpoint to evaluate: ``ckpt_path`` or the earlier run's. Warn and return None if neither is set."""
     from ...common.messages import warn
     from ...engine.checkpoint import MANIFEST
 

@@ -26,7 +26,7 @@ OPTIONS = {
 
 
 def format_usage(program: str = "treadle sweep") -> str:
-    """Return the help text of the command.
+    """Return the help text of `treadle sweep`.
 
     Args:
         program: The command's name, as shown in the help.
@@ -69,9 +69,11 @@ def run(
     Args:
         arguments: The command-line arguments after ``sweep``.
         program: The command's name, for messages.
-        command: The part of a trial's command line before ``fit``.
-        model: The task's class, unless the configuration names a subclass. None requires the configuration to name one.
-        data: The data module's class, unless the configuration names a subclass. Default: None.
+        command: Words of a trial's command line before ``fit``.
+        model: The task's class, unless the configuration names a subclass. Default: None; the configuration must then
+            name the task's class.
+        data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
+            then name a data module's class.
         defaults: Default configuration, which the sweep's configuration overrides.
     """
     try:

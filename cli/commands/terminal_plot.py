@@ -30,8 +30,8 @@ def plot(
     Args:
         title: The title, printed above the chart.
         lines: Steps and values of each curve, by name.
-        width: Characters per row, at least 24.
-        height: Rows of the chart without title, axis and legend.
+        width: Characters per row, at least 24. Default: 80.
+        height: Rows of the chart without title, axis and legend. Default: 10.
         ascii: Whether to draw with ASCII characters instead of braille characters, which have eight dots each.
         colour: Whether to give each curve an ANSI color.
 
@@ -78,8 +78,8 @@ class Canvas:
 
     Args:
         columns: Characters per row.
-        height: Rows.
-        ascii: Whether a character is one dot.
+        height: Number of rows.
+        ascii: Whether to draw one ASCII character per dot instead of braille characters.
     """
 
     def __init__(self, columns: int, height: int, ascii: bool) -> None:
@@ -88,7 +88,7 @@ class Canvas:
         self._cells: dict[tuple[int, int], tuple[int, int]] = {}  # by character: its bits, and the curve drawn last
 
     def set_dot(self, x: int, y: int, line: int) -> None:
-        """Set a dot.
+        """Draw a dot of a curve.
 
         Args:
             x: The column, in dots from the left.
@@ -100,10 +100,10 @@ class Canvas:
         self._cells[cell] = (bits, line)
 
     def render_rows(self, colour: bool) -> list[str]:
-        """Return the rows of characters.
+        """Return the drawing as one text per row.
 
         Args:
-            colour: Whether to color the characters.
+            colour: Whether to give each curve its ANSI color.
         """
         return [
             "".join(self._render_letter(row, column, colour) for column in range(self.columns))

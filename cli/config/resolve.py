@@ -63,8 +63,8 @@ class Config:
 
     Attributes:
         root: The values, each with its source.
-        secrets: Mapping from the values of environment variables that look like secrets to the references that replace
-            them. These values are never written.
+        secrets: Mapping from the values of environment variables with secret-like names, such as ``API_KEY``, to the
+            references that replace them. These values are never written.
     """
 
     root: Value
@@ -80,7 +80,7 @@ class Config:
         return None if section is None or section.data is None else section
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the configuration as plain data."""
+        """Return the configuration as nested dicts, lists and scalars."""
         return dict(to_plain(self.root))
 
     def find_source(self, key: str) -> str:
@@ -156,8 +156,8 @@ def resolve(root: Value, settings: Mapping[str, Value] | None = None) -> Config:
 
     Args:
         root: The return value of `merge_sources`.
-        settings: Values by dotted key, which override the configuration. Like those of the command line, each must have
-            an effect.
+        settings: Values by dotted key, which override the configuration. A value under ``vars`` that no reference uses
+            is an error.
 
     Raises:
         ConfigError: If the configuration is invalid; the error names file, line and key.
@@ -230,7 +230,7 @@ def parse_override_value(text: str, source: str = COMMAND_LINE) -> Value:
 
 
 def _replace_sources(value: Value, new: Callable[[str], str]) -> Value:
-    """Return the same values with their sources replaced."""
+    """Return a copy of the values in which each source is replaced by ``new(source)``."""
     data, source = value.data, new(value.source)
     if isinstance(data, dict):
         return replace(value, data={key: _replace_sources(item, new) for key, item in data.items()}, source=source)
@@ -259,11 +259,11 @@ def resolve_references(root: Value, explicit: Container[str] = (COMMAND_LINE,)) 
 
     Args:
         root: The merged values.
-        explicit: Sources whose variables must be used by a reference. Default: the command line.
+        explicit: Sources whose values under ``vars`` must be used by a reference. Default: the command line.
 
     Raises:
-        ConfigError: If a value is missing (``???``), a reference cannot be resolved, or an explicit variable is not
-            used.
+        ConfigError: If a value is missing (``???``), a reference cannot be resolved, or a value under ``vars`` from a
+            source in ``explicit`` is not used.
     """
     leaves = {path: value for path, value in iterate_values(root) if isinstance(value.data, str)}
     missing = next(((path, value) for path, value in leaves.items() if value.data == "???"), None)
@@ -395,7 +395,7 @@ class _References:
         return extent
 
     def find_target(self, path: Path, reference: str) -> Path:
-        """Return the path of a reference's target. One leading dot is the same mapping, each further dot its parent."""
+        """Return the path of a reference's target. One leading dot refers to the same mapping, two to its parent."""
         name = reference.lstrip(".")
         ups = len(reference) - len(name)
         target: Path = path[: max(0, len(path) - ups)] if ups else ()
@@ -416,8 +416,8 @@ class _References:
     def fill(self, path: Path, carried: Any) -> Value:
         """Return the value at a path with every reference resolved.
 
-        If a text consists of a single reference, the referenced value is returned as it was written, so that ``1.10``
-        may be used as text.
+        If a text consists of a single reference, the referenced value keeps its original text, so ``1.10`` is not
+        shortened to ``1.1`` where text is expected.
 
         Args:
             path: The path of the value.

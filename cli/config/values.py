@@ -34,7 +34,8 @@ class Value:
     Attributes:
         data: A dict or list of values, or None, a bool, a number or a string.
         source: The place where it was written: ``"run.yaml:3"``, ``"command line"``, ``"default"``.
-        text: An unquoted scalar as it was written, for use in an argument of type str.
+        text: Original text of an unquoted number, boolean or null, for use in an argument of type str; None for other
+            values.
     """
 
     data: Any
@@ -85,7 +86,7 @@ def make_value(data: Any, source: str) -> Value:
 
 
 def to_plain(value: Value) -> Any:
-    """Convert a value to plain data."""
+    """Convert a value to nested dicts, lists and scalars."""
     if isinstance(value.data, dict):
         return {key: to_plain(item) for key, item in value.data.items()}
     if isinstance(value.data, list):
@@ -111,7 +112,7 @@ def iterate_values(value: Value, path: Path = ()) -> Iterator[tuple[Path, Value]
 
 
 def format_path(path: Path) -> str:
-    """Return a path as it is written on the command line."""
+    """Return a path as a dotted key, such as ``model.lr``."""
     return ".".join(map(str, path))
 
 

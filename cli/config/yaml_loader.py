@@ -49,7 +49,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def read(file: str | Path) -> Value:
-    """Read a YAML file.
+    """Return the values in a YAML file.
 
     Args:
         file: Path of the file.
@@ -65,13 +65,13 @@ def read(file: str | Path) -> Value:
 
 
 def read_text(file: str | Path) -> str:
-    """Return the text of a file.
+    """Return the text of a configuration file, which may have at most 256 KiB.
 
     Args:
         file: Path of the file.
 
     Raises:
-        ConfigError: If the file does not exist, is too long, or is not UTF-8.
+        ConfigError: If the file does not exist, cannot be read, is too large, or is not UTF-8.
     """
     path = Path(file)
     try:

@@ -1,4 +1,4 @@
-"""Checks of settings by LightningCLI's rules, and their conversion to namespaces."""
+"""Checks of settings by LightningCLI's rules, and conversion of the checked values to namespaces."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class SettingsChecker(Checker):
     def check_object(
         self, value: Value, base: Any, path: Path, supplied: Iterable[str] = (), target: Any = None
     ) -> ObjectRecipe | None:
-        """Return a recipe for an object, which a configuration file may describe.
+        """Return a recipe for an object, whose settings may be in a separate file.
 
         Args:
             value: The object's settings, its class's name, or the path of a file with its settings.
@@ -161,7 +161,7 @@ class SettingsChecker(Checker):
 
 
 def fits(item: Any, annotation: Any) -> bool:
-    """Return whether an object matches an annotation, judged by its class.
+    """Return whether an object matches an annotation, judged by the object's class.
 
     Args:
         item: The object to check.
@@ -245,7 +245,7 @@ def look_up(configs: Namespace, key: str) -> Any:
     """Return the value of a link's source: an argument of a named class, or an attribute of an object.
 
     Args:
-        configs: The configurations by key.
+        configs: Configurations of options and groups, or their built objects, by key.
         key: The dotted key of the source.
 
     Raises:

@@ -33,33 +33,33 @@ class LightningCLI:
     The constructor parses the command line, builds the objects and runs the subcommand.
 
     Args:
-        model_class: The task's class, or a function that returns a task. Default: None, so that the settings must name
-            it.
-        datamodule_class: The data module's class, or a function that returns a data module. Default: None, so that the
-            settings may name it.
+        model_class: The task's class, or a function that returns a task. Default: None; the settings must then name the
+            class.
+        datamodule_class: The data module's class, or a function that returns a data module. Default: None; the settings
+            may then name the class.
         save_config_callback: Class of the callback that saves the configuration. None disables saving.
-        save_config_kwargs: Arguments of that callback.
+        save_config_kwargs: Arguments of ``save_config_callback`` in addition to the parser and the configuration.
         trainer_class: A subclass of Trainer, or a function that returns a Trainer.
-        trainer_defaults: Defaults of the Trainer's arguments. Callbacks among them are added to those of the settings.
+        trainer_defaults: Defaults for the Trainer's arguments. Its ``callbacks`` are added to those of the settings.
         seed_everything_default: Default of ``--seed_everything``. True selects the default seed; False leaves the RNG
             state unchanged.
-        parser_kwargs: Arguments of the parser. Arguments of a subcommand's parser are nested under the subcommand's
-            name.
+        parser_kwargs: Arguments of ``parser_class``. Arguments of a subcommand's parser are nested under the
+            subcommand's name.
         parser_class: A subclass of `LightningArgumentParser`.
         subclass_mode_model: Whether the settings may name a subclass of ``model_class``.
         subclass_mode_data: Whether the settings may name a subclass of ``datamodule_class``.
         args: The command line as a list, or settings as a dict. Default: ``sys.argv``.
         run: Whether the command line names a subcommand to run. If False, the objects are only built.
         auto_configure_optimizers: Whether ``--optimizer`` and ``--lr_scheduler`` are accepted and used.
-        load_from_checkpoint_support: Accepted and ignored: `save_hyperparameters` always stores plain data.
-        save_config_overwrite: The callback's argument ``overwrite``, under its name before Lightning 2.
+        load_from_checkpoint_support: Accepted and ignored, because `save_hyperparameters` always stores plain data.
+        save_config_overwrite: Lightning 1's name for the argument ``overwrite`` of ``save_config_callback``.
 
     Attributes:
         parser: The parser of the command line.
         config: The parsed configuration. With a subcommand, its settings are nested under the name of the subcommand.
         config_init: The same configuration, with its objects built.
-        model, datamodule, trainer: The objects that were built.
-        subcommand: The subcommand; None with ``run=False``.
+        model, datamodule, trainer: The built task, data module (None without one) and Trainer.
+        subcommand: Name of the subcommand to run; None with ``run=False``.
 
     Example:
         >>> import torch
@@ -155,7 +155,7 @@ class LightningCLI:
         """Add the option ``--seed_everything``.
 
         Args:
-            parser: The parser to add it to.
+            parser: Parser to which the option is added.
         """
         parser.add_argument(
             "--seed_everything",
@@ -168,7 +168,7 @@ class LightningCLI:
         """Add the arguments of the Trainer, the task and the data module.
 
         Args:
-            parser: The parser to add them to.
+            parser: Parser to which the arguments are added.
         """
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.set_defaults({f"trainer.{name}": v for name, v in self.trainer_defaults.items() if name != "callbacks"})
@@ -178,10 +178,10 @@ class LightningCLI:
         parser.add_lightning_class_args(self.datamodule_class or DataModule, "data", self.subclass_mode_data, required)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add further arguments and links. Does nothing unless a subclass overrides it.
+        """Add custom arguments and links. Override this method; by default, it does nothing.
 
         Args:
-            parser: The parser to add them to.
+            parser: Parser to which the arguments are added.
         """
 
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
@@ -223,10 +223,10 @@ class LightningCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Link the optimizers and schedulers that were added with ``link_to``.
+        """Link each optimizer and scheduler to the argument that its ``link_to`` names.
 
         Args:
-            parser: The parser to which they were added.
+            parser: Parser with the optimizers and schedulers.
         """
         for key, (classes, link_to) in {**parser._optimizers, **parser._lr_schedulers}.items():
             if link_to != "AUTOMATIC":
@@ -289,7 +289,7 @@ class LightningCLI:
     # -- the objects -------------------------------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
-        """Run custom code before the objects are built. Does nothing unless a subclass overrides it."""
+        """Run custom code before the objects are built. Override this method; by default, it does nothing."""
 
     def instantiate_classes(self) -> None:
         """Build the task, the data module and the Trainer."""
@@ -300,7 +300,7 @@ class LightningCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Run custom code after the objects are built. Does nothing unless a subclass overrides it."""
+        """Run custom code after the objects are built. Override this method; by default, it does nothing."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer from the configuration and return it.
@@ -336,7 +336,7 @@ class LightningCLI:
     def configure_optimizers(
         lightning_module: TaskModule, optimizer: Optimizer, lr_scheduler: LRScheduler | None = None
     ) -> Any:
-        """Return the value for the task's ``configure_optimizers`` to return. Subclasses may override this method.
+        """Return the optimizer and scheduler in the form that a task's ``configure_optimizers`` returns.
 
         Args:
             lightning_module: The task.

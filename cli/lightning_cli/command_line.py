@@ -68,7 +68,7 @@ def read_command_line(parser: Parser, words: list[str], base: Namespace | None =
     Args:
         parser: The parser that declares the options.
         words: The command-line arguments.
-        base: A configuration to merge the command line into. Default: None.
+        base: A configuration to merge the command line into. Default: None, the parser's defaults.
 
     Raises:
         ConfigError: If an option is invalid; the error names the option, the value and the rule.
@@ -98,7 +98,7 @@ def read_command_line(parser: Parser, words: list[str], base: Namespace | None =
 
 
 def check_option_names(names: Sequence[str]) -> None:
-    """Check the names of an option.
+    """Check that an option has a name, and that each name begins with a dash.
 
     Args:
         names: Names of the option, such as ``("-b", "--batch_size")``.
@@ -114,14 +114,14 @@ def check_option_names(names: Sequence[str]) -> None:
 
 
 def choose_subcommand(parser: Parser, root: Value) -> str:
-    """Return the subcommand that files or the environment name.
+    """Return the subcommand that a configuration file or an environment variable names.
 
     Args:
         parser: The parser that has the subcommands.
         root: The merged settings.
 
     Raises:
-        ConfigError: If no subcommand, or an unknown one, is named.
+        ConfigError: If the subcommand is missing or unknown.
     """
     named = root.data.get("subcommand")
     if named is None and parser.default_env:
@@ -143,8 +143,8 @@ class _Reader:
     """Reader of the options of one parser.
 
     Attributes:
-        words: The words that have not been read.
-        subcommand: The subcommand that ended the options.
+        words: Words of the command line that have not been read.
+        subcommand: Name of the subcommand at which reading stopped; None if the command line does not contain one.
         shown: Options for printing the configuration instead of running; None to run.
     """
 

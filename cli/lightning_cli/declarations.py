@@ -20,12 +20,12 @@ class Option:
     """Single option of a parser.
 
     Attributes:
-        key: Its dotted key.
-        argument: Its annotation and default.
-        required: Whether it must be set.
-        help: Its description in the help.
+        key: Dotted key of the option.
+        argument: Annotation and default of the option.
+        required: Whether the option must be set.
+        help: Description of the option in the help.
         convert: Function that converts the text of a value. None checks the value against the annotation instead.
-        choices: The allowed values.
+        choices: The allowed values; None allows any.
         instantiate: Whether `instantiate_classes` builds the object that the value describes.
         untyped: Whether a value from the command line or environment remains text, as in argparse. A value from a file
             keeps its YAML type.
@@ -41,14 +41,14 @@ class Option:
     untyped: bool = False
 
     def get_default(self) -> Value | None:
-        """Return the default as settings; None if there is none."""
+        """Return the default as settings; None if the option does not have a default."""
         return None if self.argument.default is REQUIRED else make_settings(self.argument.default, "default")
 
     def find_argument(self, path: Path, value: Value | None) -> Argument | None:
-        """Return the argument at ``path``, relative to this option.
+        """Return the argument that a path below this option leads to; None if the path does not lead to an argument.
 
         Args:
-            path: The path, relative to this option.
+            path: Keys and indices that lead from the option to the argument.
             value: The settings of the option.
         """
         return _follow(self.argument, path, value)
@@ -94,13 +94,13 @@ class ClassGroup:
 
     Attributes:
         key: The dotted key, such as ``"model"``.
-        bases: The class; in subclass mode, the classes of which the named class must extend at least one.
+        bases: The class. In subclass mode, the named class must extend at least one of these classes.
         subclass_mode: Whether the settings name the class.
         required: Whether the settings must name a class in subclass mode.
         skip: Names of arguments that are not part of the settings.
         instantiate: Whether `instantiate_classes` builds the object.
         open: Whether arguments outside the signature are accepted if the class has ``**kwargs``. False for the Trainer.
-        help: Its description in the help.
+        help: Description of the group in the help.
         ignored_nulls: Names of Lightning's arguments that the class does not have. For these, null is accepted and
             ignored.
     """
@@ -122,10 +122,10 @@ class ClassGroup:
         return replace(takes, arguments=arguments, open=takes.open and self.open)
 
     def find_argument(self, path: Path, value: Value | None) -> Argument | None:
-        """Return the argument at ``path``, relative to this group.
+        """Return the argument that a path below this group leads to; None if the path does not lead to an argument.
 
         Args:
-            path: The path, relative to this group.
+            path: Keys and indices that lead from the group to the argument.
             value: The settings of the group.
         """
         target = self.bases[0]
@@ -227,7 +227,7 @@ class Link:
     at_instantiation: bool
 
     def apply(self, find_source: Callable[[str], Any]) -> Any:
-        """Return the target's value.
+        """Return the value for the target, computed from the values of the sources.
 
         Args:
             find_source: Function that returns the value of a source, given its dotted key.
@@ -303,7 +303,7 @@ def _follow(argument: Argument, path: Path, value: Value | None) -> Argument | N
 
 
 def read_return_annotation(function: Callable[..., Any]) -> Any:
-    """Return the annotation of a function's return value; None if it has none."""
+    """Return the annotation of a function's return value; None if it is not annotated."""
     try:
         return get_type_hints(function).get("return")
     except NameError:  # imported for type checkers only

@@ -19,7 +19,7 @@ def apply_link(
     section: Value | None,
     configs: Namespace,
 ) -> Value | None:
-    """Return a section in which the link's target has the value of the link.
+    """Return the settings of an option or group with the value of a link set at the link's target.
 
     Args:
         declared_by_key: All options and groups of the parser.
@@ -55,7 +55,7 @@ def remove_target(declared_by_key: Mapping[str, Declared], link: Link, config: N
 
     Args:
         declared_by_key: All options and groups of the parser.
-        link: The link.
+        link: Link whose target is removed.
         config: The configuration, which is changed in place.
     """
     owner = find_owner(declared_by_key, link.target)

@@ -13,7 +13,7 @@ def instantiate_module(class_type: type, config: Mapping[str, Any]) -> Any:
 
     Args:
         class_type: The class, or a base class of the class that ``config["_class_path"]`` names.
-        config: The arguments by name.
+        config: The arguments by name. The key ``"_class_path"`` may name a subclass.
 
     Returns:
         The object that was built.

@@ -14,7 +14,7 @@ class Namespace(argparse.Namespace):
 
     Args:
         entries: Values by name or dotted name. Mappings are kept as mappings.
-        named: Further values by name.
+        **named: Further values by name.
     """
 
     def __init__(self, entries: Mapping[str, Any] | argparse.Namespace | None = None, **named: Any) -> None:

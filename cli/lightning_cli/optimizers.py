@@ -21,14 +21,15 @@ class ReduceLROnPlateau(schedulers.ReduceLROnPlateau):
     Args:
         optimizer: The optimizer whose learning rates are reduced.
         monitor: Name of the metric.
-        mode: As in PyTorch.
-        factor: As in PyTorch.
-        patience: As in PyTorch, in epochs.
-        threshold: As in PyTorch.
-        threshold_mode: As in PyTorch.
-        cooldown: As in PyTorch, in epochs.
-        min_lr: As in PyTorch.
-        eps: As in PyTorch.
+        mode: ``"min"`` if a lower value is better, ``"max"`` if a higher value is better. Default: ``"min"``.
+        factor: Factor by which learning rates are multiplied. Default: 0.1.
+        patience: Number of epochs without improvement that are tolerated before a reduction. Default: 10.
+        threshold: Minimum change that counts as an improvement. Default: 1e-4.
+        threshold_mode: ``"rel"`` if ``threshold`` is relative to the best value, ``"abs"`` if it is absolute. Default:
+            ``"rel"``.
+        cooldown: Number of epochs after a reduction that do not count toward ``patience``. Default: 0.
+        min_lr: Lower bound of the learning rates, or a list with one bound per parameter group. Default: 0.
+        eps: Minimum change of a learning rate. Smaller changes are not applied. Default: 1e-8.
 
     Example:
         >>> import torch

@@ -340,8 +340,8 @@ class LightningArgumentParser:
         Args:
             optimizer_class: A class, or a tuple of classes. The class in the settings must extend one of them.
             nested_key: The group's dotted key.
-            link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes it the
-                task's optimizer.
+            link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` passes
+                the optimizer to `LightningCLI.configure_optimizers` instead.
 
         Raises:
             TypeError: If a class does not extend ``torch.optim.Optimizer``.
@@ -359,8 +359,8 @@ class LightningArgumentParser:
         Args:
             lr_scheduler_class: A class, or a tuple of classes. The class in the settings must extend one of them.
             nested_key: The group's dotted key.
-            link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes it the
-                task's scheduler.
+            link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` passes
+                the scheduler to `LightningCLI.configure_optimizers` instead.
 
         Raises:
             TypeError: If a class does not extend ``LRScheduler`` or `ReduceLROnPlateau`.
@@ -441,7 +441,7 @@ class LightningArgumentParser:
         return self.finish(self.start(), partial=True)
 
     def get_default(self, key: str) -> Any:
-        """Return the default of an argument.
+        """Return the default of an argument, which default files and environment variables may set.
 
         Args:
             key: The argument's dotted key.
@@ -463,7 +463,7 @@ class LightningArgumentParser:
 
         Args:
             args: The command line. Default: ``sys.argv`` without the program's name.
-            namespace: A configuration to merge the command line into. Default: None.
+            namespace: A configuration to merge the command line into. Default: None, the parser's defaults.
 
         Raises:
             SystemExit: After the help or the configuration is printed, and after an error unless
@@ -477,7 +477,7 @@ class LightningArgumentParser:
 
         Args:
             cfg_obj: The settings. Keys may be dotted.
-            cfg_base: A configuration to merge the settings into. Default: None.
+            cfg_base: A configuration to merge the settings into. Default: None, the parser's defaults.
         """
         return self._guard(lambda: self._parse_object(cfg_obj, cfg_base))
 
@@ -556,7 +556,7 @@ class LightningArgumentParser:
         return root
 
     def _iterate_variables(self) -> Iterator[tuple[str, str]]:
-        """Iterate over keys and the names of the environment variables that set them. Keys of files come first."""
+        """Iterate over keys and the environment variables that set them, starting with keys of configuration files."""
         keys = [*self.config_keys, *self.declared]
         for key, declared in self.declared.items():
             if isinstance(declared, ClassGroup) and not declared.subclass_mode:
@@ -596,7 +596,7 @@ class LightningArgumentParser:
         return place(root, path, value, lambda place: self._find_default(root, place), add)
 
     def _is_plain(self, root: Value, path: Path) -> bool:
-        """Return whether the value at a path is not an object, so that a later mapping replaces it entirely."""
+        """Return whether the value at a path is not an object, so a later mapping replaces the value entirely."""
         argument = self._find_argument(root, path)
         return argument is not None and find_shape(argument.type) is None
 

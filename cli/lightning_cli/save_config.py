@@ -20,9 +20,9 @@ class SaveConfigCallback(Callback):
     Args:
         parser: The parser that produced the configuration.
         config: The configuration to write.
-        config_filename: The file's name.
-        overwrite: Whether to replace an existing file of that name.
-        multifile: Accepted and ignored: the settings of several files are written to one file.
+        config_filename: Name of the file. Default: ``"config.yaml"``.
+        overwrite: Whether to replace an existing file of that name. Default: False.
+        multifile: Accepted and ignored, because the settings of several files are written to one file.
         save_to_log_dir: Whether to write the file. If False, only ``save_config`` runs, which a subclass must override.
 
     Raises:
@@ -57,7 +57,7 @@ class SaveConfigCallback(Callback):
             )
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Write the configuration once.
+        """Write the configuration file and call `save_config`, once per callback.
 
         Args:
             trainer: The Trainer.
@@ -88,7 +88,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> Any:
-        """Save the configuration in another place, too. Runs only on rank zero, so it must not use collectives.
+        """Save the configuration elsewhere, if overridden. Runs only on rank zero, so it must not use collectives.
 
         Args:
             trainer: The Trainer. Its ``logger`` can record the text that ``self.parser.dump(self.config)`` returns.

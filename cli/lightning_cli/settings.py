@@ -157,7 +157,7 @@ def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
 
 
 def find_class(name: Any) -> Any:
-    """Return the class that a name refers to, or None."""
+    """Return the class that a name refers to; None if the name is unknown."""
     try:
         return catalog.find(translate_class_path(str(name)), object) if name else None
     except ConfigError:
@@ -191,7 +191,7 @@ def parse_value(text: str, source: str) -> Value:
 
     Args:
         text: The text of the value.
-        source: The source of the value.
+        source: The source of the value, such as ``"command line"``.
     """
     return normalize(parse_override_value(text, source)) if text else Value("", source)
 
@@ -228,10 +228,10 @@ def place(
         new: The new value.
         find_default: Function that returns the default at a path, into which the new value is merged.
         add: Whether to append to the list at the path.
-        done: The length of the path that leads to ``value``.
+        done: Number of leading entries of ``path`` that lead to ``value``. Default: 0.
 
     Raises:
-        ConfigError: If the path leads into a value that is not a mapping.
+        ConfigError: If the path leads into a value that is not a mapping, or to a list item that does not exist.
     """
     if value is None or value.data is None:
         value = find_default(path[:done]) if done < len(path) or add else value
@@ -289,7 +289,7 @@ def find_shape(annotation: Any) -> Any:
 
 
 def describe_import_path(target: Any) -> str:
-    """Return the shortest import path of an imported class or function; an empty string if it has none."""
+    """Return the shortest import path of an imported class or function; an empty string if its module is unknown."""
     full_name, module = getattr(target, "__qualname__", ""), getattr(target, "__module__", None) or ""
     name = full_name.rpartition(".")[2]  # as for `torch.tanh`, whose full name contains a private class
     parts = module.split(".")

@@ -1,4 +1,4 @@
-"""Subcommands of a parser."""
+"""Subcommands of a `LightningArgumentParser`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ class Subcommands:
         self.parser = parser
 
     def add_subcommand(self, name: str, parser: Any, help: str | None = None) -> None:
-        """Add a subcommand.
+        """Add a subcommand, whose parser inherits the main parser's settings.
 
         Args:
             name: The subcommand's name.
-            parser: The subcommand's parser.
-            help: The subcommand's description in the help.
+            parser: Parser of the subcommand's options. Its name, environment prefix and error handling follow the main
+                parser.
+            help: The subcommand's description in the help. Default: None, the description of ``parser``.
         """
         parser.prog = f"{self.parser.prog} {name}"
         parser.env_prefix = f"{self.parser.env_prefix}_{name.upper()}_"

@@ -22,7 +22,7 @@ class NotWritten(Exception):
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML dumper that quotes text which YAML 1.2 would read as a different type."""
+    """YAML dumper that quotes text that YAML 1.2 would read as a different type."""
 
     def represent_text(self, text: str) -> yaml.Node:
         style = None if isinstance(parse_scalar(text), str) else '"'
@@ -82,8 +82,8 @@ def drop_equal(data: Any, defaults: Any) -> Any:
     """Return nested dicts without entries that equal their defaults.
 
     Args:
-        data: The entries by key.
-        defaults: The defaults by key.
+        data: Nested dicts of values.
+        defaults: Nested dicts of defaults, with the same structure.
     """
     kept = {}
     for key, item in data.items():
@@ -98,7 +98,7 @@ def drop_equal(data: Any, defaults: Any) -> Any:
 
 
 def escape_references(data: Any) -> Any:
-    """Return data with ``${`` escaped, so that it reads back as text."""
+    """Return data with each ``${`` escaped, so it is read as text and not as a reference."""
     if isinstance(data, dict):
         return {key: escape_references(item) for key, item in data.items()}
     if isinstance(data, list):

@@ -40,14 +40,14 @@ _INTEGRATIONS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "optuna_integration.pytorch_lightning": _OPTUNA,
 }
 PEER_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
-"""Top-level packages that are replaced."""
+"""Top-level packages whose imports are replaced."""
 MISSING = object()
 """Return value of `look_up` for a missing name."""
 
 
 @dataclass(frozen=True)
 class PeerModule:
-    """Module of a peer.
+    """Module of Lightning, Fabric, Accelerate or Treadle.
 
     Attributes:
         peer: ``"lightning"``, ``"fabric"`` or ``"accelerate"``; ``"umbrella"`` for the package `lightning` itself;
@@ -133,7 +133,7 @@ def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
 
 
 def find_answer(module: PeerModule, name: str) -> Elsewhere | None:
-    """Return the advice that the tables give about a name without a counterpart, or None.
+    """Return the advice in the tables of ``compat/`` about a name without a counterpart, or None.
 
     Args:
         module: The peer's module.

@@ -21,14 +21,14 @@ _SIGN = re.compile(r"(?P<name>(?:def )?\.?\w+(?:\.\w+)?)(?:\((?P<keyword>\w+)(?:
 
 @dataclass(frozen=True)
 class Usage:
-    """Use of a name.
+    """Use of a peer's name or method in a program.
 
     Attributes:
         line: The line number, from 1.
         name: A peer's name; ``.name`` for a method that is called on any object, ``def name`` for a method that is
             defined, ``module.name`` for a call written that way.
-        keywords: The keyword arguments of a call.
-        node: The expression, or None.
+        keywords: The keyword arguments of a call, by name; empty for other uses.
+        node: The expression that refers to the name; None for imports, calls and definitions.
     """
 
     line: int

@@ -62,7 +62,7 @@ def _join(cell: dict[str, Any]) -> str:
 
 
 def _hide_magics(source: str) -> tuple[str, list[str]]:
-    """Replace IPython's own lines by statements. Return the code and those lines; code that parses has none."""
+    """Replace IPython magics by ``pass`` statements. Return the code and the magics. Valid Python is unchanged."""
     with suppress(SyntaxError):
         ast.parse(source)
         return source, []
@@ -128,7 +128,7 @@ def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
 
 
 def _locate_sources(notebook: Any) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield each cell's number, with the number of strings, including keys, before its source and in its source."""
+    """Yield each cell's number, and the index and count of its source's strings among all strings of the notebook."""
     position = 0
     for key, value in notebook.items():
         position += 1

@@ -32,8 +32,8 @@ class Change:
 
     Attributes:
         file: The file's path.
-        path: The path, as shown in the output.
-        old: The file's bytes.
+        path: Path to show in the output, relative to the working directory if the file is inside it.
+        old: The file's bytes before the migration.
         new: The file's bytes after the migration.
     """
 

@@ -270,7 +270,7 @@ class _Source:
         return find_counterpart(module, name) in list_modules(peer) and find_submodule(module, name) is None
 
     def _choose_module(self, module: str, binding: Binding) -> str | None:
-        """Return the Treadle module that has the largest number of the names used."""
+        """Return the counterpart of a peer's module that provides the most names that the program uses."""
         peer = split_peer(module)
         assert peer is not None
         best, most = None, -1

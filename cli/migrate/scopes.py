@@ -45,13 +45,13 @@ class Binding:
 
 @dataclass(eq=False)
 class Scope:
-    """Scope in which names are bound.
+    """Scope of a Python program, such as a module or function, with the names bound in it.
 
     Attributes:
         node: The syntax node that opens the scope.
         parent: The enclosing scope; None for a module.
         bindings: Imports of peers by the name they bind.
-        others: Names that are bound in another way.
+        others: Names that are not bound by an import of a peer.
         outer: Names declared global or nonlocal.
     """
 
@@ -76,7 +76,7 @@ class Scope:
 
 
 def list_nodes(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
-    """Return every node in source order with the scope in which it is evaluated, and record bindings.
+    """Return every node in source order with the scope in which it is evaluated, and record the names it binds.
 
     The traversal is not recursive, because a sum of a thousand terms is a tree that is a thousand nodes deep.
     """

@@ -13,7 +13,7 @@ from ..config import ConfigError, format_path, iterate_values, parse
 _OWN_FOLDER = "trainer.default_root_dir"  # it differs between any two runs
 
 Rows = dict[str, list[str]]
-"""A table: a name, and a cell for each run; "" where a run has nothing of that name."""
+"""Table rows by name, with one cell per run; "" if the run does not have a value of that name."""
 
 
 class Comparison:
@@ -54,7 +54,7 @@ class Comparison:
         self.charts = self._collect_charts()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the comparison as plain data."""
+        """Return the comparison as nested dicts and lists that ``json.dumps`` accepts."""
         return {
             "runs": [run.summary() for run in self.runs],
             "labels": self.labels,

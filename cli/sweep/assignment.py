@@ -23,8 +23,8 @@ class Assignment:
         folder: The trial's run folder. A run in another folder does not belong to the sweep.
         scheduler: Process ID of the scheduler. When the scheduler dies, the trial saves a checkpoint and ends.
         metric: Name of the metric to optimize.
-        mode: ``"min"`` or ``"max"``.
-        take: The logged value that counts, ``"best"`` or ``"last"``.
+        mode: ``"min"`` if a lower value of the metric is better, ``"max"`` if a higher value is.
+        take: The logged value that is the trial's result, ``"best"`` or ``"last"``.
         storage: URL of the study's storage, which only a pruner needs; empty without a pruner.
         study: Name of the study; empty without a pruner.
         number: Number of the trial in the study.
@@ -42,7 +42,7 @@ class Assignment:
     pruner: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> dict[str, str]:
-        """Return the environment variable that contains the assignment."""
+        """Return the environment variable, by name, that passes the assignment to the trial's process."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod

@@ -46,7 +46,7 @@ for (const part of parts) {
   part.addEventListener("mouseleave", () => show(false));
 }
 """
-"""Highlights the trial under the pointer in every chart and in the table."""
+"""JavaScript that highlights the trial under the pointer in every chart and in the table."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class TrialPoint:
     Attributes:
         run: The number of the trial's run folder.
         value: The value of the metric.
-        parameters: The values of its parameters by key, as the study stores them.
-        words: The text of its tooltip.
-        pruned: Whether it was pruned.
+        parameters: The values of the trial's parameters by key, as the study stores them.
+        words: The text of the trial's tooltip.
+        pruned: Whether the trial was pruned.
         colour: The color for its rank, from `colour_by_rank`.
-        is_best: Whether it is the best trial.
+        is_best: Whether the trial is the best one of the sweep.
     """
 
     run: int
@@ -100,8 +100,8 @@ class Axis:
 
     Attributes:
         name: The title of the axis.
-        low: The lower end.
-        high: The upper end.
+        low: The number at position 0.
+        high: The number at position 1.
         log: Whether the axis is logarithmic.
         choices: The values of a categorical axis, one tick each; empty for numbers.
     """

@@ -78,7 +78,7 @@ def judge(folder: Path, status: int | None = None) -> Outcome:
 
 
 def _find_signal(status: int) -> signal.Signals | None:
-    """Return the signal that killed a process or made it save and exit; None if there was none."""
+    """Return the signal that killed a process or made it save and exit; None if it ended for another reason."""
     number = -status if status < 0 else status - 128
     return signal.Signals(number) if number in set(_CUT_SHORT) else None
 
@@ -89,7 +89,7 @@ def _read_value(run: index.Run) -> float | None:
 
 
 def read_tail(folder: Path) -> str:
-    """Return the last lines printed by a trial's processes."""
+    """Return the last 20 lines that a trial's processes printed, or a note that the output is missing."""
     try:
         with (folder / OUTPUT).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _MOST_BYTES))

@@ -30,7 +30,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Choices:
-    """List of the values of a parameter.
+    """Finite set of values that a parameter can have.
 
     Attributes:
         values: The values, of any type that a configuration may contain.
@@ -78,7 +78,7 @@ class Parameter:
 
     Attributes:
         key: The dotted key, such as ``"model.lr"``.
-        source: The place of the parameter in the sweep file.
+        source: Location of the parameter in the sweep file, such as ``"sweep.yaml:7"``.
         space: The values that the key may have.
     """
 
@@ -154,7 +154,7 @@ def _iterate_entries(section: Value, before: str, problems: list[str]) -> Iterat
 
 
 def _parse_space(value: Value) -> Choices | Range:
-    """Return the values of a parameter.
+    """Return the choices or the range that a sweep file specifies for a parameter.
 
     Raises:
         ConfigError: If the values are missing or invalid.

@@ -33,10 +33,10 @@ _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialSt
 
 
 class Report:
-    """Report of a sweep.
+    """HTML report of a sweep, with charts, the importance of the parameters, and a table of the trials.
 
     Args:
-        study: The sweep's study.
+        study: The study that contains the sweep's trials.
         folder: The sweep's folder, to which the links are relative.
     """
 
@@ -49,7 +49,7 @@ class Report:
         self.points = self._make_points()
 
     def render(self) -> str:
-        """Return the report as HTML."""
+        """Return the report as an HTML document."""
         body = [*self._render_head(), *self._render_best(), *self._render_charts(), *self._render_importance()]
         body += [*self._render_trials(), *self._render_failures()]
         return render_document(f"sweep {self.sweep.name}", body, f"<script>{SCRIPT}</script>", STYLE)

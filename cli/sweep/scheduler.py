@@ -46,9 +46,9 @@ class Scheduler:
 
     Args:
         sweep: The sweep, as its file describes it.
-        configs: Creates the trials' configurations.
+        configs: Object that creates the trials' configurations.
         command: The command that runs a trial's ``fit``. The run folder and ``ckpt_path=auto`` are appended.
-        workers: Manages the trials' processes.
+        workers: Object that starts and ends the trials' processes.
     """
 
     def __init__(self, sweep: Sweep, configs: TrialConfigs, command: Sequence[str], workers: Workers) -> None:

@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class Study:
-    """Study of a sweep. Only one process at a time may call methods that modify it, except to report values.
+    """Optuna study of a sweep. Only one process at a time may modify the study, except to report values.
 
     Args:
         sweep: The sweep, as its file describes it.
@@ -142,13 +142,13 @@ class Study:
         retry(lambda: self.study.tell(number, value, state, skip_if_finished=True))
 
     def find_best(self) -> FrozenTrial | None:
-        """Return the best complete trial; None if there is none."""
+        """Return the best complete trial; None if no trial is complete."""
         complete = [trial for trial in self.list_trials() if trial.state is TrialState.COMPLETE]
         choose = min if self.sweep.metric.goal == "minimize" else max
         return choose(complete, key=lambda trial: trial.value or 0.0, default=None)
 
     def compute_importances(self) -> tuple[dict[str, float], str]:
-        """Return the importance of each parameter and the name of the measure; empty if too few trials are complete."""
+        """Return each parameter's importance and the measure's name; both empty if they cannot be computed."""
         complete = [trial for trial in self.list_trials() if trial.state is TrialState.COMPLETE]
         varied = [
             key for key in (p.key for p in self.sweep.parameters) if len({str(t.params.get(key)) for t in complete}) > 1
@@ -214,7 +214,7 @@ def retry(access: Callable[[], T]) -> T:
 
 
 def make_pruner(prune: Choice | None) -> BasePruner:
-    """Return a sweep's pruner.
+    """Return the Optuna pruner that a sweep file names.
 
     Args:
         prune: The pruner's name and options; None for no pruner.
@@ -232,7 +232,7 @@ def make_pruner(prune: Choice | None) -> BasePruner:
 
 
 def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
-    """Return the sampler of a trial's values.
+    """Return the Optuna sampler that draws a trial's values.
 
     Args:
         sweep: The sweep, as its file describes it.
@@ -268,8 +268,8 @@ def _build(kind: type[T], options: Mapping[str, Any], choice: Choice, key: str) 
 class GridSampler(BaseSampler):
     """Sampler that gives trial n the n-th combination of a grid.
 
-    Optuna's own sampler picks one of the combinations that have not been started, so that two processes may pick the
-    same combination.
+    Optuna's own sampler picks one of the combinations that have not been started, so two processes may pick the same
+    combination.
 
     Args:
         sweep: The sweep, as its file describes it.
@@ -291,7 +291,7 @@ class GridSampler(BaseSampler):
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Return the value of a parameter."""
+        """Return the parameter's value in the trial's combination."""
         return self._sweep.get_combination(trial.number)[param_name]
 
 
@@ -312,7 +312,7 @@ def _get_id(study: optuna.Study, number: int) -> int:
 
 
 def _get_max_epochs(sweep: Sweep) -> int | None:
-    """Return the number of epochs if all trials have the same and report once per epoch; otherwise, None."""
+    """Return ``max_epochs`` if it is the same in all trials and they report once per epoch; otherwise, None."""
     trainer = sweep.base.data.get("trainer")
     flags = trainer.data if trainer is not None and isinstance(trainer.data, dict) else {}
     varied: Sequence[str] = [parameter.key for parameter in sweep.parameters]

@@ -88,7 +88,7 @@ class Choice:
     Attributes:
         kind: The name of the method or pruner.
         options: Arguments of Optuna's class by name.
-        source: Its place in the sweep file.
+        source: Location of the method or pruner in the sweep file, such as ``"sweep.yaml:3"``.
     """
 
     kind: str
@@ -114,9 +114,9 @@ class Sweep:
         parameters: The parameters to vary.
         trials: The number of trials.
         processes: The number of trials that run at the same time.
-        prune: The pruner, or None.
+        prune: The pruner, which ends unpromising trials early; None if no trial is pruned.
         seed: The seed for drawing the trials' values.
-        storage: An Optuna URL or ``"journal"``; None for the file in the sweep's folder.
+        storage: An Optuna URL or ``"journal"``; None for an SQLite file in the sweep's folder.
         max_failures: The number of failures after which the sweep ends if no trial has succeeded; None for no limit.
     """
 
@@ -169,10 +169,10 @@ class Sweep:
 
 
 def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key whose values in two descriptions make them different sweeps.
+    """Return a line for each key that differs between two sweep descriptions and must not change between sessions.
 
     Args:
-        before: The description of earlier sessions.
+        before: The description of earlier sessions, from `Sweep.describe`.
         after: The description of this session.
     """
     old, new = (dict(_flatten(json.loads(json.dumps(description)))) for description in (before, after))
@@ -192,7 +192,7 @@ def _flatten(data: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> Sweep:
-    """Read a sweep file.
+    """Read a sweep file and return the sweep that it describes.
 
     Args:
         file: Path of a YAML file.
@@ -411,7 +411,7 @@ class _Reader:
         return count if trials is None else min(trials, count)
 
     def _check_keys(self, sweep: Sweep) -> None:
-        """Report parameters that would change where a trial is stored or from what it resumes."""
+        """Report parameters that would change where a trial is stored or what it resumes from."""
         for parameter in sweep.parameters:
             if parameter.key.partition(".")[0] in ("run", "ckpt_path", "schedule"):
                 self.problems.append(

@@ -31,7 +31,7 @@ class SweepFolder:
 
         1/, 2/, ...   the run folders of the trials
         study.db      Optuna's study
-        sweep.json    the sweep with all defaults; `treadle sweep` reads it too
+        sweep.json    the sweep with all defaults, in the format of a sweep file
         report.html   a report of the sweep
         .sweep/       a lock for deciding what runs next, and one for each process that works on the sweep
 

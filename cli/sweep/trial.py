@@ -49,11 +49,11 @@ class TrialCallback(PruningCallback):
     """Callback that records the metric of a sweep's trial and stops the trial if the study's pruner decides so.
 
     Unlike `PruningCallback`, it does not raise an exception: a pruned trial ends like a run that is stopped early, and
-    saves a checkpoint. Checkpoints contain the callback's state, so that a continued trial keeps its best value.
+    saves a checkpoint. Checkpoints contain the callback's state, so a continued trial keeps its best value.
 
     Args:
-        assignment: The trial's assignment.
-        write: Function that adds entries to the run's record.
+        assignment: The trial's folder, metric and pruner.
+        write: Function that adds entries to the run's record, as `RunFolder.record` does.
     """
 
     after_task = 1  # before checkpoints are saved, which contain its state

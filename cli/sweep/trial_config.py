@@ -23,8 +23,10 @@ class TrialConfigs:
     Args:
         sweep: The sweep, as its file describes it.
         program: The command that runs a trial, for the first line of the configuration file.
-        model: The task's class, unless the configuration names a subclass. None requires the configuration to name one.
-        data: The data module's class, unless the configuration names a subclass. Default: None.
+        model: The task's class, unless the configuration names a subclass. Default: None; the configuration must then
+            name the task's class.
+        data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
+            then name a data module's class.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class Worker:
         folder: The trial's run folder.
         slot: The index of the trial's slot among the trials that run at the same time.
         process: The running process.
-        began: The time of its start in seconds, by the monotonic clock.
+        began: Time at which the process was started, in seconds of ``time.monotonic``.
     """
 
     trial: int
@@ -51,7 +51,7 @@ class Workers:
             GPUs unrestricted.
 
     Attributes:
-        running: The processes by the trial's number.
+        running: The running processes, by the trial's number in the study.
     """
 
     def __init__(self, count: int, devices: int = 1, gpus: Sequence[str] | None = None) -> None:

@@ -49,7 +49,7 @@ def beside(target: Path | str, suffix: str) -> Path:
     """Return the path of the next (``part``), the replaced (``old``) or the deleted (``gone``) version of ``target``.
 
     Args:
-        target: The checkpoint.
+        target: Path of the checkpoint, which may not exist.
         suffix: ``"part"``, ``"old"`` or ``"gone"``.
     """
     target = Path(os.path.abspath(target))
@@ -60,7 +60,7 @@ def check_target(target: Path) -> None:
     """Check that a checkpoint may be written to a path. The check is fast and changes nothing.
 
     Args:
-        target: The checkpoint.
+        target: Path of the checkpoint, which may not exist.
 
     Raises:
         ValueError: If a foreign directory exists at the path, or next to it under a name that is needed.
@@ -80,8 +80,8 @@ def swap_in(staging: Path, target: Path) -> None:
     """Put a complete checkpoint in place, and move foreign files of the previous one into it.
 
     Args:
-        staging: The complete checkpoint.
-        target: Its final path.
+        staging: Directory of the complete checkpoint, next to ``target``.
+        target: Final path of the checkpoint.
 
     Raises:
         OSError: If a disk operation fails. The previous checkpoint is still in place.
@@ -119,7 +119,7 @@ def finish(target: Path) -> str:
     """Complete or roll back an interrupted replacement whose ``.old`` has a manifest.
 
     Args:
-        target: The checkpoint.
+        target: Path of the checkpoint that was being replaced.
 
     Returns:
         A description of the action taken.
@@ -144,7 +144,7 @@ def recover(target: Path) -> list[str]:
     """Complete or roll back a replacement or deletion that a killed process left unfinished next to a checkpoint.
 
     Args:
-        target: The checkpoint.
+        target: Path of the checkpoint, which may not exist.
 
     Returns:
         A description of each action taken.
@@ -167,7 +167,7 @@ def take_away(path: Path) -> None:
     """Delete a checkpoint so that a failure halfway leaves nothing that counts as a checkpoint.
 
     Args:
-        path: The checkpoint.
+        path: Path of the checkpoint.
 
     Raises:
         ValueError: If it is not a checkpoint, or contains foreign files. In that case, nothing is changed.
@@ -244,7 +244,7 @@ def is_staged(path: Path) -> bool:
     """Return whether a directory is empty, or contains files named like those of a checkpoint.
 
     Args:
-        path: The directory.
+        path: Path of the directory.
     """
     with suppress(OSError):
         names = os.listdir(path) if _is_folder(path) else None

@@ -99,7 +99,7 @@ class Checkpointer:
         """Call ``hook`` before each save.
 
         Args:
-            hook: The function.
+            hook: Function ``hook(models, weights, output_dir)``; see `Accelerator.register_save_state_pre_hook`.
         """
         return _add(self.save_hooks, hook)
 
@@ -107,7 +107,7 @@ class Checkpointer:
         """Call ``hook`` before each load.
 
         Args:
-            hook: The function.
+            hook: Function ``hook(models, input_dir)``; see `Accelerator.register_load_state_pre_hook`.
         """
         return _add(self.load_hooks, hook)
 
@@ -292,7 +292,7 @@ class Checkpointer:
         """Write data to a file on rank zero; see `Accelerator.save`.
 
         Args:
-            obj: The data.
+            obj: The data to write; see `Accelerator.save` for the types.
             f: A path, or an open file.
             safe_serialization: Write safetensors.
         """
@@ -310,7 +310,7 @@ class Checkpointer:
 
         Args:
             model: The model, prepared or not.
-            save_directory: The directory.
+            save_directory: The directory or URL to write the files to.
             max_shard_size: The largest size of a file.
             safe_serialization: False writes torch's format.
         """

@@ -66,7 +66,7 @@ def is_inside(name: str) -> bool:
     """Return whether a path in the form of `list_leaves` stays in its directory on every operating system.
 
     Args:
-        name: The path.
+        name: Relative path, with ``/`` as the separator.
     """
     parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
     plain = name == PurePosixPath(name).as_posix() and not PureWindowsPath(name).anchor
@@ -77,7 +77,7 @@ def mkdir(path: Path) -> None:
     """Create one directory.
 
     Args:
-        path: The directory.
+        path: Path of the directory, whose parent must exist.
     """
     os.mkdir(path)
 
@@ -86,8 +86,8 @@ def write_bytes(path: Path, data: bytes) -> Entry:
     """Write a file, and return its entry for a manifest.
 
     Args:
-        path: The file.
-        data: Its content.
+        path: Path of the file. An existing file is overwritten.
+        data: The bytes to write.
     """
     with _name_file_in_errors(path):
         path.write_bytes(data)
@@ -98,7 +98,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
     """Write a safetensors file from tensors on any device and of any layout, and return its entry for a manifest.
 
     Args:
-        path: The file.
+        path: Path of the file. An existing file is overwritten.
         tensors: By name, tensors of plain types, or objects that read a tensor when they are indexed.
         notes: The text for the file's header.
 
@@ -154,7 +154,7 @@ class Digested:
     """Iterable over the pieces of a file that computes their digest while they are in the processor's cache.
 
     Args:
-        pieces: The file's content.
+        pieces: The file's content, in pieces of any size.
     """
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
@@ -214,8 +214,8 @@ def rename(source: Path, target: Path) -> None:
     """Rename a directory or a file to an unused name.
 
     Args:
-        source: The old path.
-        target: The new path.
+        source: The existing path.
+        target: The new path, which must be on the same file system.
     """
     os.rename(source, target)
 
@@ -224,8 +224,8 @@ def replace(source: Path, target: Path) -> None:
     """Rename a file, and replace an existing file at the target.
 
     Args:
-        source: The old path.
-        target: The new path.
+        source: The existing path.
+        target: The new path, which must be on the same file system.
     """
     os.replace(source, target)
 
@@ -234,7 +234,7 @@ def unlink(path: Path) -> None:
     """Delete a file, or a link itself.
 
     Args:
-        path: The file.
+        path: Path of the file or link.
     """
     os.unlink(path)
 
@@ -243,7 +243,7 @@ def rmdir(path: Path) -> None:
     """Delete an empty directory.
 
     Args:
-        path: The directory.
+        path: Path of the empty directory.
     """
     os.rmdir(path)
 
@@ -252,7 +252,7 @@ def make_directory(path: Path) -> None:
     """Create a directory and its parents, durably. Several processes may call it concurrently.
 
     Args:
-        path: The directory.
+        path: Path of the directory.
     """
     if make_staging_directory(path):
         fsync(path.parent)
@@ -262,7 +262,7 @@ def make_staging_directory(path: Path) -> bool:
     """Create a directory and its parents; its own entry is durable only after an fsync of its parent.
 
     Args:
-        path: The directory.
+        path: Path of the directory.
 
     Returns:
         Whether it was created.
@@ -328,7 +328,7 @@ def describe(path: Path) -> Entry:
     """Return a file's entry for a manifest from its current content, read in small pieces; for a link, from its target.
 
     Args:
-        path: The file.
+        path: Path of the file or link.
     """
     if path.is_symlink():
         data = os.fsencode(os.readlink(path))
@@ -347,8 +347,8 @@ def check_file(
 
     Args:
         directory: The directory that contains the file.
-        name: The file's name.
-        entry: The manifest's entry.
+        name: The file's name, relative to the directory.
+        entry: The manifest's entry for the file.
         digests: Also read the file and compare its digest.
         links: Allow links and files in subdirectories.
         fix: The end of the error message.
@@ -380,7 +380,7 @@ def mark(path: Path) -> Mark:
     The inode number is not included: some network file systems report a different one on each call.
 
     Args:
-        path: The file.
+        path: Path of the file or link.
     """
     status = path.lstat()
     return status.st_size, status.st_mtime_ns
@@ -397,7 +397,7 @@ def read_json(path: Path, limit: int) -> Any:
     """Read a JSON file strictly: no NaN, no duplicate key.
 
     Args:
-        path: The file.
+        path: Path of the file.
         limit: The largest size in bytes.
 
     Raises:
@@ -410,7 +410,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
     """Read a whole file.
 
     Args:
-        path: The file.
+        path: Path of the file.
         limit: The largest size in bytes.
 
     Raises:
@@ -427,7 +427,7 @@ def parse_json(path: AnyPath, data: bytes) -> Any:
 
     Args:
         path: The file, for errors.
-        data: Its content.
+        data: The file's content, encoded as UTF-8.
 
     Raises:
         ValueError: If it is not JSON.

@@ -238,8 +238,8 @@ def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) ->
     See `model_check.list_differences`.
 
     Args:
-        model: The user's module.
-        opened: The checkpoint.
+        model: The user's module, not wrapped for distributed training.
+        opened: The checkpoint to compare with.
         complete: Whether the model is completely built.
 
     Raises:
@@ -259,7 +259,7 @@ def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor])
     """Return a state with its tensors loaded into memory.
 
     Args:
-        saved: The state.
+        saved: The state, whose tensors are `Stored` objects that are not read yet.
         like: Another state; if it has a sharded tensor at the same place, only this process's shard is read.
         once: Cache of the tensors that were already read, so that tied tensors are one object again.
     """

@@ -66,7 +66,7 @@ class Manifest:
         """Return the path of a file in the checkpoint.
 
         Args:
-            name: The file's name.
+            name: The file's name, as listed in the manifest.
         """
         return f"{self.folder}/{name}" if self.folder else name
 
@@ -83,8 +83,8 @@ class Manifest:
 
         Args:
             files: Entries by file name.
-            info: The metadata.
-            sequence: The sequence number.
+            info: Metadata and counts for the manifest.
+            sequence: Number above those of all checkpoints in the same directory.
             others: Entries of files that hooks wrote.
             folder: The folder in the checkpoint.
         """
@@ -118,8 +118,8 @@ def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
     """Read the manifest of a committed checkpoint.
 
     Args:
-        path: The checkpoint.
-        name: The file.
+        path: Directory or URL of the checkpoint.
+        name: Name of the manifest's file. Default: ``manifest.json``.
 
     Raises:
         ValueError: If it is not a checkpoint, is damaged, or was written by a newer Treadle.
@@ -143,8 +143,8 @@ def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
     """Return the unparsed content of a checkpoint's manifest, which changes with every save.
 
     Args:
-        path: The checkpoint.
-        name: The file.
+        path: Directory or URL of the checkpoint.
+        name: Name of the manifest's file. Default: ``manifest.json``.
 
     Raises:
         ValueError: If it is not a checkpoint.
@@ -169,7 +169,7 @@ def verify(path: Path | str, digests: bool = True) -> Manifest:
     """Check that a checkpoint's files are those that were committed.
 
     Args:
-        path: The checkpoint's directory.
+        path: Directory of the checkpoint.
         digests: Also read every file and compare its digest (as fast as the disk reads), not only sizes.
 
     Returns:
@@ -187,8 +187,8 @@ def check_files(path: Path, manifest: Manifest, digests: bool = True) -> None:
     """Check the files of a checkpoint whose manifest was read; see `verify`.
 
     Args:
-        path: The checkpoint's directory.
-        manifest: Its manifest.
+        path: Directory of the checkpoint.
+        manifest: The parsed manifest of this checkpoint.
         digests: Compare digests, not only sizes.
 
     Raises:

@@ -36,7 +36,7 @@ def make_notes(model: nn.Module) -> dict[str, str]:
     """Return a checkpoint's notes about a model, for `compare`.
 
     Args:
-        model: The user's module.
+        model: The user's module, not wrapped for distributed training.
     """
     return {_NOTE: json.dumps(_list_part_kinds(model), separators=(",", ":"))}
 
@@ -59,7 +59,7 @@ class FrozenWeights:
         this, because fused optimizers do not increment it.
 
         Args:
-            model: The user's module.
+            model: The user's module, not wrapped for distributed training.
             world: The processes that take part.
         """
         parameters = {strip_compile_prefix(n): p for n, p in model.named_parameters(remove_duplicate=False)}
@@ -79,7 +79,7 @@ def compute_digests(model: nn.Module, names: Collection[str], world: World) -> d
     """Return the digests of parameters by name, the same on all processes. Every process must pass the same names.
 
     Args:
-        model: The user's module.
+        model: The user's module, not wrapped for distributed training.
         names: The names of the parameters.
         world: The processes that take part.
     """
@@ -158,7 +158,7 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
     Args:
         current: The digests of the model's frozen weights, and of those that the checkpoint omits.
         saved: The result of `read_frozen_note`.
-        path: The checkpoint.
+        path: Path of the checkpoint, for the message.
         strict: If False, warn instead of raising an error.
 
     Raises:
@@ -182,7 +182,7 @@ def fingerprint(model: nn.Module) -> str:
     """Return a short digest of a model's submodules and its parameters' names, shapes and dtypes, without values.
 
     Args:
-        model: The user's module.
+        model: The user's module, not wrapped for distributed training.
     """
     forms = [(strip_compile_prefix(name), tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     return xxh3_64(repr((sorted(_list_part_kinds(model).items()), forms)).encode()).hexdigest()
@@ -194,7 +194,7 @@ def compare(model: nn.Module, noted: Mapping[str, str], path: AnyPath) -> None:
     Args:
         model: The model that will load them.
         noted: The result of `make_notes` when they were saved.
-        path: The checkpoint.
+        path: Path of the checkpoint, for the warning.
     """
     try:
         saved_kinds = json.loads(noted.get(_NOTE, "{}"))
@@ -336,7 +336,7 @@ def find_not_finite(model: nn.Module) -> list[str]:
     takes one pass over the memory, and one read of the device.
 
     Args:
-        model: The user's module.
+        model: The user's module, not wrapped for distributed training.
     """
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     others = {

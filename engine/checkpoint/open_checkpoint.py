@@ -29,7 +29,7 @@ class OpenCheckpoint:
 
     Attributes:
         path: The directory or URL.
-        manifest: The parsed manifest.
+        manifest: The parsed manifest of the checkpoint.
         verified: Whether all files are known to have the committed content.
 
     Raises:
@@ -65,7 +65,7 @@ class OpenCheckpoint:
         """Make files available in `folder`; for a URL, they are downloaded.
 
         Args:
-            names: The files.
+            names: Names of the files, as listed in the manifest.
 
         Raises:
             ValueError: If a file is missing, or its content differs from the committed content.

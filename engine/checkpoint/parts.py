@@ -118,7 +118,7 @@ def write_files(folder: Path, files: Files) -> dict[str, filesystem.Entry]:
     All files are written before the first is fsynced, so that the disk writes the other files while this process waits.
 
     Args:
-        folder: The directory.
+        folder: Path of the directory.
         files: The content of each file.
     """
     entries = {}
@@ -136,8 +136,8 @@ def write_file(path: Path, content: bytes | TensorFile) -> filesystem.Entry:
     """Write one file of a checkpoint, and return its entry for a manifest.
 
     Args:
-        path: The file.
-        content: Its content.
+        path: Path of the file to write.
+        content: The bytes of a JSON file, or the tensors and notes of a safetensors file.
     """
     if isinstance(content, bytes):
         return filesystem.write_bytes(path, content)
@@ -186,7 +186,7 @@ class Part:
     """One part of a checkpoint with opened files: its document and headers are read, its tensors are not.
 
     Attributes:
-        path: The checkpoint.
+        path: Path or URL of the checkpoint.
         name: The name passed to `encode_part`.
         document: The content of its JSON file; None for a model, which has only tensors.
         tensors: Its tensors by name.
@@ -241,7 +241,7 @@ def open_files(
 
     Args:
         path: The checkpoint, for messages.
-        files: The manifest's entries.
+        files: The manifest's entries, by file name.
         name: The name passed to `encode_part`.
         folder: The folder with its files.
         owner: The object that keeps the folder, as long as the part is used.
@@ -271,7 +271,7 @@ def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
     """Open one part of a committed checkpoint; for more than one, open the checkpoint (`OpenCheckpoint`).
 
     Args:
-        path: The checkpoint's directory.
+        path: Directory of the checkpoint.
         name: The name passed to `encode_part`.
 
     Returns:
@@ -288,7 +288,7 @@ def read_part(path: Path | str, name: str) -> Any:
     """Return one part of a committed checkpoint with its tensors in memory; tied tensors are one object again.
 
     Args:
-        path: The checkpoint's directory.
+        path: Directory of the checkpoint.
         name: The name passed to `encode_part`.
 
     Raises:

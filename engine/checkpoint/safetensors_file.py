@@ -71,10 +71,10 @@ class FilePiece:
     """Tensor in a safetensors file that is opened for each read and closed afterwards.
 
     Attributes:
-        path: The file.
+        path: Path of the file.
         mark: The file's size, modification time and inode number. Reading a file that has changed raises an error.
-        dtype: The tensor's dtype.
-        shape: The tensor's shape.
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
         start: Offset of the tensor's first byte in the file.
         nbytes: Length of the tensor in bytes.
     """
@@ -196,7 +196,7 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
     """Return references to the tensors of one safetensors file, and the notes in its header.
 
     Args:
-        path: The file.
+        path: Path of the file.
 
     Raises:
         ValueError: If it is damaged.
@@ -233,7 +233,7 @@ def read_whole_model(path: Path) -> Weights:
     """Return the tensors of a file that is a complete model, including the names of tied tensors.
 
     Args:
-        path: The file.
+        path: Path of the file.
 
     Raises:
         ValueError: If it is damaged, or contains one process's shards.
@@ -268,7 +268,7 @@ def read_mark(descriptor: int) -> tuple[int, ...]:
     """Return size, modification time and inode number of an open file, to detect a change.
 
     Args:
-        descriptor: The file descriptor.
+        descriptor: File descriptor of the open file.
     """
     status = os.fstat(descriptor)
     return (status.st_size, status.st_mtime_ns, status.st_ino)
@@ -295,7 +295,7 @@ class Stored:
 
     Attributes:
         shape: Shape of the full tensor.
-        dtype: Its dtype.
+        dtype: Dtype of the tensor.
     """
 
     def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -349,7 +349,7 @@ class Stored:
         """Add a shard in a file.
 
         Args:
-            piece: The shard.
+            piece: The shard, in one safetensors file.
             offset: Its offset in the full tensor, per dimension.
 
         Raises:

@@ -52,7 +52,7 @@ class Counts:
     The metric's ``state_dict`` contains this state only if the metric is configured to save it.
 
     Args:
-        metric: The metric object.
+        metric: Module that is a metric object or contains metric objects.
         world: The processes that take part.
     """
 
@@ -157,7 +157,7 @@ def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[No
 
     Args:
         accelerator: The Accelerator.
-        target: The checkpoint.
+        target: Path or URL of the checkpoint.
     """
     try:
         yield
@@ -199,7 +199,7 @@ def collect(
 
     Args:
         accelerator: The Accelerator.
-        target: The checkpoint.
+        target: Path or URL of the checkpoint, to which hooks may write files.
         parts: Further states, by name.
         weights_only: Omit everything that is needed only to resume.
         frozen: For each model, the weights to omit; see `Checkpointer.find_frozen`.
@@ -319,7 +319,7 @@ def sort_loaders(loaders: list[Loader]) -> list[Loader]:
     """Return the loaders with training loaders first, because evaluation loaders may be added or removed.
 
     Args:
-        loaders: The prepared loaders.
+        loaders: The prepared loaders, in the order of preparation.
     """
     return sorted(loaders, key=lambda loader: loader.evaluation)
 
@@ -349,7 +349,7 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
 
     Args:
         world: The processes, all of which must call this function.
-        target: The checkpoint.
+        target: Path or URL of the checkpoint.
         files: This process's files.
         info: The metadata for the manifest.
         others: See `store.commit`.
@@ -453,7 +453,7 @@ def list_scheduler_kinds(schedulers: list[Any]) -> list[str]:
     """Return the schedulers' class names, without the module names, which may change for classes of a script.
 
     Args:
-        schedulers: The prepared schedulers.
+        schedulers: The prepared schedulers, in the order of preparation.
     """
     wrapped = (s.scheduler if isinstance(s, PreparedScheduler) else s for s in schedulers)
     return [type(scheduler).__qualname__ for scheduler in wrapped]
@@ -473,7 +473,7 @@ def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
 
     Args:
         accelerator: The Accelerator.
-        info: The user's additions.
+        info: Values that the user adds, by key.
 
     Raises:
         ValueError: If ``info`` uses a name of the run's own metadata.

@@ -81,7 +81,7 @@ def check_target(target: AnyPath) -> None:
     """Check that a checkpoint may be written to a path, without changing any file.
 
     Args:
-        target: The checkpoint.
+        target: Path or URL of the checkpoint, which may not exist.
 
     Raises:
         ValueError: If something other than a checkpoint exists at the path, or next to it under a name that is needed.
@@ -96,7 +96,7 @@ def beside(target: AnyPath | str) -> Path:
     """Return the directory of a checkpoint's parts until `commit`; for a URL, a folder of this process.
 
     Args:
-        target: The checkpoint.
+        target: Path or URL of the checkpoint, which may not exist.
     """
     target = as_path(target)
     if isinstance(target, RemotePath):
@@ -178,7 +178,7 @@ def begin(target: AnyPath | str) -> Path:
     """Create an empty directory `beside` a target, for files that hooks write before `write_part`, and return it.
 
     Args:
-        target: The checkpoint.
+        target: Path or URL of the checkpoint.
     """
     discard(target)
     source = beside(target)
@@ -240,7 +240,7 @@ def remove(path: AnyPath | str) -> None:
     """Delete a committed checkpoint so that a failure halfway leaves nothing that counts as a checkpoint.
 
     Args:
-        path: The checkpoint.
+        path: Directory or URL of the checkpoint.
 
     Raises:
         ValueError: If it is not a checkpoint, or a link to one, or contains foreign files. In that case, nothing is
@@ -260,7 +260,7 @@ class DiskSave:
     """Save to a directory. Every process writes its own files, and one process commits them. See also `remote.Upload`.
 
     Args:
-        target: The checkpoint.
+        target: Path of the checkpoint.
 
     Attributes:
         staging: The directory of its files until the commit.

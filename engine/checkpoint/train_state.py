@@ -183,7 +183,7 @@ def open_train_state(opened: OpenCheckpoint) -> TrainState:
     """Return the state that all ranks share, without reading its tensors.
 
     Args:
-        opened: The checkpoint.
+        opened: The checkpoint to read from.
 
     Raises:
         ValueError: If the checkpoint contains weights only, or the part is damaged.
@@ -200,7 +200,7 @@ def open_registered(opened: OpenCheckpoint) -> dict[str, Any]:
     """Return the states of registered objects without reading tensors; empty for a checkpoint of weights only.
 
     Args:
-        opened: The checkpoint.
+        opened: The checkpoint to read from.
 
     Raises:
         ValueError: If the part is damaged.
@@ -212,7 +212,7 @@ def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
     """Return the callbacks' states and the additions of hooks without reading tensors; empty dicts if there are none.
 
     Args:
-        opened: The checkpoint.
+        opened: The checkpoint to read from.
 
     Raises:
         ValueError: If the part is damaged.

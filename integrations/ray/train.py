@@ -85,13 +85,13 @@ class RayTrainReportCallback(ReportedCheckpoint):
             _remove_unreported(self._storage)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if a report is due. The last step of an epoch is reported at the end of the epoch."""
+        """Report every ``every_n_train_steps`` steps. The last step of an epoch is reported at the end of the epoch."""
         every = self.every_n_train_steps
         if every and trainer.global_step % every == 0 and not trainer.progress.epoch_is_trained:
             self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report at the end of the epoch."""
+        """Report metrics and a checkpoint at the end of the epoch."""
         self._report(trainer)
 
     @property
@@ -136,7 +136,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
     def _hand_over(
         self, metrics: dict[str, float], place: tuple[str, FileSystem] | None, name: str, mode: CheckpointUploadMode
     ) -> None:
-        """Report on this rank; Ray waits for all ranks."""
+        """Report metrics and a saved checkpoint on this rank. Ray waits for the reports of all ranks."""
         import ray.train
 
         ray.train.report(

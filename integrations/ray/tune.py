@@ -32,7 +32,8 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
     A report is made at the end of the current optimizer step, so training resumes from its checkpoint exactly.
 
     Args:
-        metrics: Names of the logged values to report, or a dict that maps reported names to logged names. Default: all.
+        metrics: Names of the logged values to report, or a dict that maps reported names to logged names. Default: all
+            logged values, ``epoch`` and ``step``.
         filename: Name of Treadle's checkpoint inside Ray's checkpoint. Default: ``"checkpoint"``.
         save_checkpoints: Whether each report includes a checkpoint. Default: True.
         on: One or several of ``"validation_end"``, ``"train_epoch_end"``, ``"train_batch_end"`` (each optimizer step)
@@ -94,12 +95,12 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
         self._due = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Request a report at the end of the step."""
+        """Request a report at the end of the step if ``on`` contains ``"validation_end"``."""
         if trainer.stage == "fit" and not trainer.sanity_checking:
             self._due |= "validation_end" in self._on
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if ``on`` contains ``"train_batch_end"``; the last step of an epoch is reported at the epoch's end."""
+        """Make a report that is due. After the last step of an epoch, the report is made at the end of the epoch."""
         self._due |= "train_batch_end" in self._on
         if not trainer.progress.epoch_is_trained:
             self._report_if_due(trainer)
@@ -120,7 +121,7 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
         return get_checkpoint()
 
     def _report_if_due(self, trainer: Trainer) -> None:
-        """Report metrics, with a checkpoint if configured."""
+        """Report metrics if a report is due, with a checkpoint unless ``save_checkpoints=False``."""
         from ray.tune import Checkpoint, report
 
         metrics = self._select(collect_metrics(trainer)) if self._due else {}

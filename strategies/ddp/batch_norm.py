@@ -34,7 +34,7 @@ def synchronise(module: nn.Module, world: World) -> None:
 
     Args:
         module: The user's model.
-        world: All processes.
+        world: Processes over whose samples the statistics are computed.
 
     Raises:
         ValueError: If ``module`` itself is a BatchNorm layer, or if it contains a BatchNorm layer of an unsupported
@@ -83,7 +83,7 @@ class GlobalBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize the input; see ``torch.nn.SyncBatchNorm``.
+        """Normalize the input. In training mode, the statistics cover the samples of all processes.
 
         Args:
             input: Tensor of shape (samples, channels, ...).
@@ -103,7 +103,7 @@ class GlobalBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Autograd function with one collective per pass. Forward exchanges the means, squared deviations and counts."""
+    """Batch normalization with one collective per pass. The forward pass exchanges means, deviations and counts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any) -> Any:

@@ -23,7 +23,7 @@ class ReadyOrder:
 
     Args:
         replica: The ``DistributedDataParallel`` module.
-        fixed: Whether the grouping never changes, so that there is nothing to record.
+        fixed: Whether torch never changes the grouping, in which case no order is recorded.
 
     Attributes:
         order: Indices of the trained parameters, in the order in which their gradients became ready; empty before the
@@ -46,7 +46,7 @@ class ReadyOrder:
 
     @property
     def watching(self) -> bool:
-        """True until the first reduced backward pass has been recorded."""
+        """True while hooks record the order. Always False if ``fixed`` is set."""
         return bool(self._handles)
 
     def settle(self) -> None:

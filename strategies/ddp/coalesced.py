@@ -13,7 +13,7 @@ BUCKET_BYTES = 25 * 2**20  # torch's default for DDP; larger buckets only need m
 
 
 def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """Yield the tensors in lists with the same dtype and device. Only a list of one tensor may exceed ``limit`` bytes.
+    """Yield lists of tensors that share a dtype and device. Only a list of one tensor may exceed ``limit`` bytes.
 
     Args:
         tensors: Tensors of any shape, dtype and device.

@@ -23,8 +23,9 @@ class CommHook:
             None for no hook.
         state: The first argument of a function passed as ``hook``. For PowerSGD, it may be a dict of arguments for
             ``PowerSGDState``.
-        wrapper: ``"fp16"`` or ``"bf16"``, to which gradients are cast before ``hook`` and back afterwards; or a
-            function that takes the hook and returns another. ``"no"`` or None for no wrapper.
+        wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``hook`` runs, and from which
+            they are cast back afterwards. A function instead receives the hook and returns a new one. ``"no"`` or None
+            for no wrapper.
 
     Raises:
         ValueError: If the arguments contradict each other, or if the hook is broken in torch.
@@ -64,7 +65,7 @@ class CommHook:
 
         Args:
             module: The ``DistributedDataParallel`` module.
-            world: All processes.
+            world: Processes over which the hook averages gradients.
         """
         hook, state = self._resolve_hook(world)
         if callable(self.wrapper):
@@ -102,8 +103,8 @@ def scaled_fp16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
     torch's hook does not scale, so a gradient multiplied by a number of tokens can exceed float16's maximum, 65504.
 
     Args:
-        group: The process group.
-        bucket: Torch's bucket of gradients.
+        group: Process group over which gradients are averaged.
+        bucket: torch's bucket of gradients, which are overwritten with the mean.
     """
     buffer = bucket.buffer()
     if not buffer.numel():

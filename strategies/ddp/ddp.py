@@ -61,7 +61,7 @@ class _Replica(DistributedDataParallel):
 
     @property
     def module(self) -> nn.Module:
-        """The user's model, as in torch's DDP. While torch constructs or runs the module, it is the router instead."""
+        """The user's model, as in torch's DDP; the router while torch constructs or runs this DDP module."""
         router: Any = self._modules["module"]
         is_torchs = "ready" not in self.__dict__ or DistributedDataParallel._active_ddp_module is self
         return router if is_torchs else router.module
@@ -123,21 +123,23 @@ class DDP(Strategy):
             checkpointing.
         gradient_as_bucket_view: Store gradients in the buffers in which they are sent, so no second copy of them is
             needed.
-        bucket_cap_mb: Size of these buffers in MiB. Default: 25, as in torch.
+        bucket_cap_mb: Size in MiB of the buffers in which gradients are sent. Default: 25, as in torch.
         broadcast_buffers: Broadcast rank zero's buffers (BatchNorm's statistics) to every process before each forward
             pass.
         comm_hook: Compression of gradients: ``"fp16"``, ``"bf16"``, ``"power_sgd"`` or a function for torch's
             ``register_comm_hook``. Values that the processes exchange to agree on a step are never compressed.
-        comm_state: For a function, its first argument. For PowerSGD, torch's ``PowerSGDState`` or a dict of its
-            arguments (``{"matrix_approximation_rank": 2, "start_powerSGD_iter": 10}``).
-        comm_wrapper: ``"fp16"`` or ``"bf16"``, to which gradients are cast before ``comm_hook`` runs.
+        comm_state: First argument of a function passed as ``comm_hook``. For PowerSGD, torch's ``PowerSGDState`` or a
+            dict of its arguments (``{"matrix_approximation_rank": 2, "start_powerSGD_iter": 10}``).
+        comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``comm_hook`` runs, or a
+            function that receives the hook and returns a new one.
         sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes, even on the CPU.
         zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). The results are bit-identical to
             those of ``zero=False``.
         local_sgd_steps: Number of optimizer steps between two averages of the parameters. After ``local_sgd_start``
             steps, gradients are no longer reduced, and each process steps separately. Parameters are also averaged
             before an evaluation or a checkpoint. Default: None, which reduces gradients in every step.
-        local_sgd_start: Number of optimizer steps before local steps begin.
+        local_sgd_start: Number of optimizer steps before local steps begin. Until then, gradients are reduced in every
+            step. Default: 0.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: 30
             minutes.
         process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: NCCL for GPUs and gloo for host
@@ -238,7 +240,7 @@ class DDP(Strategy):
         return self.local_steps is None or not self.local_steps.alone
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
-        """See `Strategy.wrap`. With ``step``, the processes' votes are reduced together with the gradients."""
+        """See `Strategy.wrap`. With ``step`` and no ``comm_hook``, votes are reduced together with the gradients."""
         if self.world.size == 1 or not (step or any(p.requires_grad for p in module.parameters())):
             return super().wrap(module)
         self.place(module)

@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def joined(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let a rank run ``modules`` fewer times than other ranks. Once it stops, it no longer contributes to reductions.
+    """Let a rank run ``modules`` fewer times than other ranks. A rank that stops no longer contributes to reductions.
 
     Each reduction is the mean over the ranks that still have a batch. All ranks leave the block together, with the
     parameters and buffers of the ranks that had the most batches.

@@ -37,11 +37,11 @@ class LocalSteps:
         return self.count >= self.start
 
     def stepped(self, optimizer: Optimizer, world: World) -> None:
-        """Count a step of ``optimizer``, and average its parameters if an average is due.
+        """Count a step of ``optimizer``, and average its parameters after every ``every`` local steps.
 
         Args:
             optimizer: The user's optimizer.
-            world: All processes.
+            world: Processes over which parameters are averaged.
         """
         self._apart = self.alone
         self.count += 1
@@ -49,11 +49,11 @@ class LocalSteps:
             self.meet(optimizer, world)
 
     def meet(self, optimizer: Optimizer, world: World) -> None:
-        """Average the parameters if the processes have stepped separately.
+        """Average the parameters if the processes have stepped separately since the last average.
 
         Args:
             optimizer: The user's optimizer.
-            world: All processes.
+            world: Processes over which parameters are averaged.
         """
         if self._apart:
             average(_list_trained_parameters(optimizer), world)
@@ -64,7 +64,7 @@ class LocalSteps:
 
         Args:
             optimizer: The user's optimizer.
-            world: All processes.
+            world: Processes over which parameters are averaged.
         """
         self.meet(optimizer, world)
         if self.alone:
@@ -99,14 +99,14 @@ def _list_slots(optimizer: Optimizer) -> list[tuple[tuple[int, str], Tensor]]:
 
 
 def parse_local_steps(every: Any, start: Any) -> LocalSteps | None:
-    """Return the settings of ``local_sgd_steps`` and ``local_sgd_start``, or None if they are not set.
+    """Return the `LocalSteps` for ``local_sgd_steps`` and ``local_sgd_start``, or None if local steps are disabled.
 
     Args:
         every: The value of ``local_sgd_steps``.
         start: The value of ``local_sgd_start``.
 
     Raises:
-        ValueError: If a value is invalid. The error names the argument, the value and the rule.
+        ValueError: If a value is not an integer in its range, or if ``start`` is set without ``every``.
     """
     for name, value, least in (("local_sgd_steps", every, 1), ("local_sgd_start", start, 0)):
         if value is not None:

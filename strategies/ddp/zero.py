@@ -1,9 +1,9 @@
 """Sharded optimizer state: each process steps its share of the parameters and sends the result to the others (ZeRO-1).
 
 No optimizer is rebuilt: the user's own optimizer steps, with fewer parameters in its groups. All optimizer classes,
-group options and schedulers therefore work, and the result is bit-identical to that of the plain optimizer. torch's
-``ZeroRedundancyOptimizer``, in contrast, builds a second optimizer from the class and its defaults, starts without
-state, and gathers the state on one process only, with pickle.
+group options and schedulers therefore work, and the result is bit-identical to that of the plain optimizer. In
+contrast, torch's ``ZeroRedundancyOptimizer`` builds a second optimizer from the class and its defaults, without the
+existing state. It gathers the state on only one process, with pickle.
 
 Source: ZeRO (Rajbhandari et al., 2020), https://arxiv.org/abs/1910.02054
 """
@@ -25,7 +25,7 @@ class Shards:
 
     Args:
         optimizer: The user's optimizer. The state of parameters that belong to other processes is deleted.
-        world: All processes.
+        world: Processes among which the parameters are divided.
 
     Raises:
         ValueError: If the optimizer treats all its parameters as one vector.
@@ -84,11 +84,11 @@ class Shards:
             broadcast([p for p in trained if self.owner[p] == source], self.world, source)
 
     def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load this process's share of a full state.
+        """Load this process's share of an optimizer state that covers all parameters.
 
         Args:
             optimizer: The user's optimizer.
-            state: Optimizer state of all parameters.
+            state: Optimizer state of all parameters, in the form of ``state_dict()``.
         """
         self._assign(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""Examination of a job's ranks. Each rank inspects itself and reports through the store.
+"""Examination of a job's ranks. Each rank inspects itself and reports through torch's store.
 
 One rank evaluates all reports. The store is used first because it responds even if ranks are missing. A rank that never
 reports can thus be named, while a collective would wait for it. The measurements follow once every rank has reported.
@@ -145,7 +145,7 @@ class _Examination:
             environment: Environment variables of the launcher.
 
         Raises:
-            ValueError: If the address cannot be used.
+            ValueError: If MASTER_ADDR cannot be resolved, or MASTER_PORT is not a valid port.
             RuntimeError: If rank zero or the launcher does not answer.
         """
         launched = self.launched

@@ -37,7 +37,7 @@ class Finding:
 
     Args:
         mark: ``"good"``, ``"note"`` or ``"fault"``.
-        subject: What was inspected.
+        subject: Name of the inspected item, such as ``"memory"``.
         text: State of the subject, and a fix if something is wrong.
     """
 

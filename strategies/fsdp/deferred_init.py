@@ -24,7 +24,7 @@ _SMALL = 1 << 20  # bytes up to which an external tensor is copied instead of as
 
 @dataclass(frozen=True)
 class _Place:
-    """Position of a tensor without memory in a storage at the time of a call; ``tensor.data = ...`` may change it."""
+    """Storage location of a tensor without memory during a recorded call. ``tensor.data = ...`` may change it later."""
 
     key: int
     storage_bytes: int
@@ -258,7 +258,7 @@ class Tape(TorchDispatchMode):
         return built is None or built() is not tensor or _get_version(tensor) == self._versions.get(id(tensor))
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Return the values of ``tensor`` on the device. The RNG state is not changed.
+        """Compute the values of ``tensor`` on the tape's device. The RNG state is not changed.
 
         Args:
             tensor: A tensor without memory.

@@ -42,17 +42,18 @@ class FSDP(Strategy):
     so that no process ever holds the full model.
 
     Args:
-        auto_wrap_policy: Selects the modules that are each gathered as one unit; see `wrap_policy.chosen_blocks`.
-            Parameters outside these modules are gathered once per step.
-        activation_checkpointing_policy: Selects the modules that keep only their inputs and recompute the rest in the
-            backward pass: True for the modules of ``auto_wrap_policy``, a separate policy, or a `Recompute`, which can
-            also select every n-th module, keep the results of some operations, or leave the choice to the compiler.
+        auto_wrap_policy: Policy that selects the modules that are each gathered as one unit; see
+            `wrap_policy.chosen_blocks`. Parameters outside these modules are gathered once per step.
+        activation_checkpointing_policy: Modules that keep only their inputs and recompute other activations in the
+            backward pass. True selects the modules of ``auto_wrap_policy``, and a separate policy selects others. A
+            `Recompute` can also select every n-th module, keep the results of some operations, or leave the choice to
+            the compiler.
         reshard_after_forward: Free a block's parameters after the forward pass and gather them again in the backward
-            pass. False keeps them, which is faster and uses more memory. With a number, they are resharded over groups
-            of that many processes.
+            pass. False keeps them, which is faster and uses more memory. With a number, parameters are resharded over
+            groups of that many processes.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory.
-        gather_dtype: The dtype in which parameters are gathered. By default, it is their storage dtype, and autocast
-            converts them, so that results equal those of one process. ``torch.bfloat16`` sends half as many bytes as
+        gather_dtype: The dtype in which parameters are gathered. Default: their storage dtype. Autocast then converts
+            gathered parameters, so results equal those of one process. ``torch.bfloat16`` sends half as many bytes as
             float32, and also rounds the weights of norms. Gradients are reduced in float32.
         mixed_precision: Torch's ``MixedPrecisionPolicy``, which replaces ``gather_dtype``.
         data_parallel_size: Number of processes over which the data is sharded. ``"auto"`` means the world size divided
@@ -70,7 +71,9 @@ class FSDP(Strategy):
             memory.
 
     Raises:
-        ValueError: If sizes do not divide the world size.
+        TypeError: If a policy or ``gather_dtype`` has the wrong type.
+        ValueError: If a size is not positive, or if arguments contradict each other. Sizes that do not divide the world
+            size raise this error when the run starts.
 
     Example:
         >>> import treadle
@@ -145,7 +148,7 @@ class FSDP(Strategy):
 
     @property
     def data_world(self) -> World:
-        """See `Strategy.data_world`. It has one process of each tensor-parallel group."""
+        """See `Strategy.data_world`. The result contains one process of each tensor-parallel group."""
         return self._data_world
 
     # -- the model -----------------------------------------------------------------------------------------------
@@ -154,7 +157,7 @@ class FSDP(Strategy):
     def construction(self, empty: bool = False) -> Iterator[None]:
         """See `Strategy.construction`. Parameters have no memory until `wrap` computes this process's shards.
 
-        Must be entered on all ranks, which draw rank zero's random numbers.
+        All ranks must enter the context, in which they use rank zero's RNG state.
         """
         if self._recording:  # the context around this one records it
             with built_in_place(torch.device("meta"), self.precision.storage, empty):
@@ -398,7 +401,7 @@ class FSDP(Strategy):
             self.world.all_reduce(overflow, "max")
 
     def explain(self, error: BaseException) -> BaseException:
-        """See `Strategy.explain`. The state is reset, because another backward pass may follow the failed one."""
+        """See `Strategy.explain`. FSDP2's state is reset, because another backward pass may follow the failed one."""
         for root in self._roots:
             start_anew(root)
         return error

@@ -24,7 +24,8 @@ def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World
         world: All processes. Existing state is taken from rank zero.
 
     Raises:
-        ValueError: If the optimizer does not support shards, or has parameters of a model that is not prepared.
+        ValueError: If the optimizer or its state cannot be sharded, or if a parameter belongs to a model that is not
+            prepared.
     """
     if isinstance(optimizer, _NEED_WHOLE):
         raise ValueError(

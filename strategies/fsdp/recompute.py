@@ -20,10 +20,10 @@ FLAG = "activation_checkpointing_policy"
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """Activations that `FSDP` recomputes in the backward pass instead of keeping them.
+    """Selection of the activations that `FSDP` recomputes in the backward pass instead of keeping them.
 
-    Blocks keep only their inputs. This takes the time of one more forward pass. It reduces the memory for activations
-    from that of the whole model to that of one block. Freeing fewer activations costs less time.
+    Blocks keep only their inputs. Recomputation takes the time of one more forward pass. It reduces the memory for
+    activations from that of the whole model to that of one block. Recomputing fewer activations takes less time.
 
     Args:
         blocks: A policy that selects the modules, in any form that ``auto_wrap_policy`` accepts. Default:
@@ -31,9 +31,9 @@ class Recompute:
         every: Select only every n-th of these modules, starting with the first.
         keep: Operations whose results are kept, such as ``torch.ops.aten.mm.default``. ``"products"`` keeps the results
             of matrix products and attention, which take longest, so that recomputation is cheap.
-        budget: Let the compiler choose which activations to keep, within this fraction of their memory and at the least
-            cost in time: 0.0 frees all, 1.0 keeps all. It applies to the compiled models of the whole process, and
-            cannot be combined with other arguments.
+        budget: Fraction of the activations' memory that the compiler may use, from 0.0 (free all) to 1.0 (keep all).
+            Within this budget, the compiler minimizes the time for recomputation. The value applies to all compiled
+            models of the process and cannot be combined with other arguments.
 
     Raises:
         ValueError: If a number is out of range, or if ``budget`` is combined with another argument.
@@ -76,7 +76,7 @@ class Recompute:
 
     @classmethod
     def parse(cls, value: Any) -> Recompute | None:
-        """Return the setting for a value of ``activation_checkpointing_policy``, or None if it is disabled.
+        """Return the `Recompute` for a value of ``activation_checkpointing_policy``; None if checkpointing is disabled.
 
         Args:
             value: True, False, None, a policy, or a `Recompute`, which is returned unchanged.

@@ -12,7 +12,7 @@ from ..forward_router import Router
 
 
 class ShardedRouter(Router):
-    """Root of a sharded model.
+    """Root module of a sharded model.
 
     If no backward pass will follow a forward pass, the model's parameters are resharded afterwards, because its
     optimizer needs the shards. The model never computes in torch's inference mode, because parameters first gathered in
@@ -20,7 +20,7 @@ class ShardedRouter(Router):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
+        """Run the model. Afterwards, reshard its parameters if gradients are disabled."""
         if torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
@@ -31,7 +31,7 @@ class ShardedRouter(Router):
 
 
 def put_away(root: Any) -> None:
-    """Free parameters that a forward pass has left gathered for a backward pass, because they would miss updates.
+    """Free parameters that a forward pass has left gathered, because the gathered copies would miss optimizer steps.
 
     Args:
         root: The root of a sharded model.
@@ -41,7 +41,7 @@ def put_away(root: Any) -> None:
 
 
 def start_anew(root: Any) -> None:
-    """Reset the state after an error has interrupted a forward or backward pass.
+    """Reset FSDP2's state after an error has interrupted a forward or backward pass.
 
     Args:
         root: The root of a sharded model.
@@ -63,7 +63,7 @@ def start_anew(root: Any) -> None:
 
 
 def forget_gradients(root: nn.Module) -> None:
-    """Drop the gradients of full parameters, which are waiting for a reduction.
+    """Discard gradients of gathered parameters that have not been reduced yet.
 
     An optimizer's ``zero_grad`` resets only the gradients of shards.
 

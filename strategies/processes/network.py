@@ -37,7 +37,7 @@ def find_source_address(target: str, port: int = 9) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface whose first address is ``address``; None if there is none.
+    """Return the name of the network interface whose first address is ``address``; None if no interface matches.
 
     Args:
         address: Numeric IPv4 or IPv6 address.
@@ -76,7 +76,7 @@ def name_gloo_interface(meeting_host: str) -> None:
     This sets the variable ``GLOO_SOCKET_IFNAME``. A value that the user has set is kept.
 
     Args:
-        meeting_host: Host where the machines meet, the value of MASTER_ADDR.
+        meeting_host: Name or address of the rendezvous host, the value of MASTER_ADDR.
     """
     alone = meeting_host == "localhost" or meeting_host.startswith("127.") or meeting_host == "::1"
     if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ or alone or not is_named_loopback():

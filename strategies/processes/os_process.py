@@ -1,4 +1,4 @@
-"""Operating system processes: whether a process is alive, its session, and its end together with the supervisor."""
+"""Functions that inspect processes of the operating system, kill a session, or end a process with its supervisor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def identify_host() -> str:
 
 
 def read_start_time(pid: int) -> str | None:
-    """Return a process's start time in the system's unit; "" if it is unknown, None if the process does not exist.
+    """Return a process's start time in clock ticks since boot; "" if it is unknown, None if the process has ended.
 
     Args:
         pid: The process ID.
@@ -76,7 +76,7 @@ def die_with_parent(supervisor_pid: int, number: signal.Signals = signal.SIGKILL
 
     For a rank, the signal is SIGKILL, because a supervisor that was itself killed can no longer end a rank that ignores
     a gentler signal or never gets to handle it. An interrupted checkpoint is never published. A process that is not a
-    child of the supervisor, such as a program started by a rank, inherits the variables but is not affected.
+    child of the supervisor, such as a program started by a rank, inherits ``TREADLE_SUPERVISOR`` but is not affected.
 
     Args:
         supervisor_pid: The supervisor's process ID, passed in `TREADLE_SUPERVISOR`.

@@ -1,4 +1,4 @@
-"""A rank's record on the board of its supervisor; see `launch.rank_board`. Other launchers have no board."""
+"""Record in which a rank reports its state to Treadle's supervisor; see `launch.rank_board`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _signaled: list[int] = []  # contains this process once it has received a signal
 
 
 def mark_stage(running: bool) -> None:
-    """Report to the supervisor that a stage runs in this rank or has ended. Leaving during a stage is a failure.
+    """Report to the supervisor that a stage runs in this rank or has ended. Exiting during a stage is a failure.
 
     Args:
         running: Whether the stage runs.
@@ -51,7 +51,8 @@ def write_beat(beat: Mapping[str, Any] | None) -> None:
     """Report to the supervisor that this rank is alive.
 
     Args:
-        beat: Data about this rank, which must differ each time; None if the rank no longer has a limit.
+        beat: JSON-serializable data about this rank, which must differ in each call. None if the supervisor should no
+            longer expect signs of life.
     """
     text = b"" if beat is None else json.dumps(beat).encode()
     if len(text) < BOARD_RECORD:

@@ -49,7 +49,7 @@ class _Entry:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the rank is still running."""
+        """True if the rank is still running."""
         return read_start_time(self.pid) in ("", self.began)
 
 
@@ -176,7 +176,8 @@ def sweep(job: int | None = None, all_ended: bool = False) -> None:
     """Remove the files that ended processes have left.
 
     Args:
-        job: The job that ends on this machine, whose unfinished directories are removed as well. None if a job begins.
+        job: Number of the job that ends on this machine, as passed to `open_scratch`. Its unfinished directories are
+            also removed. None if a job begins.
         all_ended: Whether all ranks of the job have been ended, although a killed one may still exist. Default: False.
     """
     for entry in _list_entries():

@@ -99,7 +99,7 @@ def _signal_main_thread(pid: int, number: int) -> None:
 
 
 def _read_state(pid: int) -> str:
-    """Return the letter for the state of a process in /proc; "" if there is none."""
+    """Return the state letter of a process in /proc, such as "T" for stopped; "" if /proc has no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

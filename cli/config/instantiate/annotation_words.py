@@ -95,7 +95,7 @@ def describe_annotation(annotation: Any, article: bool = False) -> str:
 
     Args:
         annotation: The annotation.
-        article: Whether the words continue a sentence: ``an integer or null``. Default: False.
+        article: Whether to add articles for use in a sentence, as in ``an integer or null``. Default: False.
     """
     annotation = simplify(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)

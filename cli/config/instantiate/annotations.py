@@ -43,10 +43,10 @@ _USUAL = (
 
 
 class Checker:
-    """Checker that turns values into recipes and collects problems.
+    """Checker that converts configuration values to recipes and collects problems.
 
     Attributes:
-        problems: The problems, one or two sentences each, in the order of the configuration.
+        problems: Error messages of one or two sentences each, in the order of the configuration.
         secrets: Mapping from each secret to the reference that replaces it in messages.
     """
 
@@ -59,7 +59,7 @@ class Checker:
         return Checker(self.secrets)
 
     def report(self, value: Value, path: Path, words: str) -> None:
-        """Add a problem.
+        """Add an error message to ``problems``.
 
         Args:
             value: The value, with whose source the message begins.
@@ -352,7 +352,7 @@ class Checker:
         supplied: Iterable[str] = (),
         later: bool = False,
     ) -> ObjectRecipe | None:
-        """Return a recipe that calls ``target`` with the arguments in the value."""
+        """Return a recipe that calls ``target`` with the arguments in ``value``; None if they are invalid."""
         takes = signature(target)
         argument_values = (
             {key: item for key, item in value.data.items() if key != "class"} if isinstance(value.data, dict) else {}
@@ -374,12 +374,12 @@ class Checker:
         supplied: Iterable[str] = (),
         partly: bool = False,
     ) -> dict[str, Recipe] | None:
-        """Return recipes for the arguments of a call. If any are invalid, unknown or missing, report them; return None.
+        """Return recipes by argument name, or report invalid, unknown and missing arguments and return None.
 
         Args:
             value: The value that contains the arguments.
             argument_values: The values by argument name.
-            takes: The signature of the call.
+            takes: The signature of the class or function.
             name: The name of the class or function, for messages.
             path: The value's path in the configuration.
             supplied: Names of arguments that are passed only when the object is built.
@@ -432,7 +432,7 @@ class Checker:
         return self.check(value, argument.type, path)
 
     def _check_nested(self, value: Value, annotation: Any, path: Path, supplied: set[str]) -> Recipe | None:
-        """Return a recipe for the schedulers inside a scheduler. They receive the optimizer, too."""
+        """Return a recipe for a list of nested schedulers, as in SequentialLR, which receive the optimizer, too."""
         inner = typing.get_args(annotation)
         if not (isinstance(value.data, list) and inner and isinstance(inner[0], type)):
             return None

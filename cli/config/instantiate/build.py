@@ -37,7 +37,7 @@ _SCHEDULE_OPTIONS = tuple(
 
 @dataclass(frozen=True)
 class Optimizers:
-    """Replacement of a task's ``configure_optimizers``.
+    """Replacement for a task's ``configure_optimizers``.
 
     Attributes:
         optimizer: Recipe of the optimizer for the task's trainable parameters.
@@ -68,11 +68,12 @@ class CheckedConfig:
         trainer: Recipes of the Trainer's flags, by name.
         model: Recipe of the task.
         data: Recipe of the data module, or None.
-        optimizers: The replacement of ``configure_optimizers``, or None.
+        optimizers: The replacement for ``configure_optimizers``, or None.
         seed: The seed. None leaves the RNG state unchanged.
         ckpt_path: The checkpoint to resume from or to evaluate, or None.
-        schedule: Source of the learning rates and schedule after a resume, ``"saved"`` or ``"script"``.
-        run_name: The run's name.
+        schedule: Source of the learning rates and schedule after a resume, ``"saved"`` or ``"script"``; None if not
+            set.
+        run_name: Name of the run. Its folder is ``run_dir/run_name/NUMBER``.
         run_dir: The parent folder of all runs.
     """
 
@@ -92,7 +93,7 @@ class CheckedConfig:
         return TrainerSettings(**{name: recipe.make() for name, recipe in self.trainer.items()})
 
     def build_task(self) -> TaskModule:
-        """Build the task."""
+        """Build the task. A configured optimizer replaces its ``configure_optimizers``."""
         task: TaskModule = self.model.make()
         if self.optimizers is not None:
             task.__dict__["configure_optimizers"] = partial(self.optimizers, task)
@@ -103,7 +104,7 @@ class CheckedConfig:
         return None if self.data is None else self.data.make()
 
     def resolve_defaults(self) -> Value:
-        """Return the whole configuration with all defaults, each value with its source."""
+        """Return the full configuration, including defaults, as values with their sources."""
         trainer = {
             name: self.trainer[name].resolve_defaults()
             if name in self.trainer
@@ -142,9 +143,9 @@ class Built:
 
     Attributes:
         trainer_settings: The Trainer's flags, with callbacks and loggers built.
-        model: The task.
-        data: The data module, or None.
-        seed: The seed, or None.
+        model: The task. A configured optimizer replaces its ``configure_optimizers``.
+        data: The data module; None if the task has its own dataloaders.
+        seed: Seed to set before the run. None leaves the RNG state unchanged.
         ckpt_path: The checkpoint to resume from, or None.
     """
 
@@ -160,8 +161,10 @@ def build(config: Config, model: type[TaskModule] | None = None, data: type[Data
 
     Args:
         config: The resolved configuration.
-        model: The task's class, unless the configuration names a subclass. None requires the configuration to name one.
-        data: The data module's class, unless the configuration names a subclass. Default: None.
+        model: The task's class, unless the configuration names a subclass. Default: None; the configuration must then
+            name the task's class.
+        data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
+            then name a data module's class.
 
     Raises:
         ConfigError: If the configuration is invalid.
@@ -177,8 +180,10 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
 
     Args:
         config: The resolved configuration.
-        model: The task's class, unless the configuration names a subclass. None requires the configuration to name one.
-        data: The data module's class, unless the configuration names a subclass. Default: None.
+        model: The task's class, unless the configuration names a subclass. Default: None; the configuration must then
+            name the task's class.
+        data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
+            then name a data module's class.
 
     Raises:
         ConfigError: If the configuration is invalid; the error names every problem with file, line and key.
@@ -320,7 +325,7 @@ def _check_simple(checker: Checker, value: Value | None, name: str, annotation: 
 
 
 def locate_error(config: Config, error: Exception, section: str = "trainer") -> ConfigError:
-    """Convert an error of the Trainer or the run folder to a ConfigError that names its place.
+    """Convert an error of the Trainer or the run folder to a ConfigError that names the key and its source.
 
     Args:
         config: The resolved configuration.

@@ -27,7 +27,7 @@ _SHELVES: tuple[tuple[type, str], ...] = (
     (torch.optim.lr_scheduler.LRScheduler, "torch.optim.lr_scheduler"),
     (torch.nn.Module, "torch.nn"),
 )
-"""Modules in which subclasses of the first are looked up by their short names."""
+"""Base classes, each with the module in which its subclasses are looked up by short name."""
 _ROOMS = [home for _, home in _SHELVES]
 
 
@@ -37,7 +37,7 @@ def list_shelved() -> list[type]:
 
 
 def is_shelved(base: Any) -> bool:
-    """Return whether ``base`` cannot be used itself, so that a configuration must name a subclass."""
+    """Return whether a configuration must name a subclass of ``base`` instead of ``base`` itself."""
     return base in (TaskModule, DataModule, *(kind for kind, _ in _SHELVES)) or inspect.isabstract(base)
 
 
@@ -45,7 +45,7 @@ def list_short_names(base: Any) -> dict[str, str]:
     """Return the short names of subclasses of ``base``, each with its module.
 
     Args:
-        base: The base class; ``object`` for all of `list_shelved`.
+        base: The base class; ``object`` for all classes of `list_shelved`.
     """
     if base is object:
         return {name: home for kind in list_shelved() for name, home in list_short_names(kind).items()}
@@ -72,7 +72,7 @@ def find(name: str, base: Any) -> Any:
         base: The class that the result must extend; ``object`` for any.
 
     Raises:
-        ConfigError: If nothing has this name (the error names the closest one), or several classes have it.
+        ConfigError: If nothing has this name (the error names the closest name), or if several classes have this name.
     """
     homes = list_short_names(base)
     if name in homes:
@@ -108,7 +108,8 @@ def import_target(name: str) -> Any:
         name: The import path, such as ``"my_package.module.Name"``.
 
     Raises:
-        ConfigError: If the object does not exist (the error names the closest one), or if a module it needs is missing.
+        ConfigError: If ``name`` is not an import path, if the object does not exist (the error names the closest name),
+            or if a module that it needs is missing.
     """
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):

@@ -35,7 +35,7 @@ class Recipe:
         raise NotImplementedError
 
     def resolve_defaults(self) -> Value:
-        """Return the value with all defaults."""
+        """Return the configuration's value, with the defaults of the arguments that it omits."""
         return self.value
 
 
@@ -44,13 +44,13 @@ class PlainRecipe(Recipe):
     """Recipe of a value that needs no construction.
 
     Attributes:
-        built_value: The converted value.
+        built_value: The value, converted to the annotated type.
     """
 
     built_value: Any
 
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
-        """Return the value."""
+        """Return ``built_value``."""
         return self.built_value
 
 
@@ -59,7 +59,7 @@ class CollectionRecipe(Recipe):
     """Recipe of a list, tuple or set.
 
     Attributes:
-        kind: The type of the collection.
+        kind: Type of the collection, such as ``tuple``.
         items: Recipes of the items.
     """
 
@@ -67,11 +67,11 @@ class CollectionRecipe(Recipe):
     items: list[Recipe]
 
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
-        """Build the collection."""
+        """Build the items and return the collection."""
         return self.kind([item.make(supplied) for item in self.items])
 
     def resolve_defaults(self) -> Value:
-        """Return the items with all defaults."""
+        """Return the items as a list, with the defaults of the arguments that they omit."""
         return Value([item.resolve_defaults() for item in self.items], self.value.source)
 
 
@@ -80,17 +80,17 @@ class MappingRecipe(Recipe):
     """Recipe of a dict.
 
     Attributes:
-        items: Recipes by key.
+        items: Recipes of the dict's values, by key.
     """
 
     items: dict[Any, Recipe]
 
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
-        """Build the dict."""
+        """Build the values and return the dict."""
         return {key: item.make(supplied) for key, item in self.items.items()}
 
     def resolve_defaults(self) -> Value:
-        """Return the entries with all defaults."""
+        """Return the entries, with the defaults of the arguments that they omit."""
         # Keys as written, because built ones may be paths.
         items = zip(self.value.data, self.items.values(), strict=True)
         return Value({key: item.resolve_defaults() for key, item in items}, self.value.source)
@@ -101,12 +101,12 @@ class ObjectRecipe(Recipe):
     """Recipe of an object, or of a function's return value.
 
     Attributes:
-        name: The class's name in the configuration; empty if the configuration names none.
+        name: The class's name in the configuration; empty if the configuration does not name a class.
         target: The class or function.
         path: The value's path in the configuration.
         signature: The signature of the target.
         arguments: Recipes of the arguments.
-        base: The class of which a function's return value must be an instance.
+        base: Required class of a function's return value. Default: ``object``, any class.
         later: Whether to build a ``functools.partial`` of the target instead of calling it.
     """
 
@@ -119,7 +119,7 @@ class ObjectRecipe(Recipe):
     later: bool = False
 
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
-        """Build the object."""
+        """Call ``target`` and return the result; return a ``functools.partial`` if ``later`` is set."""
         arguments = {name: recipe.make(supplied) for name, recipe in self.arguments.items()}
         for name, value in supplied.items():
             if name in self.signature.arguments:

@@ -26,7 +26,7 @@ class Download:
 
     Args:
         source: The checkpoint's URL.
-        manifest: Its manifest.
+        manifest: The parsed manifest of this checkpoint.
 
     Attributes:
         folder: The folder with the files.
@@ -44,7 +44,7 @@ class Download:
         """Download the files that are not downloaded yet.
 
         Args:
-            names: The files.
+            names: Names of the files, as listed in the manifest.
 
         Raises:
             ValueError: If a file is missing, or its content differs from the committed content.
@@ -77,7 +77,7 @@ class Download:
 
         Args:
             folder: The folder of the other process.
-            names: The files.
+            names: Names of the files, as listed in the manifest.
         """
         for name in names:
             if name not in self._here:

@@ -102,7 +102,7 @@ def check_files(path: RemotePath, manifest: Manifest) -> None:
 
     Args:
         path: The checkpoint's URL.
-        manifest: Its manifest.
+        manifest: The parsed manifest of this checkpoint.
 
     Raises:
         ValueError: If an object is missing or has the wrong size.
@@ -115,7 +115,7 @@ def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, in
 
     Args:
         path: The checkpoint's URL.
-        manifest: Its manifest.
+        manifest: The parsed manifest of this checkpoint.
         objects: The sizes by name.
         fix: The end of the error message.
 
@@ -156,7 +156,7 @@ def delete(path: RemotePath, names: Iterable[str]) -> None:
 
     Args:
         path: The folder's URL.
-        names: The objects.
+        names: Paths of the objects, relative to the folder.
     """
     for name in sorted(names):
         (path / name).unlink()
