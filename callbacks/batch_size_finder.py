@@ -35,15 +35,15 @@ class BatchSizeFinder(Callback):
         max_trials: Maximum number of sizes to try. Default: 25.
         batch_arg_name: Name of the attribute of the task, its hparams or the data module that contains the batch size.
             Default: ``"batch_size"``.
-        margin: With ``"binsearch"``, the fraction by which the result is reduced if memory ran out at a larger size.
-            Default: 0.05.
+        margin: With ``"binsearch"``, fraction by which the largest size that fits is reduced if a larger size ran out
+            of memory. Default: 0.05.
         max_val: The largest size to try. The result never exceeds the number of samples of a process. Default: 8192.
         keep_global_batch: In ``fit``, increase ``accumulate_grad_batches`` as the batch size decreases, so that the
             number of samples per optimizer step does not change. The result is then the largest divisor of this number
             that fits. Default: False.
 
     Attributes:
-        optimal_batch_size: The result; None before the search.
+        optimal_batch_size: The batch size that the search found; None before the search.
 
     Raises:
         ValueError: If an argument is invalid or, before the search, if ``keep_global_batch`` is combined with a
@@ -100,7 +100,7 @@ class BatchSizeFinder(Callback):
             )
 
     def search(self, fits: Callable[[int], int | None], limit: int) -> int:
-        """Return the largest size that fits.
+        """Return the largest size that fits among the sizes that ``mode`` tries. ``margin`` may reduce it.
 
         Args:
             fits: Function that tries a size. It returns None if memory ran out, otherwise the size of the largest batch
@@ -134,7 +134,7 @@ class BatchSizeFinder(Callback):
         return best
 
     def _is_done(self, best: int, worst: int) -> bool:
-        """Return whether no other size needs to be tried."""
+        """Return whether the search is complete, because ``best`` and ``worst`` are close enough for the mode."""
         return worst - best <= 1 if self.mode == "binsearch" else worst <= 2 * best
 
     def _choose_next_size(self, best: int, worst: int, limit: int) -> int:
@@ -161,15 +161,15 @@ class BatchSizeFinder(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the result of the search; empty before the search."""
+        """Return the result of the search for a checkpoint; an empty dict before the search."""
         if self.optimal_batch_size is None:
             return {}
         return {"batch_size": self.optimal_batch_size, "accumulate": self.accumulate}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result.
+        """Restore the result of a search from a checkpoint.
 
         Args:
-            state_dict: The saved state.
+            state_dict: State that `state_dict` returned.
         """
         self.optimal_batch_size, self.accumulate = state_dict["batch_size"], state_dict["accumulate"]

@@ -46,4 +46,4 @@ class BestEffortCallback(Callback):
             return None
 
     def _switch_off(self) -> None:
-        """Release the callback's resources."""
+        """Release resources when the callback is disabled, such as an open progress bar. Does nothing by default."""

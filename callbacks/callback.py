@@ -20,9 +20,9 @@ class Callback:
     order is the same on every process.
 
     Attributes:
-        after_task: Position of the callback's hooks. 0 is before the task's own hook. Higher values are after it: 1 for
-            callbacks that decide (`EarlyStopping`, `Timer`), 2 for callbacks that save (`ModelCheckpoint`), 3 for
-            callbacks that display (`TQDMProgressBar`). Default: 0.
+        after_task: Position of the callback's hooks relative to the task's own hooks. 0 runs before them, higher values
+            run after them: 1 for callbacks that stop the run (`EarlyStopping`, `Timer`), 2 for callbacks that save
+            (`ModelCheckpoint`), 3 for callbacks that display (`TQDMProgressBar`). Default: 0.
         searches: Whether the callback runs trials before the stage begins (`BatchSizeFinder`, `LearningRateFinder`).
             Default: False.
         exchanges: Whether the callback's hooks use collectives (`ModelCheckpoint`). Every rank must have such a
@@ -54,8 +54,8 @@ class Callback:
         Args:
             name: Name under which the value is logged.
             value: A number, a tensor with one element, or a ``torchmetrics.Metric``.
-            args: Further arguments of `TaskModule.log`.
-            kwargs: Further arguments of `TaskModule.log`.
+            args: Further positional arguments of `TaskModule.log`.
+            kwargs: Further keyword arguments of `TaskModule.log`.
 
         Raises:
             RuntimeError: If no stage is running.
@@ -66,7 +66,8 @@ class Callback:
         """Log every value of a dictionary with the same arguments.
 
         Args:
-            dictionary: Values by name.
+            dictionary: Values to log, by name. Each may be a number, a tensor with one element or a
+                ``torchmetrics.Metric``.
             kwargs: Keyword arguments of `log`.
 
         Raises:
@@ -104,7 +105,7 @@ class Callback:
     def added_layout(self) -> dict[str, Any]:
         """Return the sharded tensors that `on_save_checkpoint` adds, by name, with the sharding of this run.
 
-        When a checkpoint is loaded, they determine how the saved tensors are sharded. Override this method if
+        When a checkpoint is loaded, the saved tensors are sharded like these tensors. Override this method if
         `on_save_checkpoint` adds sharded tensors.
         """
         return {}
@@ -132,7 +133,7 @@ class Callback:
     # -- the run -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Prepare for a stage. Runs on every process.
+        """Prepare for a stage. Runs on every process, before ``configure_model`` and ``configure_optimizers``.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -150,7 +151,7 @@ class Callback:
         """
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run once the model and the optimizers are in place.
+        """Run after the model and the optimizers are created. In a resumed run, the weights are already loaded.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -171,7 +172,7 @@ class Callback:
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            exception: The exception.
+            exception: Exception that ended the stage.
         """
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -225,13 +226,13 @@ class Callback:
         """
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Run before each micro-batch, once it is on the device.
+        """Run before each micro-batch, once it is on the device. Return -1 on every rank to end the epoch.
 
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            batch: The batch.
-            batch_idx: Index of the batch.
+            batch: Batch on the device.
+            batch_idx: Index of the micro-batch in the epoch.
         """
 
     def on_train_batch_end(
@@ -242,9 +243,10 @@ class Callback:
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            outputs: The step's result.
-            batch: The batch.
-            batch_idx: Index of the batch.
+            outputs: Dict with the detached ``"loss"`` and any other entries that ``training_step`` returned; empty if
+                it returned None.
+            batch: Batch on the device.
+            batch_idx: Index of the micro-batch in the epoch.
         """
 
     def on_before_backward(self, trainer: Trainer, pl_module: TaskModule, loss: Any) -> None:
@@ -270,7 +272,7 @@ class Callback:
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            optimizer: The optimizer.
+            optimizer: Optimizer that is about to step.
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
@@ -279,7 +281,7 @@ class Callback:
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            optimizer: The optimizer.
+            optimizer: Optimizer whose gradients are reset.
         """
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -336,8 +338,8 @@ class Callback:
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            batch: The batch.
-            batch_idx: Index of the batch.
+            batch: Batch on the device.
+            batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
 
@@ -349,9 +351,9 @@ class Callback:
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            outputs: The step's result.
-            batch: The batch.
-            batch_idx: Index of the batch.
+            outputs: Result of ``validation_step``.
+            batch: Batch on the device.
+            batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
 
@@ -395,8 +397,8 @@ class Callback:
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            batch: The batch.
-            batch_idx: Index of the batch.
+            batch: Batch on the device.
+            batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
 
@@ -408,9 +410,9 @@ class Callback:
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            outputs: The step's result.
-            batch: The batch.
-            batch_idx: Index of the batch.
+            outputs: Result of ``test_step``.
+            batch: Batch on the device.
+            batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
 
@@ -454,8 +456,8 @@ class Callback:
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            batch: The batch.
-            batch_idx: Index of the batch.
+            batch: Batch on the device.
+            batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
 
@@ -467,9 +469,9 @@ class Callback:
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            outputs: The step's result.
-            batch: The batch.
-            batch_idx: Index of the batch.
+            outputs: Result of ``predict_step``.
+            batch: Batch on the device.
+            batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
 
@@ -485,7 +487,7 @@ class Callback:
         """
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Restore what `on_save_checkpoint` added to a checkpoint.
+        """Restore the entries that `on_save_checkpoint` added to a checkpoint.
 
         Args:
             trainer: The Trainer that runs the stage.

@@ -9,8 +9,8 @@ class Checkpoint(Callback):
     """Base class of user-defined checkpoint callbacks. A Trainer with such a callback does not add a `ModelCheckpoint`.
 
     Attributes:
-        keeper: Name of the system that stores the checkpoints. Empty if they are in a folder that the Trainer searches
-            automatically. Default: "".
+        keeper: Name of the external system that stores the checkpoints, for messages. If set, the Trainer calls
+            `resume_path` to find the latest checkpoint. Default: "".
 
     Example:
         >>> import tempfile
@@ -40,7 +40,7 @@ class Checkpoint(Callback):
     keeper: str = ""
 
     def resume_path(self) -> str | None:
-        """Return the checkpoint for ``ckpt_path="last"`` and ``"auto"``, or None if ``keeper`` has none.
+        """Return the path of the checkpoint for ``ckpt_path="last"`` and ``"auto"``; None if there is no checkpoint.
 
         Called on all ranks. Must return the same value on all of them.
         """

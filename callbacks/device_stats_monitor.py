@@ -61,7 +61,7 @@ class DeviceStatsMonitor(BestEffortCallback):
         self._with_cpu = False
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Select the statistics to log."""
+        """Check the settings and select the statistics to log."""
         super().setup(trainer, pl_module, stage)
         on_cpu = trainer.accelerator.device.type == "cpu"
         self._with_cpu = on_cpu if self.cpu_stats is None else self.cpu_stats
@@ -100,19 +100,19 @@ class DeviceStatsMonitor(BestEffortCallback):
             self._safely(self._write, trainer, "on_train_batch_end", step)
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Log the statistics every ``log_every_n_steps`` batches."""
+        """Log the statistics at the start of a validation batch, every ``log_every_n_steps`` batches."""
         self._write_evaluation(trainer, "on_validation_batch_start")
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Log the statistics every ``log_every_n_steps`` batches."""
+        """Log the statistics at the end of a validation batch, every ``log_every_n_steps`` batches."""
         self._write_evaluation(trainer, "on_validation_batch_end")
 
     def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Log the statistics every ``log_every_n_steps`` batches."""
+        """Log the statistics at the start of a test batch, every ``log_every_n_steps`` batches."""
         self._write_evaluation(trainer, "on_test_batch_start")
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Log the statistics every ``log_every_n_steps`` batches."""
+        """Log the statistics at the end of a test batch, every ``log_every_n_steps`` batches."""
         self._write_evaluation(trainer, "on_test_batch_end")
 
     def _write_evaluation(self, trainer: Trainer, moment: str) -> None:
@@ -126,10 +126,10 @@ class DeviceStatsMonitor(BestEffortCallback):
 
 
 def read_device_stats(device: torch.device) -> dict[str, float]:
-    """Return the statistics of the device's allocator, without synchronization.
+    """Return the memory allocator's statistics for a device, without synchronizing with it.
 
     Args:
-        device: The device.
+        device: Device to query.
 
     Returns:
         Values by name; empty for a CPU.

@@ -42,18 +42,18 @@ _STATE = ("best_score", "wait_count", "stopped_epoch", "stopping_reason_message"
 class EarlyStopping(Callback):
     """Callback that stops the run when ``monitor`` has not improved for ``patience`` checks.
 
-    The value is identical on all processes, so all stop after the same step. The Trainer's ``min_epochs`` and
-    ``min_steps`` are respected: the run continues until they are reached. A resumed run that had been stopped remains
-    stopped, unless the current ``patience`` or thresholds would not have stopped it.
+    The value of ``monitor`` is identical on all processes, so all processes stop after the same step. The Trainer's
+    ``min_epochs`` and ``min_steps`` are respected: the run continues until they are reached. A resumed run that had
+    been stopped remains stopped, unless the current ``patience`` or thresholds would not have stopped it.
 
     Args:
         monitor: Name of the logged value.
         min_delta: Change that an improvement must exceed. Default: 0.0.
         patience: Number of checks without improvement before the run stops. Checks run after each epoch. If validation
-            does not run exactly once per epoch, they run after each validation instead. Default: 3.
-        verbose: Announce improvements. Default: False.
+            is enabled and does not run exactly once per epoch, checks run after each validation instead. Default: 3.
+        verbose: Announce each improvement of ``monitor``. Default: False.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. Default: ``"min"``.
-        strict: Raise an error if the value was never logged. Otherwise, skip the check with a warning. Default: True.
+        strict: Raise an error if ``monitor`` was never logged. Otherwise, skip the check with a warning. Default: True.
         check_finite: Stop if the value is NaN or infinite. Default: True.
         stopping_threshold: Stop once the value is better than this threshold. Default: None.
         divergence_threshold: Stop once the value is worse than this threshold. Default: None.
@@ -62,7 +62,7 @@ class EarlyStopping(Callback):
         log_rank_zero_only: Accepted for compatibility with Lightning. Only rank zero prints messages in any case.
 
     Attributes:
-        best_score: Best of the checked values, a 0-d tensor. Before the first check, infinity with mode ``"min"`` and
+        best_score: Best value of all checks, a 0-d tensor. Before the first check, infinity with mode ``"min"`` and
             -infinity with mode ``"max"``.
         wait_count: Number of consecutive checks without improvement.
         stopped_epoch: The epoch in which the callback stopped the run; 0 if it did not stop this run.
@@ -143,7 +143,7 @@ class EarlyStopping(Callback):
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the wait count and the details of a stop."""
+        """Return the best value, the wait count, and the reason and the value at which the run was stopped."""
         decided = {"decided_at": self._decided_at, "decided_after": self._decided_after}
         decided["stopping_reason"] = self.stopping_reason.value
         return {name: getattr(self, name) for name in _STATE} | decided
@@ -167,7 +167,7 @@ class EarlyStopping(Callback):
         self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop a resumed run if early stopping had already ended it and the current limits still apply."""
+        """Stop a resumed run if the callback had already ended it and the current arguments would still end it."""
         reason = self.stopping_reason_message
         if reason is None:
             return
@@ -219,7 +219,7 @@ class EarlyStopping(Callback):
         return f"{self.monitor} improved to {current.item():.4g}"
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
-        """Compare the monitored value if it was measured since the last check. Stop the run if a criterion is met."""
+        """Check the monitored value, if a new one is available. Stop the run if a criterion is met."""
         value = read_new_value(trainer, self.monitor, "EarlyStopping", self.strict)
         if value is None:
             return  # without a check the wait count stays

@@ -37,12 +37,13 @@ class BaseFinetuning(Callback):
     ``finetune_function(pl_module, epoch, optimizer)`` runs at the start of each epoch and may call
     `unfreeze_and_add_param_group`.
 
-    A resumed run restores the trained parameters, the parameter groups and the mode of each layer. The callback runs
-    before the task's own hooks (``after_task`` is 0).
+    A resumed run restores which parameters are trained, the parameter groups, and the mode of each layer. The callback
+    runs before the task's own hooks (``after_task`` is 0).
 
     Raises:
-        ValueError: Before the first step, if the model or the optimizer state (ZeRO) is sharded, because the trained
-            parameters are then fixed. On resume, if ``configure_optimizers`` builds different groups.
+        ValueError: Before the first step, if the model or the optimizer state (ZeRO) is sharded, because sharding fixes
+            which parameters are trained. On resume, if ``configure_optimizers`` builds parameter groups that differ
+            from those in the checkpoint.
 
     Example:
         >>> import torch
@@ -84,7 +85,7 @@ class BaseFinetuning(Callback):
     # -- for methods that may be overridden ----------------------------------------------------------------------
 
     def freeze_before_training(self, pl_module: TaskModule) -> None:
-        """Freeze the modules that are not trained at first.
+        """Freeze the modules that are not trained from the start.
 
         Args:
             pl_module: The task.
@@ -100,7 +101,7 @@ class BaseFinetuning(Callback):
         Args:
             pl_module: The task.
             epoch: Index of the epoch.
-            optimizer: The optimizer.
+            optimizer: One of the task's optimizers.
 
         Raises:
             NotImplementedError: If the method is not overridden.
@@ -128,7 +129,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the trained or the frozen parameters of modules.
+        """Yield the parameters of modules that are trained, or those that are frozen.
 
         Args:
             modules: A module, or nested lists of modules.
@@ -160,7 +161,7 @@ class BaseFinetuning(Callback):
         """Freeze a module's own parameters. A BatchNorm layer is put in evaluation mode, which keeps its statistics.
 
         Args:
-            module: The module.
+            module: Module to freeze. Its submodules do not change.
         """
         if _is_norm(module):
             module.eval()
@@ -183,11 +184,11 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the parameters that the optimizer does not have yet.
+        """Return those of the parameters that are not in the optimizer yet.
 
         Args:
             optimizer: The optimizer.
-            params: The parameters.
+            params: Parameters to look up in the optimizer.
         """
         optimized_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [parameter for parameter in params if id(parameter) not in optimized_ids]
@@ -204,7 +205,7 @@ class BaseFinetuning(Callback):
 
         Args:
             modules: The modules to unfreeze.
-            optimizer: The optimizer.
+            optimizer: Optimizer that gets the group.
             lr: Learning rate of the group. Default: the first group's rate divided by ``initial_denom_lr``.
             initial_denom_lr: Divisor for the default of ``lr``. Default: 10.0.
             train_bn: Whether BatchNorm layers are trained, too. If False, their parameters, statistics and mode do not
@@ -236,7 +237,7 @@ class BaseFinetuning(Callback):
         self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Restore the trained parameters and the parameter groups that a resumed run had when it was saved."""
+        """In a resumed run, restore which parameters are trained, the parameter groups, and the mode of each layer."""
         if trainer.opened_checkpoint is not None:
             states = open_callback_states(trainer.opened_checkpoint)["callbacks"]
             if layout := states.get(self.state_key, {}).get("made"):
@@ -268,24 +269,25 @@ class BaseFinetuning(Callback):
         return {"made": self._layout}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing, because `on_fit_start` restores the parameter groups that the optimizer state needs."""
+        """Do nothing. `on_fit_start` restores the state, because the optimizer state needs the parameter groups."""
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Callback that unfreezes the task's ``backbone`` at a given epoch and then raises its learning rate in each epoch.
+    """Callback that unfreezes the task's ``backbone`` in a given epoch and raises its learning rate in later epochs.
 
     Args:
         unfreeze_backbone_at_epoch: Index of the first epoch in which the backbone is trained. Default: 10.
         lambda_func: Function that returns the factor by which the backbone's rate is multiplied in each later epoch.
             Its argument is the index of the next epoch. Default: `multiplicative`, which returns 2.
         backbone_initial_ratio_lr: Initial rate of the backbone, as a fraction of the first group's rate. Default: 0.1.
-        backbone_initial_lr: Initial rate of the backbone, which overrides the fraction. Default: None.
+        backbone_initial_lr: Initial rate of the backbone. If set, ``backbone_initial_ratio_lr`` is ignored. Default:
+            None.
         should_align: Limit the backbone's rate to the first group's rate. Default: True.
         initial_denom_lr: Accepted for compatibility with Lightning, and ignored, because the initial rate is set
             directly.
         train_bn: Whether the backbone's BatchNorm layers are trained from the start. If False, they stay frozen in
             evaluation mode for the whole run. Default: True.
-        verbose: Announce the rates. Default: False.
+        verbose: Announce the learning rates in each epoch in which the backbone is trained. Default: False.
         rounding: Number of decimal places in the announced rates. Default: 12.
 
     Raises:
@@ -365,7 +367,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check that the optimizer contains no frozen parameters, then continue as `BaseFinetuning.on_fit_start`."""
+        """Check that no optimizer contains frozen parameters of the backbone. See `BaseFinetuning.on_fit_start`."""
         frozen_ids = {id(p) for p in pl_module.backbone.parameters() if not p.requires_grad}  # type: ignore[union-attr]
         optimized_ids = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
         if frozen_ids & optimized_ids:
@@ -390,7 +392,7 @@ class BackboneFinetuning(BaseFinetuning):
             announce(f"train_bn=False keeps {layers} in the backbone frozen for the whole run")
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the backbone, or increase its learning rate.
+        """Unfreeze the backbone in its first epoch, and change its learning rate in later epochs.
 
         Args:
             pl_module: The task.
@@ -437,12 +439,12 @@ def _describe_layout(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
 
 
 def _join_sizes(groups: list[list[str]]) -> str:
-    """Return the number of parameters of each group as text."""
+    """Return the number of parameters in each group as a comma-separated text."""
     return ", ".join(str(len(names)) for names in groups)
 
 
 def _apply_layout(layout: dict[str, Any], trainer: Trainer, task: TaskModule) -> None:
-    """Restore a layout that `_describe_layout` returned."""
+    """Apply a saved layout to the model and the optimizers. See `_describe_layout`."""
     trained, evaluation = set(layout["trained"]), set(layout["evaluation"])
     parameters = {strip_compile_prefix(name): parameter for name, parameter in task.named_parameters()}
     current_groups = _describe_layout(trainer, task)["groups"]

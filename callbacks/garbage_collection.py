@@ -16,9 +16,9 @@ class GarbageCollection(Callback):
     """Callback that collects garbage every ``every_n_steps`` optimizer steps, instead of Python's automatic collection.
 
     Python's automatic collection depends on the number of allocations, so each process collects at a different step
-    while all other processes wait for it. The callback runs after the task's own hooks (``after_task`` is 1), before
-    checkpoints are saved. Objects that exist when training begins, mainly libraries, are excluded, so a collection
-    takes milliseconds.
+    while all other processes wait for it. The callback runs after the task's own hooks (``after_task`` is 1) and before
+    checkpoints are saved. Objects that exist when training begins, mainly those of libraries, are excluded, so a
+    collection takes milliseconds.
 
     A Trainer with several GPUs adds a GarbageCollection that runs every 100 steps, unless ``callbacks`` contains one.
 

@@ -51,7 +51,7 @@ class GradientAccumulationScheduler(Callback):
         self.epochs = sorted(self.scheduling)
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Return whether any step has several micro-batches."""
+        """Return whether an optimizer step has more than one micro-batch in any epoch."""
         return any(number > 1 for number in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
@@ -66,13 +66,13 @@ class GradientAccumulationScheduler(Callback):
         """Return the number of optimizer steps in the first ``epochs`` epochs.
 
         Args:
-            batches: Micro-batches per epoch.
+            batches: Number of micro-batches in each epoch.
             epochs: Number of epochs.
         """
         return sum(-(-batches // self.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Raise an error if the number of micro-batches is also set elsewhere."""
+        """Raise a ValueError if the Trainer also sets ``accumulate_grad_batches``, or with manual optimization."""
         if stage != "fit":
             return
         if not pl_module.automatic_optimization:
@@ -95,11 +95,11 @@ class GradientAccumulationScheduler(Callback):
         announce(f"micro-batches per optimizer step: {words}")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Set the number of micro-batches for the epoch."""
+        """Set the number of micro-batches per optimizer step for the epoch."""
         number = self.get_accumulate_grad_batches(trainer.progress.epoch)
         trainer.accelerator.gradient_accumulation_steps = number
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Reset the Trainer's ``accumulate_grad_batches``."""
+        """Reset the number of micro-batches per optimizer step to 1."""
         if stage == "fit":
             trainer.accelerator.gradient_accumulation_steps = 1

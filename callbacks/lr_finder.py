@@ -71,7 +71,7 @@ class _LRFinder:
         return self.lr_min * (self.lr_max / self.lr_min) ** share
 
     def add(self, lr: float, loss: float) -> None:
-        """Record a step.
+        """Record the learning rate and the loss of a step.
 
         Args:
             lr: Learning rate of the step.
@@ -138,7 +138,7 @@ class _LRFinder:
 
         Args:
             suggest: Mark the suggested rate. Default: False.
-            show: Open a window. Default: False.
+            show: Also show the plot in a window. Default: False.
             ax: The axes to draw on. Default: those of a new figure.
 
         Returns:
@@ -170,9 +170,9 @@ class LearningRateFinder(Callback):
     """Callback that searches for an initial learning rate before the first step of ``fit``, and sets it.
 
     A copy of the task takes ``num_training_steps`` optimizer steps while the rate rises. Then the copy is discarded and
-    the RNG state is restored, so only the result of the search remains. The suggested rate is assigned to the task's
-    attribute before ``configure_optimizers`` runs, so optimizers and schedulers start from it. With several parameter
-    groups, all rates rise in proportion, and the highest rate is reported. Requires automatic optimization.
+    the RNG state is restored, so only the result of the search remains. The suggested rate is assigned to the attribute
+    ``attr_name`` before ``configure_optimizers`` runs, so optimizers and schedulers start from this rate. With several
+    parameter groups, all rates rise in proportion, and the highest rate is reported. Requires automatic optimization.
 
     A run that is resumed from a checkpoint keeps its rate and does not search again.
 
@@ -183,12 +183,12 @@ class LearningRateFinder(Callback):
         mode: How the rate rises: ``"exponential"`` or ``"linear"``. Default: ``"exponential"``.
         early_stop_threshold: End the search when the smoothed loss exceeds the best one by this factor, or is not
             finite; None disables this. Default: 4.0.
-        update_attr: Assign the suggested rate to the attribute. Default: True.
-        attr_name: Name of the attribute. Default: ``lr`` or ``learning_rate``, of the task, its hparams or the data
-            module.
+        update_attr: Assign the suggested rate to the attribute ``attr_name``. Default: True.
+        attr_name: Name of the attribute for the suggested rate. Default: ``lr`` or ``learning_rate``, of the task, its
+            hparams or the data module.
 
     Attributes:
-        optimal_lr: The result, with ``results``, ``suggestion()`` and ``plot()``; None before the search.
+        optimal_lr: Result of the search, with ``results``, ``suggestion()`` and ``plot()``; None before the search.
 
     References:
         Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, https://arxiv.org/abs/1506.01186.
@@ -253,7 +253,7 @@ class LearningRateFinder(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the result of the search; empty before the search."""
+        """Return the result of the search for a checkpoint; an empty dict before the search."""
         finder = self.optimal_lr
         if finder is None:
             return {}
@@ -261,10 +261,10 @@ class LearningRateFinder(Callback):
         return {**settings, "num_training": finder.num_training, "results": finder.results}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result.
+        """Restore the result of a search from a checkpoint.
 
         Args:
-            state_dict: The saved state.
+            state_dict: State that `state_dict` returned.
         """
         state = dict(state_dict)
         results = state.pop("results")

@@ -20,10 +20,10 @@ class LearningRateMonitor(BestEffortCallback):
     """Monitor that logs the learning rates of each optimizer, per step or per epoch.
 
     The rate of a step is the one with which the optimizer took the step; the rate of an epoch is the one at its start.
-    Each rate is logged under the name in the scheduler's configuration or, by default, ``lr-`` and the optimizer's
-    class, such as ``lr-Adam``. Optimizers without a scheduler also get this default name. A second optimizer of the
-    same class is named ``lr-Adam-1``. If there are several parameter groups, each has its own name: ``lr-Adam/pg1``,
-    ``lr-Adam/pg2``, or the group's ``"name"`` instead of ``pg1``.
+    Each rate is logged under the ``"name"`` in the scheduler's configuration. By default, this name is ``lr-`` and the
+    optimizer's class, such as ``lr-Adam``. Optimizers without a scheduler also get this default name. A second
+    optimizer of the same class is named ``lr-Adam-1``. If there are several parameter groups, each has its own name:
+    ``lr-Adam/pg1``, ``lr-Adam/pg2``, or the group's ``"name"`` instead of ``pg1``.
 
     Args:
         logging_interval: ``"step"`` (every ``log_every_n_steps`` steps), ``"epoch"``, or None for each scheduler's own
@@ -32,7 +32,7 @@ class LearningRateMonitor(BestEffortCallback):
         log_weight_decay: Also log the weight decay, as ``...-weight_decay``. Default: False.
 
     Attributes:
-        lrs: The logged learning rates by name.
+        lrs: List of all logged learning rates, by name.
         last_momentum_values: The latest momenta by name.
         last_weight_decay_values: The latest weight decays by name.
 
@@ -99,7 +99,7 @@ class LearningRateMonitor(BestEffortCallback):
         self.lrs, self._rates = {}, {}
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log the rates that are logged once per epoch."""
+        """Log the learning rates whose interval is ``"epoch"``."""
         if self.logging_interval != "step" and not trainer.progress.batch:  # a resumed epoch was logged before
             self._safely(self._read_and_write, trainer)
 
@@ -114,7 +114,7 @@ class LearningRateMonitor(BestEffortCallback):
             self._safely(self._read, trainer, "step", optimizer if self._rates else None)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log the rates of the step, unless it was skipped."""
+        """Log the rates of the step, unless the optimizer skipped the step."""
         if self._rates:
             if trainer.progress.step % trainer.log_every_n_steps == 0:
                 self._safely(self._write, trainer)
@@ -142,11 +142,14 @@ class LearningRateMonitor(BestEffortCallback):
 
     @property
     def lr_sch_names(self) -> list[str]:
-        """Names of the logged rates."""
+        """Names under which learning rates were logged."""
         return list(self.lrs)
 
     def _extract_stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
-        """Return the current values for an interval (``"any"`` for all). Subclasses in public code call this method."""
+        """Return the current values to log for an interval, by name.
+
+        Subclasses in public code call this method with ``"step"``, ``"epoch"``, or ``"any"`` for both intervals.
+        """
         rates, others = self._rates, self._others
         self._rates, self._others = {}, {}
         try:

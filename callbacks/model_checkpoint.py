@@ -57,7 +57,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             run's folder. The run's folder is the folder of the first logger that has one. If no logger has one, it is a
             folder in ``default_root_dir`` named after the experiment and the run. Without loggers, it is
             ``default_root_dir`` itself.
-        filename: Template of file names, such as ``"{epoch}-{val_loss:.2f}"``. Default: ``"{epoch}-{step}"``.
+        filename: Template of checkpoint names, such as ``"{epoch}-{val_loss:.2f}"``. Default: ``"{epoch}-{step}"``.
         monitor: Name of the logged value by which checkpoints are ranked. With None, the latest checkpoint is the best.
             ``"step"`` with ``mode="max"`` keeps the latest ``save_top_k`` checkpoints. Default: None.
         verbose: Announce each save. Default: False.
@@ -71,20 +71,21 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             save. After an error, rank zero saves the run as of the last completed step. With several processes, the
             state of the other ranks is missing, so their RNG state is reinitialized on resume. No checkpoint is saved
             if the other ranks hold shards of the model, or if the error occurs in the optimizer's step or in
-            ``on_step_end``. With several processes, this also applies to errors that occur after the optimizer's step
-            and before ``on_step_end``, except in a validation, which is repeated on resume. The overhead is 0.1 ms per
-            step, a copy of the model's buffers and of the callbacks' states, and, on a GPU, a synchronization if the
-            mean of an epoch is logged. Default: False.
-        save_weights_only: Omit everything that is only needed to resume. Default: False.
+            ``on_step_end``. With several processes, no checkpoint is saved after an error between the optimizer's step
+            and ``on_step_end`` either, unless the error occurs in a validation. On resume, this validation is repeated.
+            The overhead is 0.1 ms per step, a copy of the model's buffers and of the callbacks' states, and, on a GPU,
+            a synchronization if the mean of an epoch is logged. Default: False.
+        save_weights_only: Omit everything that is needed only to resume, such as the optimizer state. Default: False.
         save_trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model with
             adapters. To load such a checkpoint, build the task with the same frozen weights, whose digests are
             compared. Weights that were trained at any time during the run are saved. Default: False.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. NaN is worse than any number.
             Default: ``"min"``.
-        auto_insert_metric_name: Write ``name=value`` into file names, with ``_`` instead of ``/``. Default: True.
+        auto_insert_metric_name: Write each field of the template as ``name=value``, not only as the value. A ``/`` in
+            the name becomes ``_``. Default: True.
         every_n_train_steps: Number of optimizer steps between saves.
-        train_time_interval: Time between saves (``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments), by rank
-            zero's clock.
+        train_time_interval: Time between saves, measured by rank zero's clock: ``"DD:HH:MM:SS"``, a timedelta or a dict
+            of its arguments.
         every_n_epochs: Number of epochs between saves. Default: 1 if none of the three triggers is set.
         save_on_train_epoch_end: Whether ``every_n_epochs`` saves at the end of the epoch (True) or after its validation
             (False). Default: True if validation runs exactly once per epoch or not at all, otherwise False.
@@ -97,13 +98,14 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     Attributes:
         best_model_path: Path of the best checkpoint, or "".
-        best_model_score: Value of the best checkpoint, a 0-d tensor; None without a monitor.
-        best_k_models: Values of the kept checkpoints, by path; empty without a monitor.
+        best_model_score: Value of ``monitor`` for the best checkpoint, a 0-d tensor; None without a monitor.
+        best_k_models: Values of ``monitor`` for the kept checkpoints, by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
         current_score: Value of the monitored metric at the latest save, or None.
 
     Raises:
-        ValueError: If triggers exclude each other, or an argument is invalid.
+        ValueError: If more than one of ``every_n_train_steps``, ``train_time_interval`` and ``every_n_epochs`` is set,
+            or an argument is invalid.
         TypeError: If an argument has the wrong type.
 
     Example:
@@ -216,7 +218,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the paths and values of the kept checkpoints, and the pending saves."""
+        """Return the record of the kept checkpoints and the state of the triggers."""
         return {
             "dirpath": self.dirpath,
             "triggered_step": self._triggered_step,
@@ -337,9 +339,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Save the last completed step on rank zero if ``save_on_exception`` is set. No collectives are used.
+        """Save the run as of the last completed step if ``save_on_exception`` is set. No collectives are used.
 
-        A background save is completed first.
+        Only rank zero saves. A background save is completed first.
 
         Raises:
             ValueError: If a weight is not finite.
@@ -398,7 +400,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return path
 
     def _save_last(self, trainer: Trainer, exception: BaseException) -> None:
-        """Save the last completed step after an error."""
+        """Save the run as of the last completed step after an error, if possible. See ``save_on_exception``."""
         last = trainer.last_step
         if not self.save_on_exception or last is None or not trainer.is_global_zero:
             return
@@ -427,7 +429,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return once or not trainer.has_validation
 
     def _trigger_by_epoch(self, trainer: Trainer) -> None:
-        """Trigger a save if one is due in this epoch."""
+        """Trigger a save if ``every_n_epochs`` requests one in this epoch."""
         if self.every_n_epochs and (trainer.progress.epoch + 1) % self.every_n_epochs == 0:
             self._trigger(trainer.progress.step)
 
@@ -527,7 +529,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         trainer.save_checkpoint(filepath, self.save_weights_only, trainable_only=self.save_trainable_only)
 
     def _settle(self, trainer: Trainer, wait: bool = False) -> None:
-        """Complete a background save that has ended, and raise its error, if any."""
+        """Complete a background save that has ended, or, with ``wait``, wait until it ends. Raise its error, if any."""
         job = self._job
         if job is None or not (wait or job.done):
             return
@@ -552,7 +554,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         trainer.logbook.call("after_save_checkpoint", self)
 
     def _collect_reserved_paths(self, trainer: Trainer) -> set[str]:
-        """Return the paths that other callbacks of this run keep, are saving to, or will remove afterwards."""
+        """Return the paths that the run's other checkpoint callbacks keep, are saving to, or have yet to remove."""
         others = (callback for callback in trainer.checkpoint_callbacks if callback is not self)
         return set().union(*(callback._top_k.reserved_paths for callback in others))
 
@@ -564,21 +566,21 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self._top_k.kth_best_model_path
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Return whether a checkpoint with this value of ``monitor`` is among the best.
+        """Return whether a checkpoint with this value of ``monitor`` is one of the ``save_top_k`` checkpoints to keep.
 
         A subclass may decide differently, but the decision must be the same on every rank.
 
         Args:
             trainer: The running Trainer.
-            current: The value, a 0-d tensor, or None.
+            current: Value of ``monitor``, a 0-d tensor; None if there is no value, for which the result is False.
         """
         return current is not None and bool(self.save_top_k) and self._top_k.is_among_best(current)
 
     def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
-        """Return whether a path exists on rank zero's disk. Must be called on all ranks.
+        """Return whether a path or URL exists, as seen by rank zero. Must be called on all ranks.
 
         Args:
-            filepath: The path.
+            filepath: Path or URL to check.
             trainer: The running Trainer.
         """
         is_main = trainer.is_global_zero
@@ -631,9 +633,10 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
         Args:
             trainer: The running Trainer.
-            values: Values of the template.
+            values: Values for the fields of the template, by name.
             step: The optimizer step to save.
-            replaced: This callback's checkpoint whose path may be reused.
+            replaced: Path of the callback's checkpoint that the new one replaces. This path may be reused. Default: "",
+                which replaces none.
             last: Return the path of ``last.ckpt`` instead of a ranked checkpoint.
         """
         template = self.CHECKPOINT_NAME_LAST if last else None

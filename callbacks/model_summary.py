@@ -55,7 +55,7 @@ class ModelSummary(BestEffortCallback):
             self._safely(self._look, trainer, pl_module)
 
     def _look(self, trainer: Trainer, task: TaskModule) -> None:
-        """Summarize the task, and print the table on rank zero."""
+        """Create the summary, for which all ranks may have to run the model, and print it on rank zero."""
         accelerator = trainer.accelerator
 
         def prepare(example: Any) -> Any:
@@ -67,7 +67,7 @@ class ModelSummary(BestEffortCallback):
             self.show(summary)
 
     def show(self, summary: Summary) -> None:
-        """Print the table. Runs on rank zero.
+        """Print the table of modules. Runs only on rank zero.
 
         Args:
             summary: The summary to print.

@@ -35,7 +35,7 @@ class LatestValidation:
         self.names: frozenset[str] = frozenset()
 
     def end(self, trainer: Trainer) -> None:
-        """Record the names and the step after a validation.
+        """Record the logged names and the optimizer step after a validation.
 
         Args:
             trainer: The running Trainer.
@@ -124,7 +124,7 @@ def checks_at_epoch_end(trainer: Trainer) -> bool:
 
 
 def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = True) -> float | None:
-    """Return the value of ``name`` for a check, identical on every rank. Must be called on all ranks.
+    """Return the value of ``name`` to check, identical on every rank. Must be called on all ranks.
 
     Args:
         trainer: The running Trainer.
@@ -155,8 +155,8 @@ def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: 
 
     Args:
         trainer: The running Trainer.
-        name: The name.
-        consumer: Description of the object that needs the value.
+        name: The name that was never logged.
+        consumer: Description of the object that needs the value, such as ``"the scheduler's monitor"``.
         logged: The logged names.
     """
     names = sorted(logged)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class NonFiniteWatch(Callback):
     """Callback that reports the first rank and module to compute NaN or infinity in the forward or backward pass.
 
-    The callback is for debugging only, because it checks the output of every module and the gradients of all outputs
-    and parameters, and synchronizes with the device and with all ranks after each backward pass. It runs before the
-    task's own hooks (``after_task`` is 0). The error is raised on all ranks.
+    The callback is for debugging only, because it slows training down. It checks the output of every module and the
+    gradients of all outputs and parameters. After each backward pass, it synchronizes with the device and with all
+    ranks. It runs before the task's own hooks (``after_task`` is 0). The error is raised on all ranks.
 
     Args:
         outputs: Check the outputs of modules, in the order of the forward pass. Default: True.
@@ -62,7 +62,7 @@ class NonFiniteWatch(Callback):
         self._gradient_flags: list[tuple[str, Tensor]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Register the hooks on all modules."""
+        """Register forward hooks on all submodules of the task."""
         self._scaled = trainer.scaler is not None
         for name, part in pl_module.named_modules():
             if part is not pl_module:
@@ -70,11 +70,11 @@ class NonFiniteWatch(Callback):
                 self._handles.append(part.register_forward_hook(partial(self._look, label)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Discard flags that were set before this micro-batch."""
+        """Discard the results of checks before this micro-batch."""
         self._forget()
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Read the flags of this micro-batch, and raise the error if a flag is set."""
+        """Read the results of this micro-batch's checks, and raise the error if a tensor is not finite."""
         reduced_names: list[str] = []
         flags = [[*self._output_flags, *self._gradient_flags], []]
         self._forget()
@@ -106,14 +106,14 @@ class NonFiniteWatch(Callback):
         )
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Remove the hooks."""
+        """Remove the forward hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._forget()
 
     def _forget(self) -> None:
-        """Discard all flags."""
+        """Discard the results of all checks."""
         self._output_flags, self._gradient_flags = [], []
 
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -132,7 +132,7 @@ class NonFiniteWatch(Callback):
 
 
 def _find_bad(flags: list[tuple[str, Tensor]], device: torch.device) -> list[str]:
-    """Return the names of the tensors that are not finite."""
+    """Return the names of the tensors that are not finite, in the order in which they were checked."""
     if not flags:
         return []
     finite = torch.stack([flag.to(device) for _, flag in flags]).tolist()

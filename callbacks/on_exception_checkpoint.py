@@ -11,17 +11,17 @@ from .model_checkpoint import ModelCheckpoint
 class OnExceptionCheckpoint(ModelCheckpoint):
     """Callback that saves the run as of the last completed step, but only when an error or Ctrl-C ends ``fit``.
 
-    It works like ``ModelCheckpoint(save_on_exception=True)`` with a constant name, so an older checkpoint is replaced.
-    Other checkpoints of the Trainer are saved as usual. To resume from this checkpoint, or from another one if that is
-    newer, call ``fit(ckpt_path="auto")``. The callback runs with the other checkpoint callbacks (``after_task`` is 2),
-    after other callbacks have restored the model.
+    The callback works like ``ModelCheckpoint(save_on_exception=True)`` with a constant name, so an older checkpoint of
+    this name is replaced. Other checkpoint callbacks save as usual. To resume from this checkpoint, or from another one
+    if that is newer, call ``fit(ckpt_path="auto")``. The callback runs with the other checkpoint callbacks
+    (``after_task`` is 2), after averaging callbacks have restored the trained weights.
 
     Args:
         dirpath: Directory of the checkpoint.
         filename: Name of the checkpoint without the extension. Default: ``"on_exception"``.
 
     Raises:
-        ValueError: If the name is empty.
+        ValueError: If ``filename`` is empty.
 
     Example:
         >>> import os

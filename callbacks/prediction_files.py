@@ -34,14 +34,14 @@ class PredictionWriter(BasePredictionWriter):
     """Callback that writes predictions to disk; `read_predictions` reads them in the dataset's order.
 
     Each rank writes its own batches to safetensors files, so the memory use does not grow with the data. Pass
-    ``return_predictions=False`` to ``Trainer.predict``, which otherwise also keeps all predictions in memory. Tensors,
-    numpy arrays, numbers, text, and dicts, lists, tuples and dataclasses of these can be written; dataclasses are read
-    back as dicts.
+    ``return_predictions=False`` to ``Trainer.predict``, which otherwise also keeps all predictions in memory. A
+    prediction may be a tensor, a numpy array, a number, text, or a dict, list, tuple or dataclass of these. Dataclasses
+    are read back as dicts.
 
     Args:
-        dirpath: The folder, or its URL. If it exists and is not empty, ``-v1``, ``-v2``, ... is appended to its name.
-            Default: ``predictions`` in the Trainer's ``default_root_dir``.
-        shard_mib: Size of the collected tensors in MiB at which a file is written. Default: 64.
+        dirpath: Folder of the files, or its URL. If the folder exists and is not empty, ``-v1``, ``-v2``, ... is
+            appended to its name. Default: ``predictions`` in the Trainer's ``default_root_dir``.
+        shard_mib: Amount of collected tensors in MiB at which a rank writes them to a file. Default: 64.
 
     Attributes:
         folder: Folder of the latest predictions; None before the first prediction, or if ``predict_step`` returned only
@@ -74,7 +74,7 @@ class PredictionWriter(BasePredictionWriter):
         self._shards: dict[int, _Shards] = {}
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Create the folder."""
+        """Create the folder on rank zero, and discard predictions of an earlier stage."""
         super().on_predict_start(trainer, pl_module)
         wanted = self.dirpath or as_path(trainer.default_root_dir) / "predictions"
         chosen = _make_free_folder(wanted) if trainer.is_global_zero else None
@@ -130,13 +130,13 @@ class PredictionWriter(BasePredictionWriter):
             announce(f"predictions saved in {self.folder}; treadle.read_predictions(path) reads them in order")
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Discard batches that have not been written."""
+        """Discard batches that have not been written, such as those of a failed stage."""
         super().teardown(trainer, pl_module, stage)
         self._shards = {}
 
 
 class _Shards:
-    """Files with the batches of one rank and one dataloader."""
+    """Writer of the files with the predictions of one rank for one dataloader."""
 
     def __init__(self, folder: Path, stem: str, limit: int) -> None:
         self.files: list[str] = []
@@ -180,7 +180,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _make_free_folder(wanted: AnyPath) -> AnyPath:
-    """Return an empty folder, with a version in its name if the requested folder is not empty."""
+    """Return a new or empty folder, with a version in its name if the requested folder is in use."""
     if isinstance(wanted, RemotePath):
         names = (f"{wanted.name}-v{version}" if version else wanted.name for version in itertools.count())
         return next(place for name in names if not (place := wanted.parent / name).exists())
@@ -221,7 +221,7 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
     One file of each rank is open at a time. Reading the files never executes code.
 
     Args:
-        path: The folder, or its URL.
+        path: Folder of the predictions, or its URL. `PredictionWriter.folder` contains this path after a prediction.
         dataloader_idx: Index of the dataloader, if there were several. Default: 0.
         indices: Yield pairs of the indices of the batch's samples in the dataset (None for a streamed dataset) and the
             predictions. Default: False.
@@ -282,7 +282,7 @@ def _read_loader(folder: Path, batches: int, ranks: list[list[str]], indices: bo
 
 
 def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
-    """Yield the number and content of each batch of one rank."""
+    """Yield the global index and the content of each batch that one rank wrote."""
     for name in files:
         path = folder / name
         pieces, notes = read_safetensors(path)
@@ -295,7 +295,7 @@ def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
 
 
 def _parse_note(path: Path, notes: Mapping[str, str]) -> list[tuple[int, Any]]:
-    """Return the numbers and documents of a file's batches."""
+    """Return the global index and the encoded content of each batch in a file."""
     document = filesystem.parse_json(path, notes.get(_NOTE, "").encode())
     pairs: list[Any] = document if isinstance(document, list) else [None]
     if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in pairs):

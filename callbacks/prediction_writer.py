@@ -46,7 +46,7 @@ class BasePredictionWriter(Callback):
             or ``"batch_and_epoch"``. Default: ``"batch"``.
 
     Raises:
-        ValueError: If the interval is unknown, or the corresponding method is not overridden.
+        ValueError: If the interval is unknown, or if a method that it needs is not overridden.
 
     Example:
         >>> import treadle as tl
@@ -143,6 +143,6 @@ class BasePredictionWriter(Callback):
 
 
 def _get_loaders(trainer: Trainer) -> Any:
-    """Return the prediction dataloaders."""
+    """Return the prediction dataloaders, prepared for this rank."""
     assert trainer.sources is not None
     return trainer.sources.evaluation("predict")

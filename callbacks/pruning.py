@@ -49,19 +49,19 @@ class ModelPruning(Callback):
             a name in ``parameter_names``.
         parameter_names: Names of the parameters to prune if ``parameters_to_prune`` is not set: ``"weight"``,
             ``"bias"`` or both. Default: both.
-        use_global_unstructured: Compare the weights of all layers with each other, not only within each layer. Default:
-            True.
-        amount: Fraction (float) or number (int) of the remaining weights to prune each time, or a function that returns
-            it for an epoch. Default: 0.5.
-        apply_pruning: Whether to prune, or a function that decides for an epoch. Default: True.
+        use_global_unstructured: Compare the weights of all layers with each other, not only within each layer.
+            Structured pruning requires False. Default: True.
+        amount: Fraction (float) or number (int) of the remaining weights to prune each time. May be a function of the
+            epoch's index. Default: 0.5.
+        apply_pruning: Whether to prune. May be a function of the epoch's index. Default: True.
         make_pruning_permanent: Replace weights and masks with the pruned weights after training. Default: True.
-        use_lottery_ticket_hypothesis: Reset the remaining weights to their initial values each time. May be a function
-            of the epoch. Default: True.
-        resample_parameters: Reset the weights to new values from the layer's ``reset_parameters`` instead. Default:
-            False.
+        use_lottery_ticket_hypothesis: Reset the remaining weights to their initial values after each pruning. May be a
+            function of the epoch's index. Default: True.
+        resample_parameters: With ``use_lottery_ticket_hypothesis``, reset the remaining weights to new random values
+            from the layer's ``reset_parameters`` instead of the initial values. Default: False.
         pruning_dim: Dimension along which structured pruning removes slices.
         pruning_norm: Order of the norm that ``"ln_structured"`` uses.
-        verbose: 1 announces the number of pruned weights, 2 also announces it for each layer. Default: 0.
+        verbose: 1 announces the number of pruned weights, 2 also announces this number for each parameter. Default: 0.
         prune_on_train_epoch_end: Prune at the end of epochs (True) or after each validation (False). Default: True.
 
     Raises:
@@ -167,14 +167,14 @@ class ModelPruning(Callback):
         """Return the pairs of module and name to prune. Override this method to select some of them.
 
         Args:
-            parameters_to_prune: All pairs.
+            parameters_to_prune: Pairs of all parameters that would be pruned.
         """
         return parameters_to_prune
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Raise an error if the model cannot be pruned."""
+        """Raise a ValueError if the model is sharded."""
         if stage == "fit" and (strategy := trainer.accelerator.strategy).sharded:
             raise ValueError(
                 f"ModelPruning cannot run with strategy={strategy.name!r}, because torch's pruning compares the "
@@ -279,7 +279,7 @@ class ModelPruning(Callback):
 
     @torch.no_grad()
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Reset the remaining weights to their initial values."""
+        """Reset the remaining weights to their initial values, or to new ones with ``resample_parameters``."""
         fresh: dict[int, nn.Module] = {}
         for pruned in self._pruned:
             value: Tensor | None = pruned.first
@@ -324,7 +324,7 @@ class ModelPruning(Callback):
 
 
 def _check_pairs(places: Any) -> Places:
-    """Return the pairs of module and name, or raise a TypeError."""
+    """Return ``places`` if they are pairs of a module and a name. Otherwise, raise a TypeError."""
     if not isinstance(places, list | tuple) or not all(
         isinstance(pair, list | tuple)
         and len(pair) == 2
@@ -337,7 +337,7 @@ def _check_pairs(places: Any) -> Places:
 
 
 def _check_decision(name: str, value: Any) -> bool | Callable[[int], bool]:
-    """Return a bool or a function of the epoch, or raise a TypeError."""
+    """Return ``value`` if it is a bool or a function of the epoch. Otherwise, raise a TypeError."""
     return value if callable(value) else check_bool(name, value)  # type: ignore[no-any-return]
 
 

@@ -17,7 +17,7 @@ class RichModelSummary(ModelSummary):
         header_style: Rich style of the header. Default: ``"bold magenta"``.
 
     Raises:
-        ModuleNotFoundError: If the package is not installed.
+        ModuleNotFoundError: If ``rich`` is not installed.
 
     Example:
         >>> from treadle.callbacks import RichModelSummary
@@ -31,7 +31,7 @@ class RichModelSummary(ModelSummary):
         self.header_style = header_style
 
     def show(self, summary: Summary) -> None:
-        """Print the table on standard error.
+        """Print the table and the line of totals on standard error.
 
         Args:
             summary: The summary to print.

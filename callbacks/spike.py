@@ -37,11 +37,11 @@ class SpikeWatch(Callback):
     window. For the steps since the last check, it restores rank zero's values on all processes.
 
     Args:
-        monitor: ``"loss"``, the mean over the step's micro-batches, or ``"grad_norm"``, before clipping. Default:
-            ``"loss"``.
+        monitor: ``"loss"``, the mean over the step's micro-batches, or ``"grad_norm"``, the norm of all gradients
+            before clipping. Default: ``"loss"``.
         action: ``"warn"`` only warns. ``"stop"`` also stops the run. ``"save"`` also saves a checkpoint, which includes
             the steps after the spike, and continues. ``"raise"`` raises an error. Default: ``"warn"``.
-        window: Number of steps to compare with. Default: 100.
+        window: Number of preceding steps that determine the median. Default: 100.
         warmup: Number of steps before the first spike is reported. A value that is not finite is reported in any step.
             Default: 20.
         threshold: Minimum number of robust standard deviations above the median. Default: 8.0.
@@ -50,7 +50,7 @@ class SpikeWatch(Callback):
         dirpath: Directory of the checkpoints that ``"save"`` writes. Default: ``spikes`` in the run's folder.
 
     Attributes:
-        spikes: The optimizer step and the value of each spike.
+        spikes: List of the detected spikes, each a pair of the optimizer step and the value.
 
     Raises:
         ValueError: If an argument is invalid or, with ``action="raise"``, if a spike is detected during training.
@@ -155,7 +155,7 @@ class SpikeWatch(Callback):
             self._forget()
 
     def _add(self, value: Tensor) -> None:
-        """Add a value to the sum of the step."""
+        """Add a value of this process to the sum over the step."""
         value = value.reshape(()).float()
         self._sum = value if self._sum is None else self._sum + value
         self._parts += self.monitor == "loss" or self._parts == 0
@@ -172,7 +172,7 @@ class SpikeWatch(Callback):
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check before the epoch is saved."""
+        """Check the remaining values before the checkpoint of the epoch is saved."""
         if self._new:
             self._look(trainer)
 
@@ -210,7 +210,7 @@ class SpikeWatch(Callback):
         return None if fine and math.isfinite(value) else middle
 
     def _act(self, trainer: Trainer, new_spikes: list[tuple[int, float, float]]) -> None:
-        """Warn about spikes, and stop, save or raise an error as configured."""
+        """React to spikes as ``action`` requests."""
         words = ", ".join(
             f"{value:.4g} in step {step}" + ("" if math.isnan(usual) else f" (usual: {usual:.4g})")
             for step, value, usual in new_spikes[:5]

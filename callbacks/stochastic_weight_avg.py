@@ -25,11 +25,11 @@ _STRATEGIES: dict[str, Callable[[float], float]] = {
 class StochasticWeightAveraging(Averaging):
     """Callback that, from ``swa_epoch_start`` on, anneals the learning rates and averages the weights of each epoch.
 
-    In that epoch, the task's own schedulers are stopped, and the learning rates start to approach ``swa_lrs``. After
-    training, the averages are put into the model, and BatchNorm's statistics are recomputed in one more pass over the
-    training data. Validations use the trained weights, and the model in a checkpoint has them, too. A checkpoint also
-    contains the averages, for a resumed run and for `averaged_weights`. A run that is stopped early also ends with the
-    averages, if there are any.
+    In the epoch ``swa_epoch_start``, the task's own schedulers are stopped, and the learning rates start to approach
+    ``swa_lrs``. After training, the averages are put into the model, and BatchNorm's statistics are recomputed in one
+    more pass over the training data. Validations use the trained weights, and the model in a checkpoint also has the
+    trained weights. A checkpoint also contains the averages, for a resumed run and for `averaged_weights`. A run that
+    is stopped early also ends with the averages, if there are any.
 
     The callback runs before the task's own hooks (``after_task`` is 0).
 
@@ -46,7 +46,7 @@ class StochasticWeightAveraging(Averaging):
 
     Raises:
         ValueError: If an argument is invalid. Before the first step, if the task does not have exactly one optimizer or
-            uses manual optimization.
+            uses manual optimization, or if another callback also averages weights.
         TypeError: If an argument has the wrong type.
 
     References:
@@ -112,7 +112,7 @@ class StochasticWeightAveraging(Averaging):
     # -- training ------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check that the run supports averaging, and create the averages."""
+        """Check that the task and the Trainer support averaging, and create the averages."""
         if not pl_module.automatic_optimization:
             raise ValueError(
                 "StochasticWeightAveraging needs automatic_optimization=True, but the task has "

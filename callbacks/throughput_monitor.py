@@ -27,13 +27,14 @@ class ThroughputMonitor(BestEffortCallback):
     ``length_fn``. Time in validations is excluded. A rate covers the latest measurements that span ``window_size``
     batches. Each evaluation is logged as a whole when it ends.
 
-    The samples that the dataloaders of all processes returned are counted. Operations are counted if the task has an
+    The samples that the dataloaders of all processes return are counted. Operations are counted if the task has an
     attribute ``flops_per_batch``, which `measure_flops` computes. If the device's peak performance is known, the
     achieved fraction of the peak is logged, too, as ``device/mfu``.
 
     Args:
         batch_size_fn: Function that returns the number of samples in a batch. Default: the dataloaders' count.
-        length_fn: Function that returns the number of items in a batch, such as its tokens.
+        length_fn: Function that returns the number of items in a batch, such as its tokens. Default: items are not
+            counted.
         window_size: Minimum number of batches that a rate covers. Default: 100.
         separator: Text between the components of a name. Default: ``"/"``.
         available_flops: Peak operations per second of one device. Default: the result of `get_available_flops`.
@@ -103,7 +104,7 @@ class ThroughputMonitor(BestEffortCallback):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the duration of training and the counts."""
+        """Return the seconds of training and the numbers of items and samples per device."""
         return {"time": self._compute_elapsed(), "lengths": self._lengths, "samples": self._counted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -114,7 +115,7 @@ class ThroughputMonitor(BestEffortCallback):
     # -- training ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Determine which quantities to count, and check the settings."""
+        """Check the settings, and determine whether to count samples, items or operations in each batch."""
         super().setup(trainer, pl_module, stage)
         self._reset()
         if stage == "fit" and not trainer.log_every_n_steps:
@@ -132,7 +133,7 @@ class ThroughputMonitor(BestEffortCallback):
         self._must_count = self._has_flops or self.batch_size_fn is not None or self.length_fn is not None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock."""
+        """Start the clock of training, and take the first measurement."""
         interval = trainer.log_every_n_steps * trainer.accumulate_grad_batches
         self._throughput = self._make_throughput(trainer, 1 + max(1, math.ceil(self.window_size / interval)))
         self._safely(_wait_for, trainer)
@@ -162,12 +163,12 @@ class ThroughputMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the quantities that the dataloaders do not count."""
+        """Count the samples, items or operations of the batch, if the dataloaders' count of samples is not enough."""
         if self._must_count:
             self._count(trainer, pl_module, batch, self._local_counts)
 
     def _count(self, trainer: Trainer, task: TaskModule, batch: Any, counts: list[Any]) -> None:
-        """Add a batch to the counts. Counting ends after an error."""
+        """Add a batch's samples, items and operations to ``counts``. Counting ends after an error."""
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
             return  # a placeholder batch, which keeps the ranks in step
         if self._failed:
@@ -230,7 +231,7 @@ class ThroughputMonitor(BestEffortCallback):
             trainer.logbook.write_row(row, trainer.progress.step, trainer.progress.epoch)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop the clock."""
+        """Stop the clock of training."""
         self._before, self._throughput = self._compute_elapsed(), None
 
     # -- evaluation ----------------------------------------------------------------------------------------------
@@ -267,41 +268,41 @@ class ThroughputMonitor(BestEffortCallback):
         self._write(trainer, stage, throughput)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock of the evaluation and pause the clock of training."""
+        """Start the clock of the validation and pause the clock of training."""
         self._begin(trainer)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        """Count the batch."""
+        """Add the batch to the counts of samples and items."""
         self._tick(trainer, pl_module, batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log the evaluation."""
+        """Log the throughput of the validation."""
         self._end(trainer, "validate")
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock."""
+        """Start the clock of the test."""
         self._begin(trainer)
 
     def on_test_batch_end(self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any) -> None:
-        """Count the batch."""
+        """Add the batch to the counts of samples and items."""
         self._tick(trainer, pl_module, batch)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log the evaluation."""
+        """Log the throughput of the test."""
         self._end(trainer, "test")
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock."""
+        """Start the clock of the prediction."""
         self._begin(trainer)
 
     def on_predict_batch_end(self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any) -> None:
-        """Count the batch."""
+        """Add the batch to the counts of samples and items."""
         self._tick(trainer, pl_module, batch)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log the evaluation."""
+        """Log the throughput of the prediction."""
         self._end(trainer, "predict")
 
 

@@ -29,7 +29,8 @@ class Interval(StrEnum):
 class Timer(Callback):
     """Callback that measures the duration of training, over all resumed runs, and stops it after ``duration``.
 
-    It also measures the latest validation and test. To query them, pass ``"validate"`` or ``"test"`` to its methods.
+    The callback also measures the latest validation and the latest test. To query these durations, pass ``"validate"``
+    or ``"test"`` to its methods.
 
     All processes stop after the same step, even if their clocks differ. ``Trainer(max_time=...)`` also stops the run,
     but a Timer can be queried, too. A run that is resumed after its time is up does not take any steps.

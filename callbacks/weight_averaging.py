@@ -25,8 +25,8 @@ class WeightAveraging(Averaging):
     sharded. Before the first update, there are no averages, and validation uses the trained weights.
 
     The model in a checkpoint has the trained weights. The checkpoint also contains the averages. A resumed run restores
-    them with any world size. ``validate``, ``test`` and ``predict`` with a ``ckpt_path`` use them if the Trainer has
-    this callback. `averaged_weights` reads them for other uses.
+    the averages with any world size. ``validate``, ``test`` and ``predict`` with a ``ckpt_path`` use the averages if
+    the Trainer has this callback. `averaged_weights` returns the averages in a checkpoint for other uses.
 
     The callback runs before the task's own hooks (``after_task`` is 0), so the whole validation uses the averages.
 
@@ -39,7 +39,9 @@ class WeightAveraging(Averaging):
 
     Raises:
         TypeError: If an argument does not exist, or a function is not callable.
-        ValueError: If both functions are passed. Before the first step, if the run does not support averaging.
+        ValueError: If both functions are passed. Before the first step, if another callback also averages weights, if
+            the run uses DDP with ``local_sgd_steps``, or if a sharded model is on a device of another type than
+            ``device``.
 
     References:
         Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", SIAM Journal on Control and
@@ -76,7 +78,9 @@ class WeightAveraging(Averaging):
         self._latest_step = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to update the averages. Override this method to choose other times.
+        """Return whether to update the averages. The default is True after each optimizer step.
+
+        Override this method to choose other times.
 
         Args:
             step_idx: Index of the optimizer step that was just taken; None after an epoch. Default: None.
@@ -98,7 +102,7 @@ class WeightAveraging(Averaging):
         self._follow(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Update the averages if an error ended the earlier run between its last step and this callback."""
+        """Update the averages if an error ended the earlier run between its last optimizer step and the update."""
         self._follow(trainer)
 
     def _follow(self, trainer: Trainer) -> None:
@@ -111,7 +115,7 @@ class WeightAveraging(Averaging):
                 self._averages.update(self._average)  # type: ignore[union-attr]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Update the averages after an epoch, if requested."""
+        """Update the averages after an epoch if `should_update` returns True."""
         progress = trainer.progress
         if progress.epoch_is_over and progress.epoch > self._latest_epoch:
             self._latest_epoch = progress.epoch
@@ -160,7 +164,7 @@ class WeightAveraging(Averaging):
             _apply_averages(trainer, averages)
 
     def _begin(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages of the run, or of the evaluated checkpoint, into the model."""
+        """Put the averages of the run, or those of the checkpoint to evaluate, into the model."""
         if trainer.stage == "fit":
             if self._averages is not None and self._averages.count:
                 _apply_averages(trainer, self._averages)
@@ -209,7 +213,7 @@ class EMAWeightAveraging(WeightAveraging):
         decay: Fraction of the average that is kept, from 0 to 1. Default: 0.999.
         update_every_n_steps: Number of optimizer steps between updates; 0 updates only at the end of epochs. Default:
             1.
-        update_starting_at_step: Index of the first step after which the averages are updated. Default: 0.
+        update_starting_at_step: Index of the first optimizer step after which the averages are updated. Default: 0.
         update_starting_at_epoch: Index of the first epoch in which the averages are updated. Default: 0.
         kwargs: Unknown arguments, which raise an error that names the closest argument.
 

@@ -18,7 +18,7 @@ def before_exit(work: Callable[[], Any]) -> Callable[[], None]:
     ``atexit`` is too late: by then, asyncio, which clients of object stores use, can no longer resolve host names.
 
     Args:
-        work: Function to call. If it raises an exception, the exception is printed.
+        work: Function to call without arguments. If it raises an exception, the exception is printed.
 
     Returns:
         A function that cancels the registration.

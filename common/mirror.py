@@ -83,10 +83,15 @@ class _Mirror:
         """Return the local folder for a URL, after downloading the files directly in the URL's folder.
 
         Args:
-            url: URL of the mirrored folder or of one of its subfolders. """ here = self._here /
-        url.relative_to(self._url) if url not in self._opened: here.mkdir(parents=True, exist_ok=True) for name, size in
-        url.files().items(): if size <= _MOST_BYTES and not (here / name).exists() and not _stays(name): (url /
-        name).download(here / name) self._known[(here / name).relative_to(self._here).as_posix()] = _mark(here / name)
+            url: URL of the mirrored folder or of one of its subfolders.
+        """
+        here = self._here / url.relative_to(self._url)
+        if url not in self._opened:
+            here.mkdir(parents=True, exist_ok=True)
+            for name, size in url.files().items():
+                if size <= _MOST_BYTES and not (here / name).exists() and not _stays(name):
+                    (url / name).download(here / name)
+                    self._known[(here / name).relative_to(self._here).as_posix()] = _mark(here / name)
             self._opened.add(url)
         return here
 

@@ -32,7 +32,10 @@ ATTEMPTS = 4
 _PAUSES = (0.5, 2.0, 8.0)  # seconds before each further attempt
 
 _FILE_PART_BYTES = 16 * 2**20
-"""Bytes per request for uploads of large files to S3 or GCS; with the packages' 50 MiB, too few run concurrently."""
+"""Bytes per request for uploads of large files to S3 or GCS.
+
+With the packages' default of 50 MiB, too few requests would run concurrently.
+"""
 _PART_BYTES = 8 * 2**20
 """Minimum number of bytes per part of a multipart upload; the default of boto3."""
 _MOST_PARTS = 10_000
@@ -419,7 +422,8 @@ def as_path(place: str | os.PathLike[str] | RemotePath) -> AnyPath:
         place: A path, or a URL. ``file://`` becomes a path.
 
     Raises:
-        TypeError: If the value is neither a path nor a URL.
+        TypeError: If ``place`` is neither a path nor a URL.
+        ValueError: If `RemotePath` rejects the URL.
     """
     if isinstance(place, RemotePath):
         return place

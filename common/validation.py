@@ -19,8 +19,8 @@ def check_bool(name: str, value: Any) -> bool:
     For example, the string ``"False"`` is rejected, because it would count as true.
 
     Args:
-        name: Name of the argument.
-        value: Value of the argument.
+        name: Name of the argument, for the error message.
+        value: Value to check.
 
     Raises:
         TypeError: If the value is not a bool.
@@ -34,8 +34,8 @@ def check_bool_or_word(name: str, value: Any, words: Iterable[str]) -> bool:
     """Return True for True and for words that mean True, and False for False.
 
     Args:
-        name: Name of the argument.
-        value: Value of the argument.
+        name: Name of the argument, for the error message.
+        value: Value to check.
         words: Words that mean True.
 
     Raises:
@@ -52,8 +52,8 @@ def check_int(name: str, value: Any, low: int, meaning: str = "") -> int:
     """Return the value if it is an integer of at least ``low``; True and False are rejected.
 
     Args:
-        name: Name of the argument.
-        value: Value of the argument.
+        name: Name of the argument, for the error message.
+        value: Value to check.
         low: Minimum value.
         meaning: Meaning of the minimum value, such as ``"means never"``. Default: none.
 
@@ -70,8 +70,8 @@ def check_number(name: str, value: Any, low: float = -math.inf) -> float:
     """Return the value if it is an integer or float of at least ``low``. NaN is rejected.
 
     Args:
-        name: Name of the argument.
-        value: Value of the argument.
+        name: Name of the argument, for the error message.
+        value: Value to check.
         low: Minimum value. Default: no minimum.
 
     Raises:
@@ -89,8 +89,8 @@ def check_positive(name: str, value: Any, otherwise: str = "") -> float:
     """Return the value if it is an integer or float above zero.
 
     Args:
-        name: Name of the argument.
-        value: Value of the argument.
+        name: Name of the argument, for the error message.
+        value: Value to check.
         otherwise: Alternative to a number, for the message, such as ``"or None to leave it off"``. Default: none.
 
     Raises:
@@ -105,8 +105,8 @@ def check_text(name: str, value: Any) -> str:
     """Return the value if it is a string.
 
     Args:
-        name: Name of the argument.
-        value: Value of the argument.
+        name: Name of the argument, for the error message.
+        value: Value to check.
 
     Raises:
         TypeError: If the value has another type.
@@ -120,8 +120,8 @@ def check_path(name: str, value: Any) -> str:
     """Return a path as a string.
 
     Args:
-        name: Name of the argument.
-        value: Value of the argument.
+        name: Name of the argument, for the error message.
+        value: Value to check.
 
     Raises:
         TypeError: If the value is neither a string nor an ``os.PathLike``.
@@ -132,7 +132,7 @@ def check_path(name: str, value: Any) -> str:
 
 
 def check_monitor(value: Any) -> str:
-    """Return the value if it can be the name of a logged value, that is, a string that is not empty.
+    """Return the value if it can be the name of a logged value, that is, a non-empty string.
 
     Args:
         value: Value of the argument ``monitor``.
@@ -152,8 +152,8 @@ def choose(name: str, value: object, choices: Iterable[str]) -> str:
     """Return the value if it is one of several strings.
 
     Args:
-        name: Name of the argument.
-        value: Value of the argument.
+        name: Name of the argument, for the error message.
+        value: Value to check.
         choices: Valid strings.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Accelerator: devices, precision, accumulation, collectives and checkpoints of one process of a run.
+"""The `Accelerator`: device, precision, gradient accumulation, collectives and checkpoints of one process.
 
 This file defines the public methods of the `Accelerator`, except for those that it shares with `PartialState` (see
-`process_state`). Each method delegates to an object that the Accelerator owns. The Trainer owns an Accelerator and uses
+`process_state`). Most of them delegate to an object that the Accelerator owns. The Trainer owns an Accelerator and uses
 only its public methods, as a hand-written loop does.
 """
 
@@ -80,7 +80,7 @@ name_phase("data wait", Loader.__iter__, Loader.groups)
 
 
 def _locate(accelerator: Accelerator) -> tuple[str, Any]:
-    """Return a description of the loop's position, and a value that changes with every micro-batch."""
+    """Return, for the watchdog, a description of the loop's position and a value that every micro-batch changes."""
     accumulation = accelerator.accumulation
     moving = accumulation.position, id(accelerator.cursor.micro), [loader.batches for loader in accelerator.loaders]
     return f"optimizer step {accumulation.steps + 1}", moving
@@ -112,29 +112,33 @@ class Accelerator(Process):
         log_with: Trackers: ``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"``, ``"all"``, loggers of
             `treadle.loggers`, a `GeneralTracker`, or a list of these. Default: none.
         project_dir: Directory for the files of the run.
-        project_config: More detailed settings of directories and checkpoint names; see `ProjectConfiguration`.
-        gradient_accumulation_plugin: More detailed settings of gradient accumulation; see `GradientAccumulationPlugin`.
-        step_scheduler_with_optimizer: If False, schedulers are not wrapped, and each ``step()`` advances the schedule
-            by one, as schedules in epochs need. The scheduler's state is still saved.
+        project_config: Settings of directories and checkpoint names beyond ``project_dir``; see `ProjectConfiguration`.
+        gradient_accumulation_plugin: Settings of gradient accumulation beyond the number of micro-batches; see
+            `GradientAccumulationPlugin`.
+        step_scheduler_with_optimizer: Set to False for schedulers that the loop steps once per epoch. Schedulers are
+            then not wrapped, and each ``step()`` advances the schedule by one. Their state is still saved. Default:
+            True.
         kwargs_handlers: Settings of autocast, the loss scaler, the process group, DDP and the profiler, each as a
             `KwargsHandler`.
         dynamo_backend: A backend of ``torch.compile`` that compiles prepared models in place. Default: none.
-        dynamo_plugin: More detailed settings of compilation; see `TorchDynamoPlugin`.
+        dynamo_plugin: Backend and further settings of compilation, instead of ``dynamo_backend``; see
+            `TorchDynamoPlugin`.
         parallelism_config: The numbers of replicas, shards and tensor parallel ranks.
         strategy: A name (``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, a registered one) or a `Strategy`.
-        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"mps"``.
-        devices: Processes on this machine; see `open_world`. ``"auto"`` uses the processes that a launcher started,
-            else one.
+        accelerator: Kind of device: ``"cpu"``, ``"cuda"``, ``"mps"``, or ``"auto"`` (CUDA if available, else MPS, else
+            the CPU).
+        devices: Number of processes on this machine, or the indices of their GPUs; see `open_world`. ``"auto"`` uses
+            the processes that a launcher started, else one.
         num_nodes: Number of machines.
         spread: Whether ``devices="auto"`` may start a process for each GPU; see `open_world`.
-        timeout: The longest time that a rank may run without progress, until its script ends: ``"DD:HH:MM:SS"``, a
-            timedelta or a dict of its arguments. If a rank exceeds it, Treadle names that rank, writes the Python
-            stacks of all ranks, and ends the run with exit status 124. Default: slightly less than the timeout of
-            collectives (30 minutes), and only for ranks that wait for other ranks.
-        on_nonfinite: Policy for a gradient that is not finite and that a prepared optimizer is about to apply:
-            ``"raise"`` raises an error on all ranks (on accelerators one step later, or in `end_training`), ``"skip"``
-            skips the step on all ranks (which waits for the device in every step), and ``"ignore"`` does not check
-            gradients. With float16, the loss scaler skips such steps.
+        timeout: Maximum time that a rank may go without progress: ``"DD:HH:MM:SS"``, a timedelta or a dict of its
+            arguments. The limit applies until the rank's script ends. If a rank exceeds it, Treadle names that rank,
+            writes the Python stacks of all ranks, and ends the run with exit status 124. Default: slightly less than
+            the timeout of collectives (30 minutes), and only for ranks that wait for other ranks.
+        on_nonfinite: Policy for gradients that are not finite when a prepared optimizer is about to apply them.
+            ``"raise"`` raises an error on all ranks (on accelerators one step later, or in `end_training`). ``"skip"``
+            skips the step on all ranks, which makes the host wait for the device in every step. ``"ignore"`` does not
+            check gradients. With float16, the loss scaler skips such steps.
         unknown: Any other argument raises a TypeError that names the nearest valid one.
 
     Attributes:
@@ -144,9 +148,9 @@ class Accelerator(Process):
         accumulation: Gradient accumulation over the micro-batches of an optimizer step.
         checkpointer: Saves and loads checkpoints.
         tracking: The trackers that ``log_with`` named.
-        rng: The RNG state that ranks share.
-        watchdog: Ends the run if a rank hangs; None if no watchdog runs.
-        deepspeed_plugin: None, for scripts that check it.
+        rng: The RNG state that ranks share, and the stream from which the order of the data is drawn.
+        watchdog: Monitor that ends the run if a rank hangs, or None.
+        deepspeed_plugin: Always None, for scripts that read it to find out whether DeepSpeed is used.
 
     Raises:
         TypeError: If an argument does not exist. The error names the nearest valid one.
@@ -266,7 +270,7 @@ class Accelerator(Process):
     # -- preparing -----------------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Prepare models, optimizers, schedulers and loaders for this process.
+        """Move and wrap models, wrap optimizers and schedulers, and shard the batches of loaders over the processes.
 
         Args:
             objects: The objects to prepare. Objects of other kinds are returned unchanged, with a warning that names
@@ -278,7 +282,7 @@ class Accelerator(Process):
 
         Raises:
             ValueError: If ``device_placement`` and ``objects`` differ in length.
-            TypeError: If ``device_placement`` is not a list.
+            TypeError: If ``device_placement`` is a single bool rather than a list.
         """
         placement: Sequence[bool | None] = [None] * len(objects) if device_placement is None else device_placement
         if isinstance(placement, bool):
@@ -334,10 +338,12 @@ class Accelerator(Process):
 
         Args:
             model: The user's module. A prepared one is wrapped again if its set of trainable parameters has changed.
-            device_placement: Whether to move the model; if False, it must be there already. Default: the Accelerator's.
+            device_placement: Whether to move the model. If False, the model must already be on the device. Default: the
+                Accelerator's ``device_placement``.
             evaluation_mode: Move the model, but do not wrap it for training.
             step: Name of the method that returns the training loss, if not ``forward``; call it through `method`.
-            by_hand: Reduce gradients when an optimizer steps; call methods through `local_method`.
+            by_hand: Wrap the model for manual optimization: gradients are reduced when an optimizer steps, not in the
+                backward pass. Call its methods through `local_method`.
             by_parts: Compile the submodules and not the model itself, for loops that call methods other than
                 ``forward``.
 
@@ -442,8 +448,9 @@ class Accelerator(Process):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler so that it advances only if the optimizer step was applied.
 
-        Compute the length of the schedule from the loader's length before `prepare`, because each ``step()`` advances
-        the schedule by the number of processes that share the data, as in Accelerate, or by one with ``split_batches``.
+        Each ``step()`` advances the schedule by the number of processes that share the data, as in Accelerate, or by
+        one with ``split_batches``. Therefore compute the schedule's length from the length that the loader has before
+        `prepare`.
 
         Args:
             scheduler: The user's scheduler.
@@ -547,7 +554,7 @@ class Accelerator(Process):
         return self.rng.stream
 
     def start_order(self) -> None:
-        """Broadcast rank zero's current RNG state, and draw the order of the data from it from now on.
+        """Broadcast rank zero's current RNG state, and start to draw the order of the data from this state.
 
         Until the first batch, random draws of the script (a split of the data, initial weights) are therefore the same
         on all ranks. With the first batch, `draw_apart` is called.
@@ -647,7 +654,7 @@ class Accelerator(Process):
     def check_replicas(self, model: nn.Module | None = None, *, buffers: bool = False) -> None:
         """Check that all processes hold the same parameters, bit for bit. Call it on all processes.
 
-        With ``TREADLE_DEBUG=1`` this check runs after the first and every 100th step of each optimizer.
+        With ``TREADLE_DEBUG=1``, this check runs after the first step of each optimizer and then after every 100 steps.
 
         Args:
             model: One prepared model. Default: all of them.
@@ -705,12 +712,12 @@ class Accelerator(Process):
 
     @property
     def inside_group(self) -> bool:
-        """True inside an accumulation group that no prepared loader began; its gradients are not checkpointed."""
+        """True inside an unfinished accumulation group that no prepared loader formed; `save_state` then raises."""
         return self.accumulation.position > 0
 
     @property
     def agreement(self) -> Agreement:
-        """The values that all processes agree on in each step."""
+        """Votes of all processes in each step, such as stop requests and whether losses are finite; see `Agreement`."""
         return self.accumulation.agreement
 
     @property
@@ -723,7 +730,7 @@ class Accelerator(Process):
         self.accumulation.steps = value
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context of one micro-batch.
+        """Return a context for the forward and backward pass of one micro-batch, and for the optimizer's ``step``.
 
         In the last micro-batch of a group, the backward pass reduces the gradients, and the optimizer then steps.
 
@@ -837,7 +844,7 @@ class Accelerator(Process):
         self.accumulation.drop_gradients()
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Exchange the values that all processes agree on in the backward pass of every step; read them with `agree`.
+        """Make the last backward pass of every step exchange the processes' votes, which `agree` then returns.
 
         Args:
             finite: Whether to check that losses are finite. With float16, the loss scaler checks the gradients instead.
@@ -950,9 +957,9 @@ class Accelerator(Process):
         """Save all prepared and registered objects, and every process's RNG state. Call it on all processes.
 
         Args:
-            output_dir: The checkpoint directory, which is put in place by one rename once it is complete, or a URL such
-                as ``s3://bucket/run/last``, whose checkpoint is replaced by one request once all files are uploaded. It
-                may be omitted with ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
+            output_dir: The checkpoint directory, or a URL such as ``s3://bucket/run/last``. A directory is put in place
+                by one rename once it is complete. A checkpoint at a URL is replaced by one request once all files are
+                uploaded. The argument may be omitted with ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
             safe_serialization: Only True is accepted; there is no other format.
             info: Numbers and names for the manifest (``step``, ``epoch``, ...).
             parts: Further states by name, each saved in its own files.
@@ -986,7 +993,7 @@ class Accelerator(Process):
         )
 
     def poll_saving(self) -> bool:
-        """Return True if no ``save_state(blocking=False)`` is in progress, without waiting for it.
+        """Return True if no ``save_state(blocking=False)`` is in progress. The call never waits.
 
         Raises:
             Exception: The error of the last save, if it failed. It is raised only once.
@@ -1030,9 +1037,9 @@ class Accelerator(Process):
                 the prepared optimizers and schedulers, advanced by the same number of steps. Default: the saved ones,
                 with a warning if those of the script differ.
             finish_epoch: If the state was saved with the last batch of an epoch, start the next epoch and return its
-                number as ``epoch``, so that a script that derives its first epoch from its steps trains a whole epoch.
-                If False, the first pass over the loader is empty, for loops that resume in the saved epoch. For a
-                stream of unknown length, this first pass is empty with either value.
+                number as ``epoch``. A script that derives its first epoch from its steps then trains a whole epoch. If
+                False, the first pass over the loader is empty, for loops that resume in the saved epoch. For a stream
+                of unknown length, this first pass is empty with either value.
 
         Returns:
             The ``info`` of the checkpoint.
@@ -1058,7 +1065,7 @@ class Accelerator(Process):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the user's own module.
+        """Return the user's own module inside a prepared model.
 
         Args:
             model: A prepared model.
@@ -1072,7 +1079,7 @@ class Accelerator(Process):
         return next((m for m in model.modules() if m._modules.get("_orig_mod") is module), module)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state of the user's own module, under its own names. Call it on all processes.
+        """Return the full state dict of a model, with the names of the user's own module. Call it on all processes.
 
         Args:
             model: The model, prepared or not.
@@ -1149,11 +1156,11 @@ class Accelerator(Process):
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Start the trackers that ``log_with`` named.
+        """Create and start the trackers that ``log_with`` named.
 
         Args:
             project_name: The project that the run belongs to.
-            config: The configuration of the run, which trackers store.
+            config: The configuration of the run by name, which trackers store.
             init_kwargs: Further arguments of the loggers, by the tracker's name.
 
         Raises:
@@ -1215,13 +1222,13 @@ class Accelerator(Process):
         self.wait_for_everyone()
 
     def free_memory(self, *objects: Any) -> Any:
-        """Release all prepared objects.
+        """Release all prepared objects, collect garbage and empty the device's memory cache.
 
         Args:
-            objects: Objects that the caller replaces with the result.
+            objects: The caller's references to prepared objects. Assign the returned Nones to the same variables.
 
         Returns:
-            A list with None for each object.
+            A list with one None for each of ``objects``.
         """
         self.forget_prepared()
         collect(self.device)
@@ -1251,7 +1258,7 @@ class Accelerator(Process):
         """Release all prepared objects, and replace the process group with the one that ``renew`` creates.
 
         Args:
-            renew: Function that replaces the process group.
+            renew: Function without arguments that disconnects this process and connects it to a new process group.
         """
         self.free_memory()
         self.world.forget_parts()
@@ -1279,8 +1286,8 @@ class Accelerator(Process):
         """Return a loader that skips the first ``num_batches`` batches; see `treadle.skip_first_batches`.
 
         Args:
-            dataloader: The loader.
-            num_batches: The number of batches to skip.
+            dataloader: A prepared loader, a ``DataLoader``, or any other iterable of batches.
+            num_batches: Number of batches that each process has already trained on.
         """
         return skip_first_batches(dataloader, num_batches)
 
@@ -1313,7 +1320,7 @@ class Accelerator(Process):
 
     @property
     def split_batches(self) -> bool:
-        """True if ``batch_size`` is that of the global batch."""
+        """True if the ``batch_size`` of a prepared loader is the global batch size."""
         return self.dataloader_config.split_batches
 
     @property
@@ -1369,7 +1376,7 @@ class Accelerator(Process):
 
     @property
     def step(self) -> int:
-        """Number of micro-batches in this pass through a loader, 0 at the last one; without a loader, in this group."""
+        """Number of micro-batches in the current pass over a loader, 0 at the last; without a loader, in the group."""
         loader = self.gradient_state.active_dataloader
         if loader is None:
             return self.accumulation.position

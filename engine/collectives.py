@@ -22,7 +22,7 @@ REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
 class ShapesDiffer(DistributedOperationException, ValueError):
-    """Error for ranks that pass tensors that differ in number, shape or dtype to one collective."""
+    """Error raised if the tensors that ranks pass to one collective differ in number, shape or dtype."""
 
 
 class DebugMode:
@@ -56,7 +56,8 @@ def check_equal_shapes(name: str, value: Any, world: World) -> None:
 def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = False) -> Any:
     """Concatenate the tensors of all processes along dimension 0, in rank order; the numbers of rows may differ.
 
-    A 0-d tensor counts as one row. A nested value without tensors becomes a list of the items of all processes.
+    A 0-d tensor counts as one row. Each part of a nested value that holds no tensor becomes a list of the items of all
+    processes.
 
     Args:
         value: A tensor, or tensors nested in dicts, lists, tuples or dataclasses, of the same structure on all
@@ -210,7 +211,7 @@ def _describe_form(tensor: Tensor, sync_grads: bool) -> str:
 
 
 def _walk(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
-    """Rebuild a nested value; replace each tensor, and each largest part without tensors, with a function's result."""
+    """Rebuild a nested value: apply ``tensor`` to each tensor, and ``other`` to each largest part without tensors."""
     if isinstance(value, Tensor):
         return tensor(value)
     if not holds_tensor(value):
@@ -276,7 +277,7 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
         value: A tensor, or tensors nested in collections.
         world: The processes that take part.
         reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``. The mean of integers is float64.
-        scale: Factor of the result, except with ``"none"``.
+        scale: Factor by which the result is multiplied; it has no effect with ``"none"``.
 
     Raises:
         ValueError: If the reduction is unknown.
@@ -359,7 +360,7 @@ def _has_dimension(tensor: Tensor, dim: int) -> bool:
 
 
 def broadcast(value: Any, world: World, source: int) -> Any:
-    """Return the tensors of process ``source``, in a nested value of the same structure on all processes.
+    """Return ``value`` with its tensors replaced by those of rank ``source``; all ranks need the same structure.
 
     Args:
         value: A tensor, or tensors nested in collections; it is not changed.
@@ -401,15 +402,16 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
     repeated at the end, so that the first ``len(inputs)`` gathered results belong to the inputs.
 
     Args:
-        inputs: A list, tuple, range, tensor, array, data frame or dataset (of torch, or with ``select``); a dict (or
-            named tuple) of these, of equal length; or any other iterable, such as an iterator, which every process
-            reads to its end and whose share is a list.
+        inputs: A list, tuple, range, tensor, array, data frame or dataset (of torch, or with ``select``), or a dict or
+            named tuple of these with equal lengths. Every process reads any other iterable, such as an iterator, to its
+            end, and its share is then a list.
         rank: The rank of this process.
         size: The world size.
         apply_padding: Give every process the same number of inputs.
 
     Raises:
-        TypeError: If ``inputs`` is not a collection (a str, a number), or has no order (a set).
+        TypeError: If ``inputs`` cannot be split, such as a str, a number or a 0-d tensor, or has no order, such as a
+            set.
         ValueError: If ``inputs`` is a dict whose values differ in length.
     """
     count, inputs = _count_inputs(inputs)

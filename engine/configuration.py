@@ -49,7 +49,10 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
     def announce_differences(self) -> None:
-        """Log the settings that have no effect. Call it once the ranks are known, so that only one of them logs."""
+        """Log that ``dispatch_batches=True`` has no effect.
+
+        Call this method only after the ranks are known, because rank zero alone logs the message.
+        """
         if self.dispatch_batches:
             announce(
                 "dispatch_batches=True has no effect: every rank reads its own share of the batches, while Accelerate "
@@ -115,7 +118,7 @@ class KwargsHandler:
     """
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults."""
+        """Return the values of the fields that differ from their defaults, by name."""
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}  # type: ignore[arg-type]
 
 
@@ -242,7 +245,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             self.timeout = parse_duration("timeout", self.timeout)
 
     def options(self) -> dict[str, Any]:
-        """Return the options to pass to `open_world`."""
+        """Return ``timeout`` and ``backend``, as keyword arguments of `open_world`."""
         return {"timeout": self.timeout, "backend": self.backend}
 
 
@@ -291,7 +294,7 @@ class TorchDynamoPlugin(KwargsHandler):
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or another mode of ``torch.compile``.
         fullgraph: Raise an error if the model cannot be compiled into one graph.
         dynamic: Compile for varying shapes. Default: torch decides.
-        options: Options of the backend.
+        options: Dict of options that torch passes to the backend, such as ``{"max_autotune": True}`` for Inductor.
         disable: Disable compilation, for testing.
         use_regional_compilation: Compile each repeated block of the model separately, which takes less time if the
             blocks are alike. By default, the Trainer compiles blocks separately if most of them are alike, and an
@@ -327,7 +330,9 @@ class TorchDynamoPlugin(KwargsHandler):
         compile_modules(modules, self._make_compiler, self._collect_arguments())
 
     def compile_parts(self, model: nn.Module, strategy: Strategy) -> None:
-        """Compile the submodules that the steps of ``model`` call, and undo compilations that an earlier run left.
+        """Compile the submodules that the steps of ``model`` call.
+
+        If neither this plugin nor the user compiles the model, the compilations of an earlier run are undone.
 
         Args:
             model: A module whose ``forward`` is not called. If it is the result of ``torch.compile``, its submodules
@@ -555,11 +560,11 @@ def resolve_timeout(timeout: Any) -> float | None:
 
 
 def resolve_group(handler: InitProcessGroupKwargs | None, limit: float | None) -> dict[str, Any]:
-    """Return the options of `open_world`. The timeout of collectives is longer than the limit of a rank.
+    """Return the options of `open_world`. The default timeout of collectives exceeds a rank's limit by 60 s or more.
 
     Args:
-        handler: The user's settings of the process group.
-        limit: Seconds that a rank may go without progress.
+        handler: The user's settings of the process group, or None.
+        limit: Seconds that a rank may go without progress; None if the user set no limit.
     """
     options = (handler or InitProcessGroupKwargs()).options()
     if options["timeout"] is None and limit is not None and limit + 60 > 1800:  # the default is half an hour
@@ -575,7 +580,7 @@ def merge_group(options: dict[str, Any], strategy: Any) -> dict[str, Any]:
         strategy: The strategy, an object or a name.
 
     Raises:
-        ValueError: If both set an option to different values.
+        ValueError: If ``options`` and the strategy set one option to different values.
     """
     of_strategy = getattr(strategy, "group_options", {})
     for name, value in of_strategy.items():
@@ -593,7 +598,7 @@ def resolve_device(accelerator: str, cpu: bool) -> str:
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"mps"``.
-        cpu: Whether the CPU is requested.
+        cpu: True is the same as ``accelerator="cpu"``.
 
     Raises:
         ValueError: If the arguments contradict each other.
@@ -628,7 +633,7 @@ def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batc
 
     Args:
         config: The user's settings.
-        split_batches: True overrides the setting of ``config``.
+        split_batches: The Accelerator's argument. True overrides the setting of ``config``.
     """
     config = config or DataLoaderConfiguration()
     return replace(config, split_batches=True) if split_batches else config
@@ -641,10 +646,10 @@ def resolve_project(
 
     Args:
         config: The user's settings.
-        directory: Directory of the run.
+        directory: The Accelerator's ``project_dir``, or None.
 
     Raises:
-        ValueError: If they contradict each other.
+        ValueError: If ``directory`` differs from the directory of ``config``.
     """
     if config is None:
         return ProjectConfiguration(directory)
@@ -700,7 +705,7 @@ def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) 
         steps: Micro-batches per optimizer step.
 
     Raises:
-        ValueError: If they contradict each other.
+        ValueError: If ``steps`` is less than 1, or is neither 1 nor the number of steps of ``plugin``.
     """
     if plugin is None:
         check_int("gradient_accumulation_steps", steps, 1)
@@ -721,7 +726,7 @@ def resolve_compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> Torch
         backend: A backend of ``torch.compile``.
 
     Raises:
-        ValueError: If both are given, or if torch does not have the backend.
+        ValueError: If ``plugin`` and ``backend`` are both set, or if torch does not have the backend.
     """
     if plugin is not None and backend is not None:
         raise ValueError("dynamo_plugin and dynamo_backend both configure compilation. Set only one of them.")

@@ -34,7 +34,9 @@ def collect(device: torch.device) -> None:
 
 
 def is_memory_short(device: torch.device) -> bool:
-    """Return whether this process uses more than 1/8 of the device's memory or 1/4 of main memory. Takes 0.1 ms.
+    """Return whether this process uses more than 1/8 of the device's memory or 1/4 of main memory.
+
+    The check takes 0.1 ms.
 
     Args:
         device: The device of the process.

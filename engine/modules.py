@@ -20,7 +20,7 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 def compile_modules(
     modules: Iterable[nn.Module], compiler: Compiler, options: Any = None, *, hooks_outside: bool = False
 ) -> None:
-    """Compile each of ``modules`` in place, so that every call of it runs compiled code.
+    """Compile each of ``modules`` in place, so that calling the module runs compiled code.
 
     Modules of the same kind share compiled code. Modules that the user has compiled are left unchanged.
 

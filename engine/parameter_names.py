@@ -48,7 +48,7 @@ def make_view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that two tensors share exactly if they are the same view of the same memory, as tied weights are.
 
     Args:
-        tensor: Any strided tensor. The key is valid only while the tensor lives.
+        tensor: Any strided tensor. The key is valid only while the tensor exists.
 
     Returns:
         A hashable tuple.

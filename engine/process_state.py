@@ -188,7 +188,7 @@ class Process:
         A 0-d tensor, such as a batch's mean loss, becomes one entry per process that had samples. Batches may differ in
         size, so a mean over the entries is not the mean over the samples. Gather ``(loss, len(batch))`` and compute a
         weighted mean, or gather ``loss.repeat(len(batch))``. ``loss.repeat(batch_size)``, with the DataLoader's batch
-        size, works too: in a short batch, a one-dimensional floating-point tensor with this many equal rows is
+        size, works too. In a short batch, a one-dimensional floating-point tensor with this many equal rows is
         shortened to the number of samples that the batch has on this rank.
 
         Args:
@@ -267,7 +267,7 @@ class Process:
         yield split(inputs, self.world.rank, self.world.size, apply_padding)
 
     def set_trigger(self) -> None:
-        """Set a flag that `check_trigger` reports on every process."""
+        """Set a flag on this process. The next `check_trigger` then returns True on every process."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
@@ -449,7 +449,7 @@ class PartialState(Process):
 
     @property
     def default_device(self) -> torch.device:
-        """Device that this process computes on."""
+        """Same as `device`: the device that this process computes on."""
         return self.device
 
     @property
@@ -508,7 +508,7 @@ class AcceleratorState(PartialState):
         kwargs: Further arguments of `PartialState`.
 
     Attributes:
-        deepspeed_plugin: Always None, for scripts that check it.
+        deepspeed_plugin: Always None, for scripts that read it to find out whether DeepSpeed is used.
 
     Example:
         >>> from treadle.engine import Accelerator, AcceleratorState
@@ -526,7 +526,7 @@ class AcceleratorState(PartialState):
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> AcceleratorState:
-        """Return the state of ``accelerator``.
+        """Return the `AcceleratorState` of one Accelerator, which need not be the latest.
 
         Args:
             accelerator: The Accelerator to describe.
@@ -624,7 +624,7 @@ class GradientState:
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> GradientState:
-        """Return the state of ``accelerator``.
+        """Return the `GradientState` of one Accelerator, which need not be the latest.
 
         Args:
             accelerator: The Accelerator to describe.
@@ -635,7 +635,7 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Reset the plugin, the flag and the loaders that apply without an Accelerator."""
+        """Reset the plugin, ``sync_gradients`` and the running loaders, which apply without an Accelerator."""
         GradientState._plugin, GradientState._sync_without_accelerator = None, True
         for loader in list_running_loaders():
             remove_running_loader(loader)
@@ -722,7 +722,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Number of samples of all processes in the last batch of a prepared loader, during this batch; otherwise -1.
+        """Number of samples in the global batch during the last batch of a prepared loader; -1 during other batches.
 
         A prepared loader does not repeat samples, so nothing has to be removed from gathered results.
         """

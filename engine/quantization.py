@@ -55,7 +55,10 @@ class WeightQuantizer:
         return value if value is None or isinstance(value, WeightQuantizer) else cls(value)
 
     def select(self, model: nn.Module) -> dict[str, nn.Linear]:
-        """Return the layers to round, by name. Layers that share their weight with another module are excluded.
+        """Return the ``nn.Linear`` layers to round, by name.
+
+        Layers in ``skip``, and layers that share their weight with another module, are excluded. With int4, layers are
+        also excluded if ``in_features`` is not a multiple of 32 or ``out_features`` is not a multiple of 16.
 
         Args:
             model: The model to quantize.

@@ -33,10 +33,10 @@ def host_state() -> State:
 
 
 def set_host_state(state: Mapping[str, Any]) -> None:
-    """Restore a state that `host_state` returned.
+    """Restore the states of Python's, NumPy's and torch's CPU generators.
 
     Args:
-        state: The state to restore.
+        state: A result of `host_state`.
     """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
@@ -44,10 +44,10 @@ def set_host_state(state: Mapping[str, Any]) -> None:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore a state that `random_state` returned.
+    """Restore the states of Python's, NumPy's, torch's and the devices' generators.
 
     Args:
-        state: The state to restore. States of devices that this process does not have are skipped.
+        state: A result of `random_state`. States of devices that this process does not have are skipped.
     """
     set_host_state(state)
     if "cuda" in state and torch.cuda.is_available():
@@ -120,14 +120,14 @@ class RandomStream:
             set_host_state(before)
 
     def get_state(self) -> State:
-        """Return the current state of the stream. It may be called inside or outside `drawing`."""
+        """Return the current state of the stream, inside or outside of a `drawing` context."""
         return host_state() if self._lent else dict(self.state)
 
     def go_to(self, state: State) -> None:
-        """Continue from a state that `get_state` returned. It may be called inside or outside `drawing`.
+        """Continue the stream from a saved state, inside or outside of a `drawing` context.
 
         Args:
-            state: The state to continue from.
+            state: A result of `get_state`.
         """
         if self._lent:
             set_host_state(state)
@@ -135,7 +135,7 @@ class RandomStream:
             self.state = dict(state)
 
     def follow(self, draw: Draw) -> None:
-        """Continue from the state after a draw that was made from a copy of this stream.
+        """Continue from the state after a draw that was made from a copy of this stream, such as the order of an epoch.
 
         Args:
             draw: The states of the copy before and after the draw.
@@ -187,8 +187,8 @@ def are_equal(first: State, second: State) -> bool:
     """Return whether two states returned by `host_state` are the same.
 
     Args:
-        first: The first state.
-        second: The second state.
+        first: A result of `host_state`.
+        second: Another result of `host_state`.
     """
     name, keys, *rest = first["numpy"]
     other_name, other_keys, *other_rest = second["numpy"]

@@ -69,7 +69,7 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Start the tracker. `Accelerator.init_trackers` calls it."""
+        """Start the tracker. `Accelerator.init_trackers` calls this method."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration of the run.
@@ -96,7 +96,7 @@ class LoggerTracker(GeneralTracker):
 
     Args:
         logger: The logger to write to.
-        name: The name of the tracker.
+        name: The name by which `Accelerator.get_tracker` finds the tracker.
     """
 
     requires_logging_directory = False
@@ -466,7 +466,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         tracker_class: A subclass of `GeneralTracker` with ``name`` and ``requires_logging_directory``.
 
     Raises:
-        ValueError: If it is not a subclass of `GeneralTracker`, or lacks one of these attributes.
+        ValueError: If ``tracker_class`` is not a subclass of `GeneralTracker`, or lacks one of these attributes.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ValueError(
@@ -497,7 +497,7 @@ def tracker_sources(log_with: Any, project: ProjectConfiguration) -> dict[str, S
 
     Args:
         log_with: The argument ``log_with`` of the Accelerator.
-        project: The directories of the run.
+        project: The directories of the run, in which trackers write their files.
 
     Raises:
         ValueError: If a name is unknown, or if a tracker writes files and no directory is set.
@@ -616,7 +616,7 @@ class Trackers:
 
         Args:
             project_name: The name of the project that the run belongs to.
-            config: The configuration of the run, by name; None if there is none.
+            config: The configuration of the run by name, or None.
             init_kwargs: Further arguments with which trackers are created, by name of the tracker.
         """
         options = dict(init_kwargs or {})

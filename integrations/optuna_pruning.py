@@ -151,8 +151,8 @@ class PruningCallback(Callback):
     def check_pruned(self) -> None:
         """Raise ``TrialPruned`` if the trial was pruned.
 
-        `Trainer.fit` already raises it. This method exists for scripts that call it after ``fit``, as Optuna's own
-        callback for Lightning requires with DDP.
+        `Trainer.fit` already raises this exception. The method exists for scripts that call it after ``fit``, as
+        Optuna's own callback for Lightning requires with DDP.
         """
         if self.pruned is not None:
             from optuna import TrialPruned

@@ -52,7 +52,7 @@ class TransformersTask(TaskModule):
             step; ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance with each epoch, based on ``val_loss``. Default:
             ``"linear"``.
         warmup_steps: Number of optimizer steps of the warmup. A value below 1 is a fraction of all steps. Default: 0.
-        scheduler_options: Further arguments of the scheduler.
+        scheduler_options: Further arguments of the scheduler, such as ``{"num_cycles": 2}``.
         metrics: torchmetrics objects by name. They receive the logits and labels of the samples, or of the tokens that
             have a label. Override `update_metrics` for metrics with other inputs.
         generation: Arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.

@@ -12,7 +12,7 @@ from ..common.validation import check_bool
 from ._services import ServiceLogger, check_options
 
 OLD_NAMES = {"project_name": "project", "experiment_name": "name", "save_dir": "offline_directory"}
-"""Arguments of older versions of Lightning's and Comet's loggers, by their current names."""
+"""Current names of arguments, by their names in older versions of Lightning's and Comet's loggers."""
 
 
 class CometLogger(ServiceLogger):
@@ -158,10 +158,10 @@ class CometLogger(ServiceLogger):
 
 
 def _set_up_import(offline: bool) -> None:
-    """Configure what ``comet_ml`` does on import, unless it is already imported or the environment configures it.
+    """Set environment variables for the import of ``comet_ml``, unless they are set or it is already imported.
 
-    By default, it would patch other packages and log automatically what this logger already receives, such as
-    TensorBoard's scalars. It would also report its errors to Comet, even offline.
+    By default, ``comet_ml`` would patch other packages and log automatically what this logger already receives, such as
+    TensorBoard's scalars. It would also report its own errors to Comet, even offline.
     """
     if "comet_ml" not in sys.modules:
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")

@@ -107,7 +107,7 @@ class CSVLogger(DirectoryLogger):
             self.log_metrics(metrics, step=0)
 
     def on_resume(self, step: int) -> None:
-        """Remove the rows of later steps from the file, if it exists.
+        """Remove the rows of steps after ``step`` from ``metrics.csv``, because the resumed run logs these steps again.
 
         Args:
             step: Number of optimizer steps taken before the run was saved.
@@ -206,7 +206,7 @@ class MetricsFile:
         self.waiting.clear()
 
     def on_resume(self, step: int) -> None:
-        """Remove the rows of later steps.
+        """Remove the rows of steps after ``step`` from the file.
 
         Args:
             step: Number of optimizer steps taken before the run was saved.
@@ -216,7 +216,7 @@ class MetricsFile:
             self._write_anew(self._columns, step)
 
     def _write_anew(self, columns: list[str], until: float = math.inf) -> None:
-        """Rewrite the file row by row, with new columns at the end and without the rows of later steps.
+        """Rewrite the file row by row, with new columns at the end and without the rows of steps after ``until``.
 
         Rows whose step is not a number, because another program wrote them, are kept.
         """

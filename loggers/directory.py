@@ -154,10 +154,10 @@ class DirectoryLogger(Logger):
         os.replace(part, target)
 
     def next_step(self, step: int | None) -> int:
-        """Return the step to write.
+        """Return the step to log, and remember the highest step.
 
         Args:
-            step: The step; None means one more than the highest previous step.
+            step: Step of the values; None for one more than the highest previous step.
 
         Raises:
             TypeError: If ``step`` is not an integer.
@@ -175,8 +175,8 @@ def check_version(version: int | str | None) -> int | str | None:
         version: A number of at least 0, the name of a directory, or None.
 
     Raises:
-        TypeError: If it is not an integer, a string or None.
-        ValueError: If it is negative.
+        TypeError: If the version is not an integer, a string or None.
+        ValueError: If the version is negative.
     """
     if version is not None and (isinstance(version, bool) or not isinstance(version, int | str)):
         raise TypeError(f"version={version!r} must be an integer, a directory name or None, not {name_type(version)}.")

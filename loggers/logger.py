@@ -11,7 +11,7 @@ from typing import Any
 from ..common.rank_zero import rank_zero_only
 
 EVALUATED_AT = "evaluation/global_step"
-"""Name of the number of optimizer steps in rows of an evaluation's single batches, whose step counts batches."""
+"""Name under which rows for single batches of an evaluation record the optimizer steps; their step counts batches."""
 
 Params = Mapping[str, Any] | argparse.Namespace | None
 
@@ -176,7 +176,7 @@ class Logger(ABC):
         return None
 
     def on_resume(self, step: int) -> None:
-        """Remove the logs of later steps, because the run resumes from a checkpoint and logs these steps again.
+        """Remove the logs of steps after ``step``, because the resumed run logs these steps again.
 
         Called before the first step of the resumed run, even if nothing has been logged yet. Does nothing unless
         overridden.
@@ -204,7 +204,7 @@ class Logger(ABC):
         self.save()
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """React to a checkpoint that is complete on disk. Does nothing unless overridden.
+        """Handle a saved checkpoint, for example by uploading it. Does nothing unless overridden.
 
         Args:
             checkpoint_callback: The callback that saved the checkpoint.

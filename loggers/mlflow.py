@@ -184,7 +184,7 @@ class MLFlowLogger(Logger):
         return str(experiment.experiment_id)
 
     def _continue(self, client: Any) -> None:
-        """Load the run to continue."""
+        """Load the run to continue, and update its tags and its name."""
         run = client.get_run(self._version)
         self._experiment_id = run.info.experiment_id
         self._params = dict(run.data.params)

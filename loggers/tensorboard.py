@@ -191,7 +191,7 @@ class TensorBoardLogger(DirectoryLogger):
             )
 
     def on_resume(self, step: int) -> None:
-        """Make TensorBoard ignore the events of later steps in an existing directory.
+        """Make TensorBoard ignore the events of steps after ``step`` in an existing directory.
 
         Args:
             step: Number of optimizer steps taken before the run was saved.

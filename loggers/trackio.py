@@ -14,10 +14,10 @@ class TrackioLogger(ServiceLogger):
     """Logger that writes metrics, hyperparameters and checkpoints to Trackio (``pip install trackio``).
 
     Trackio stores one SQLite file per project in ``TRACKIO_DIR``, by default in Hugging Face's cache. With ``space_id``
-    or ``server_url``, it sends the data. The logger has one run, which rank zero begins when something is first logged.
-    The run is closed after each fit, validation or test, and reopened when something is logged again. Runs have no
-    status in Trackio, so a failed run gets an alert with the level ``error``. Trackio turns storage errors into
-    warnings, even with ``strict``.
+    or ``server_url``, it sends the data to that Space or server. The logger has one run, which rank zero begins when
+    something is first logged. The run is closed after each fit, validation or test, and reopened when something is
+    logged again. Runs have no status in Trackio, so a failed run gets an alert with the level ``error``. Trackio turns
+    storage errors into warnings, even with ``strict``.
 
     Args:
         project: Project of the run. Default: ``"treadle_logs"``.

@@ -135,8 +135,8 @@ def check_step(step: Any) -> int:
         step: An integer of at least 0; numpy integers are accepted too.
 
     Raises:
-        TypeError: If it is not an integer.
-        ValueError: If it is negative.
+        TypeError: If the step is not an integer.
+        ValueError: If the step is negative.
     """
     try:
         step = operator.index(step)

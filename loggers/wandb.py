@@ -343,7 +343,7 @@ class WandbLogger(Logger):
             self._log({self._prefix + key: media}, step)
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
-        """Record that the run uses an artifact, and return it.
+        """Record that the run uses an artifact, and return the artifact.
 
         Args:
             artifact: Path of the artifact, ``entity/project/name:alias``.

@@ -44,7 +44,7 @@ class DistributedDataParallelKwargs:
         static_graph: Assume that every step computes the same graph.
         comm_hook: Compression of gradients: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"power_sgd"``.
             ``"batched_power_sgd"`` raises an error, because it is broken in torch.
-        comm_wrapper: ``"fp16"`` or ``"bf16"``, to which gradients are cast before ``comm_hook`` runs.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``comm_hook`` runs.
         comm_state_option: Arguments of torch's ``PowerSGDState``.
 
     Example:
@@ -66,7 +66,7 @@ class DistributedDataParallelKwargs:
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def strategy(self) -> DDP:
-        """Return the strategy with these settings.
+        """Return the `DDP` strategy with these settings.
 
         Raises:
             ValueError: If ``dim`` or ``check_reduction`` is set, which torch no longer uses.
@@ -155,7 +155,7 @@ class ParallelismConfig:
         """Check that the layout fits the world size.
 
         Args:
-            world: All processes.
+            world: Processes of the run.
 
         Raises:
             ValueError: If the layout needs a different number of processes.
@@ -206,12 +206,12 @@ class FullyShardedDataParallelPlugin:
     """Accelerate's settings for sharded models, with the arguments for FSDP1 and FSDP2. FSDP2 is always used.
 
     Args:
-        fsdp_version: 1 or 2. It has no effect.
+        fsdp_version: 1, 2 or None. The value has no effect, because FSDP2 is always used.
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"`` or ``"HYBRID_SHARD_ZERO2"`` (shards
             within a machine), ``"NO_SHARD"`` (replicas), or a value of torch's enum. Default: ``"FULL_SHARD"``.
         reshard_after_forward: Whether to free gathered weights after the forward pass, or a value of
             ``sharding_strategy``.
-        backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None. It has no effect.
+        backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None. The value has no effect.
         mixed_precision_policy: Torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
         auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a function.
         cpu_offload: Keep shards in host memory.
@@ -227,7 +227,8 @@ class FullyShardedDataParallelPlugin:
         activation_checkpointing: Recompute the activations of each wrapped module in the backward pass.
         activation_checkpointing_offload: Must be False or None.
         cpu_ram_efficient_loading: Must be False or None; build the model in `Accelerator.init_module` instead.
-        transformer_cls_names_to_wrap: Names of the classes whose modules are each wrapped as one unit.
+        transformer_cls_names_to_wrap: Names of the classes whose modules are each wrapped as one unit: a list, or a
+            string of names separated by commas.
         min_num_params: Minimum number of parameters for a module to be wrapped as one unit.
 
     Raises:
@@ -291,11 +292,12 @@ class FullyShardedDataParallelPlugin:
         return (lambda _: False) if policy == "no_wrap" else "auto"
 
     def strategy(self, world: World, parallelism: ParallelismConfig | None = None) -> Strategy:
-        """Return the strategy with these settings.
+        """Return the `FSDP` strategy with these settings; `DDP` for ``"NO_SHARD"``.
 
         Args:
-            world: All processes.
-            parallelism: Numbers of replicas and shards.
+            world: Processes of the run.
+            parallelism: Numbers of replicas, shards and tensor parallel ranks. Default: one replica, or one per machine
+                for the ``HYBRID`` sharding strategies.
         """
         if self._sharding == "NO_SHARD":
             return DDP()
@@ -340,8 +342,8 @@ def choose_strategy(
     """Return the strategy that the arguments describe.
 
     Args:
-        strategy: A name or a `Strategy`.
-        world: All processes.
+        strategy: Registry name, such as ``"auto"``, or a `Strategy`.
+        world: Processes of the run.
         plugin: Accelerate's settings for sharded models.
         parallelism: The numbers of replicas, shards and tensor parallel ranks.
         replicas: Accelerate's settings for replicas.

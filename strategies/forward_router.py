@@ -17,7 +17,7 @@ class Ballot:
     """Votes that are summed over the processes, for decisions that all make together but that depend on local values.
 
     Args:
-        device: The device of the model.
+        device: Device on which the votes are allocated, that of the model.
         dtype: float64 for a float64 model, so that its gradients and the votes share a bucket; otherwise float32, the
             smallest dtype in which a count of tokens is exact.
 
@@ -103,8 +103,8 @@ class Router(nn.Module):
 
         Args:
             memo: Modules that have already been yielded.
-            prefix: Prefix of the names.
-            remove_duplicate: Yield each module once.
+            prefix: Prefix of all yielded names.
+            remove_duplicate: Yield a module only once, even if it is registered under several names.
         """
         # DDP, or FSDP, which replaces the class, looks for it.
         if self._carrier is not None or type(self) is not Router:

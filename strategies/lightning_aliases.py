@@ -130,7 +130,7 @@ class StrategyAliases:
 
         Args:
             batch: Batch in the form that the dataloader yields.
-            device: The device. Default: that of this process.
+            device: Target device. Default: that of this process.
             dataloader_idx: The index of the batch's dataloader.
 
         Raises:

@@ -77,7 +77,7 @@ class Precision:
         """Return a reusable context to run the model in, or None if the model needs none.
 
         Args:
-            device: The device of the model.
+            device: Device of the model, whose type autocast needs.
         """
         if self.compute is not None:
             return _Autocast(device.type, self.compute, self.cached)
@@ -87,7 +87,7 @@ class Precision:
         """Warn if a GPU does not support bfloat16 in hardware and emulates it, which is many times slower.
 
         Args:
-            device: The device of the model.
+            device: Device of the model. Only CUDA devices are checked.
         """
         needs_bf16 = torch.bfloat16 in (self.compute, self.storage)
         if needs_bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):

@@ -53,7 +53,7 @@ def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[
     """Return the accelerator and devices of a run, which are those of the strategy if it was created for a device.
 
     Args:
-        strategy: A name or a `Strategy`.
+        strategy: Registry name or a `Strategy`. Only a `Strategy` can have been created for a device.
         accelerator: One of `ACCELERATORS`, such as ``"auto"`` or ``"cuda"``.
         devices: The number of devices, or their indices.
 

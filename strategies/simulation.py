@@ -33,7 +33,7 @@ def simulated_world(size: int, rank: int, device: Any, resized: Callable[[Tensor
     """Create a simulated world with torch's ``fake`` process group, and destroy the group at the end of the context.
 
     Args:
-        size: The world size.
+        size: Number of ranks in the simulated world.
         rank: The rank to simulate.
         device: Replacement of ``torch.cuda``, with ``Stream``, ``Event``, ``stream`` and ``current_stream``.
         resized: Function that is called with each tensor for which sharding has allocated or released memory.
@@ -149,7 +149,7 @@ def lay_out(strategy: Strategy, world: World, precision: Precision, module: nn.M
     Args:
         strategy: Strategy that lays out the module.
         world: The simulated world.
-        precision: The precision of the run.
+        precision: Dtypes in which parameters are stored and results are computed.
         module: The user's model, on the meta device.
     """
     strategy.attach(world, precision)
@@ -196,7 +196,7 @@ def strategy_named(name: str, size: int) -> Strategy:
 
     Args:
         name: Registry name of the strategy. ``"auto"`` selects DDP for several ranks and a single device for one rank.
-        size: The world size.
+        size: Number of ranks.
 
     Raises:
         ValueError: If the name is unknown.

@@ -123,7 +123,7 @@ class Strategy(StrategyAliases):
             module: The user's model.
 
         Raises:
-            ValueError: If the strategy does not support such steps.
+            ValueError: If the strategy does not support manual optimization.
         """
         if self.sharded or self.world.size > 1:
             raise ValueError(
@@ -168,7 +168,7 @@ class Strategy(StrategyAliases):
 
         Args:
             module: The user's module.
-            blocks: Whether repeated blocks are compiled separately. Default: only if enough of them are alike.
+            blocks: Whether repeated blocks are compiled separately. Default: only if enough of them are equal.
 
         Returns:
             The submodules, and whether their hooks must not be compiled.
@@ -176,7 +176,7 @@ class Strategy(StrategyAliases):
         return split_into_blocks(module, blocks), False
 
     def decisions(self, module: nn.Module) -> list[str]:
-        """Return notes on how a wrapped model is run and what the user could choose instead. They are logged once.
+        """Return notes on settings that affect how a wrapped model runs, with alternatives. They are logged once.
 
         Args:
             module: The user's model.
@@ -196,7 +196,7 @@ class Strategy(StrategyAliases):
         """Return the user's own module inside ``module``.
 
         Args:
-            module: A wrapped module.
+            module: Module that `wrap` returned.
         """
         while True:
             if isinstance(module, Router | nn.parallel.DistributedDataParallel):
@@ -212,7 +212,7 @@ class Strategy(StrategyAliases):
         A leaf differs from its parameter if parameters are gathered for the computation.
 
         Args:
-            module: A wrapped module.
+            module: Module that `wrap` returned.
         """
         return ((parameter, parameter) for parameter in self.unwrap(module).parameters())
 
@@ -220,8 +220,8 @@ class Strategy(StrategyAliases):
         """Return a function that runs method ``name`` of the user's module like the ``forward`` of the wrapped module.
 
         Args:
-            wrapped: A wrapped module.
-            name: The name of the method.
+            wrapped: Module that `wrap` returned.
+            name: Name of the method, such as ``"training_step"``.
         """
         bound = getattr(self.unwrap(wrapped), name)
         router = self._find_router(wrapped)
@@ -232,7 +232,7 @@ class Strategy(StrategyAliases):
 
         Args:
             module: A module, wrapped or not.
-            name: The name of the method.
+            name: Name of the method, such as ``"training_step"``.
         """
         bound = getattr(self.unwrap(module), name)
         context = self.precision.context(self.world.device)
@@ -253,15 +253,15 @@ class Strategy(StrategyAliases):
         """Set whether gradients are reduced over the processes in the next forward and backward pass.
 
         Args:
-            module: A wrapped module.
-            on: Whether gradients are reduced.
+            module: Module that `wrap` returned.
+            on: True to reduce gradients, False to accumulate them on each process.
         """
 
     def no_sync(self, module: nn.Module) -> Any:
         """Return a context in which gradients are not reduced.
 
         Args:
-            module: A wrapped module.
+            module: Module that `wrap` returned.
         """
         return nullcontext()
 
@@ -269,10 +269,11 @@ class Strategy(StrategyAliases):
         """Return a context in which each process takes optimizer steps on its own replica.
 
         Args:
-            module: A wrapped module.
+            module: Module that `wrap` returned.
 
         Raises:
-            ValueError: If the strategy does not support such steps.
+            ValueError: If the processes do not keep full replicas, or if the strategy itself averages or sends
+                parameters.
         """
         if self.world.size > 1:
             raise ValueError(
@@ -287,7 +288,7 @@ class Strategy(StrategyAliases):
         Only replicas can continue without a rank. Other strategies warn and change nothing.
 
         Args:
-            models: Wrapped modules.
+            models: Modules that `wrap` returned.
         """
         return self._warn_unjoined(f"strategy={self.name!r}")
 
@@ -305,7 +306,7 @@ class Strategy(StrategyAliases):
         """Return a context in which backward passes reduce the gradients, even after forward passes in `no_sync`.
 
         Args:
-            module: A wrapped module.
+            module: Module that `wrap` returned.
         """
         self.set_gradient_sync(module, True)
         yield
@@ -314,7 +315,7 @@ class Strategy(StrategyAliases):
         """Copy rank zero's buffers to every process, so that all processes evaluate and save the same model.
 
         Args:
-            module: A wrapped module.
+            module: Module that `wrap` returned.
         """
         if self.world.size > 1:
             for buffer in self.unwrap(module).buffers():
@@ -354,7 +355,7 @@ class Strategy(StrategyAliases):
         For sharded parameters, it contains this process's shards (torch's ``DTensor``).
 
         Args:
-            module: A wrapped module.
+            module: Module that `wrap` returned.
         """
         return self.unwrap(module).state_dict()
 
@@ -362,7 +363,7 @@ class Strategy(StrategyAliases):
         """Load a state that is sharded like the result of `model_state`.
 
         Args:
-            module: A wrapped module.
+            module: Module that `wrap` returned.
             state: State in the form that `model_state` returns.
             strict: Require that the names in the state are exactly those of the module.
         """
@@ -391,7 +392,7 @@ class Strategy(StrategyAliases):
         The list is empty if the order does not depend on earlier steps.
 
         Args:
-            module: A wrapped module.
+            module: Module that `wrap` returned.
         """
         return []
 
@@ -399,7 +400,7 @@ class Strategy(StrategyAliases):
         """Sum later gradients in the order of a run with this `reduction_order`. Must be called on all ranks.
 
         Args:
-            module: A wrapped module.
+            module: Module that `wrap` returned.
             order: The result of `reduction_order`.
         """
 
@@ -415,7 +416,7 @@ class Strategy(StrategyAliases):
         """Discard gradients of earlier micro-batches that are not in ``parameter.grad``.
 
         Args:
-            module: A wrapped module.
+            module: Module that `wrap` returned.
         """
 
     def agree_on_overflow(self, overflow: Tensor) -> None:
@@ -441,7 +442,7 @@ class Strategy(StrategyAliases):
         """Return the number of replicas (``replicate``), shards per replica (``shard``), ranks per sample (``tensor``).
 
         Args:
-            world_size: The world size.
+            world_size: Number of ranks to arrange.
         """
         return {"replicate": world_size, "shard": 1, "tensor": 1}
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
 
 KEYS: tuple[str, str] = ("weight_averaging", "stochastic_weight_averaging")
-"""Names of the averaging callbacks' states among the entries that hooks add to a checkpoint."""
+"""Names under which the averaging callbacks save their averages in a checkpoint."""
 
 Average = Callable[[list[Tensor], list[Tensor], int], None]
 """Function that updates averages in place, from the current values and the number of earlier updates."""
@@ -67,8 +67,8 @@ class Averages:
 
     Args:
         module: The model, as prepared by the strategy.
-        buffers: Whether buffers are averaged. Otherwise, the model keeps its own buffers.
-        device: Device of the averages; None uses the device of the values.
+        buffers: Whether to average persistent buffers, too. Otherwise, the model keeps its own buffers.
+        device: Device of the averages; None uses the device of the model's tensors.
 
     Attributes:
         count: Number of updates.
@@ -134,7 +134,7 @@ class Averages:
         """Add the model's current values to the averages. The first update copies them.
 
         Args:
-            average: The averaging function.
+            average: Function that updates the averages in place. See `Average`.
         """
         current_values = [local(tensor.detach()) for tensor in self._list_tensors()]
         averages = self._local_averages
@@ -249,12 +249,13 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
 
     Args:
         trainer: The running Trainer.
-        device: The user's argument.
+        device: The ``device`` argument of the callback.
         name: Class name of the callback, for messages.
-        strict: Whether an unsupported device is an error. Otherwise, the averages use the device of the values.
+        strict: Whether to raise an error if the averages cannot be on ``device``. Otherwise, they are on the device of
+            the weights.
 
     Returns:
-        The device; None means the device of the values.
+        The device; None means the device of the weights.
 
     Raises:
         ValueError: If the run uses DDP with ``local_sgd_steps``, or if ``strict`` is set and the averages of a sharded
@@ -290,7 +291,7 @@ def find_saved_averages(opened: OpenCheckpoint) -> Mapping[str, Any] | None:
     """Return the entry that an averaging callback added to a checkpoint, with lazily read tensors, or None.
 
     Args:
-        opened: The checkpoint.
+        opened: The opened checkpoint.
     """
     added = open_added(opened)
     return next((added[key] for key in KEYS if key in added), None)

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Averaging(Callback):
-    """Callback that leaves the averages in the model after training. Subclasses decide when to average.
+    """Callback that keeps averages of the weights and leaves them in the model after training.
 
-    If training fails, the model's own weights are restored.
+    Subclasses decide when to average. If training fails, the model's own weights are restored.
     """
 
     exchanges = True
@@ -24,7 +24,7 @@ class Averaging(Callback):
     """Name under which the averages are saved, one of `KEYS`."""
 
     _position: tuple[str, ...] = ("latest_epoch",)
-    """Names of further saved attributes, without the underscore."""
+    """Names of further attributes to save with the averages, without their leading underscore."""
 
     def __init__(self) -> None:
         self._averages: Averages | None = None
@@ -32,7 +32,7 @@ class Averaging(Callback):
         self._latest_epoch = -1
 
     def _make_room(self, trainer: Trainer, task: TaskModule, buffers: bool, device: Any, strict: bool) -> None:
-        """Create the averages of a model that is prepared for training.
+        """Create the averages, once the model is prepared for training.
 
         Raises:
             ValueError: If the run does not support averaging, or another callback also averages.

@@ -18,7 +18,7 @@ def find_measured_layers(module: nn.Module) -> list[nn.Module]:
     """Return the BatchNorm layers with running statistics, except those in evaluation mode.
 
     Args:
-        module: The model.
+        module: Model to search.
     """
     return [
         part
@@ -92,7 +92,7 @@ def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) ->
 
 
 def _average_statistics(trainer: Trainer, layers: list[nn.Module], samples: float) -> bool:
-    """Set the statistics of all processes to their mean. Return False if there were no samples."""
+    """Set the statistics on all processes to their mean, weighted by samples. Return False if there were no samples."""
     world = trainer.accelerator.data_world
     statistics: list[Tensor] = [t for layer in layers for t in (layer.running_mean, layer.running_var)]  # type: ignore
     flat = torch.cat([t.double().flatten() for t in statistics] if world.device.type != "mps" else statistics)

@@ -29,13 +29,13 @@ _STATES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_only: bool = False) -> int:
-    """Return the size in bytes of one checkpoint, over all processes.
+    """Return the estimated size in bytes of one checkpoint, over all processes.
 
     The size is exact for weights and a lower bound for optimizer states, provided that every trainable parameter gets a
     gradient.
 
     Args:
-        trainer: The Trainer, with task and optimizers.
+        trainer: The Trainer, whose task and optimizers are created.
         weights_only: Whether optimizer states are omitted.
         trainable_only: Whether frozen weights are omitted. Default: False.
     """
@@ -63,7 +63,7 @@ def _count_optimizer_bytes(optimizer: Optimizer) -> int:
 
 
 def _collect_tensors(state: Any) -> list[Tensor]:
-    """Return the tensors in the state of one parameter."""
+    """Return the tensors in an optimizer's state for one parameter."""
     values = state.values() if isinstance(state, dict) else ()
     return [value for value in values if isinstance(value, Tensor)]
 

@@ -26,7 +26,7 @@ def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str
             because otherwise the checkpoint would end up in a subfolder.
 
     Returns:
-        The name.
+        The filled-in template, without a version or an extension.
 
     Raises:
         ValueError: If a value cannot be written in its field's format.
@@ -55,8 +55,8 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
     """Raise an error if the directory or the file name of checkpoints is invalid.
 
     Args:
-        dirpath: The directory, or None.
-        filename: The template, or None.
+        dirpath: The ``dirpath`` argument of `ModelCheckpoint`, or None.
+        filename: The ``filename`` argument of `ModelCheckpoint`, or None.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -108,15 +108,15 @@ class CheckpointFilenames:
 
     @property
     def depth(self) -> int:
-        """Number of folder levels in the names."""
+        """Number of folder levels in the names; 0 if the templates contain no slash."""
         return max(0, *(len(Path(template).parts) - 1 for template in (self.template, self.template_of_last)))
 
     def fill_in(self, values: Mapping[str, Any], template: str | None = None, version: int | None = None) -> str:
-        """Return the file name of a checkpoint with these values.
+        """Return the file name of a checkpoint, with values in the fields of the template.
 
         Args:
             values: Values by name.
-            template: The template. Default: ``template``.
+            template: Template to fill in. Default: the attribute ``template``.
             version: Number in a suffix such as ``-v1``; None adds no suffix. Default: None.
         """
         name = fill_in(template or self.template, values, self.equals)
@@ -125,10 +125,10 @@ class CheckpointFilenames:
 
 
 def folders(directory: str | AnyPath, levels: int) -> list[AnyPath]:
-    """Return a directory and its nested folders that may hold checkpoints.
+    """Return a directory and the nested folders that may contain checkpoints. Checkpoints themselves are excluded.
 
     Args:
-        directory: The directory.
+        directory: Directory of the callback's checkpoints.
         levels: Number of levels to descend.
     """
     listed = level = [as_path(directory)]

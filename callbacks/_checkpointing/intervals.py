@@ -1,4 +1,4 @@
-"""Checks of the triggers of a save, and a timer on which all ranks agree."""
+"""Validation of the triggers that save a checkpoint, and a timer on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class AgreedInterval:
     """Timer on which all ranks agree without communicating at every step. It follows rank zero's clock.
 
     A broadcast can take as long as a short training step. Rank zero therefore estimates how many steps fit into half of
-    the remaining time, and all processes take these steps before they check again. This results in about ten checks per
-    interval, however long the interval is.
+    the remaining time, and all processes take these steps before they check again. The number of checks per interval
+    therefore grows only with the logarithm of the number of steps: about ten for a thousand steps.
 
     Args:
-        interval: Duration of the interval.
+        interval: Time after which `is_over` returns True.
 
     Example:
         >>> from datetime import timedelta
@@ -70,12 +70,12 @@ class AgreedInterval:
 
 
 def check_triggers(steps: int | None, interval: timedelta | None, epochs: int | None) -> None:
-    """Raise a ValueError if triggers exclude each other, or if a number of steps or epochs is invalid.
+    """Raise a ValueError if more than one trigger is set, or if a number of steps or epochs is invalid.
 
     Args:
-        steps: ``every_n_train_steps``.
-        interval: ``train_time_interval``.
-        epochs: ``every_n_epochs``.
+        steps: The ``every_n_train_steps`` argument of `ModelCheckpoint`.
+        interval: The parsed ``train_time_interval`` argument.
+        epochs: The ``every_n_epochs`` argument.
     """
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None:

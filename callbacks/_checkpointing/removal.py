@@ -18,8 +18,8 @@ def remove(path: str, directory: str, resumed: AnyPath | None) -> bool:
     directories.
 
     Args:
-        path: The checkpoint.
-        directory: The directory of the callback.
+        path: Path of the checkpoint.
+        directory: Directory of the callback's checkpoints.
         resumed: The checkpoint that the run was resumed from, or None.
     """
     place = as_path(path)
@@ -47,7 +47,7 @@ def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: An
 
     Args:
         paths: Checkpoints that the killed run was about to delete, as recorded in its latest checkpoint.
-        directory: The directory of the run's checkpoints.
+        directory: Directory of the callback's checkpoints.
         step: Optimizer step of the latest checkpoint. A later checkpoint with the same name is a different one and is
             kept.
         resumed: The checkpoint that the run resumes from.
@@ -60,7 +60,7 @@ def is_abandoned(path: str, step: int, resumed_step: int | None) -> bool:
     """Return whether this run saved ``path`` at the current step before it was resumed from an earlier step.
 
     Args:
-        path: The checkpoint.
+        path: Path of the checkpoint.
         step: The current optimizer step.
         resumed_step: The step that the run was resumed from, or None.
     """

@@ -1,4 +1,4 @@
-"""Record of the checkpoints that a callback keeps, and of the best one."""
+"""Record of the checkpoints that a `ModelCheckpoint` keeps."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class TopKCheckpoints:
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
         save_top_k: Maximum number of ranked checkpoints to keep; -1 keeps all.
         best_model_path: Path of the best checkpoint, or "".
-        best_model_score: Value of the best checkpoint.
-        best_k_models: Values of the ranked checkpoints by path; empty without a monitor.
+        best_model_score: Value of ``monitor`` for the best checkpoint; None without a monitor.
+        best_k_models: Values of ``monitor`` for the ranked checkpoints, by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
-        current_score: Value at the latest save.
+        current_score: Value of ``monitor`` at the latest ranked save; None before such a save or without a monitor.
         replaced: Checkpoints to remove once the checkpoint that is being saved is in place.
         saved_step: Optimizer step of the latest save.
     """
@@ -81,10 +81,10 @@ class TopKCheckpoints:
         return self.best_model_path if self.monitor is None else self.kth_best_model_path
 
     def is_among_best(self, score: Tensor) -> bool:
-        """Return whether a checkpoint with this value would be kept.
+        """Return whether a checkpoint with this value of ``monitor`` would be kept.
 
         Args:
-            score: The value, a 0-d tensor.
+            score: Value of ``monitor`` for the checkpoint, a 0-d tensor.
         """
         worst = self.next_replaced
         return not worst or is_better(float(score), float(self.best_k_models[worst]), self.mode)
@@ -96,8 +96,8 @@ class TopKCheckpoints:
 
         Args:
             path: Path of the checkpoint.
-            score: Value of the checkpoint, or None without a monitor.
-            replaced: Path of the checkpoint that it replaces, or "".
+            score: Value of ``monitor`` for the checkpoint, a 0-d tensor; None without a monitor.
+            replaced: Path of the checkpoint that the new one replaces, or "".
         """
         if score is None:
             self.best_model_path = path
@@ -114,7 +114,7 @@ class TopKCheckpoints:
         """Remove checkpoints from the record that have been deleted from disk.
 
         Args:
-            paths: The paths of these checkpoints.
+            paths: Paths of the deleted checkpoints.
         """
         missing = set(paths)
         self.best_k_models = {path: score for path, score in self.best_k_models.items() if path not in missing}
@@ -139,10 +139,10 @@ class TopKCheckpoints:
         return {name: getattr(self, name) for name in (*STATE, "replaced", "saved_step")}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Restore a `snapshot`.
+        """Set values of the record, such as those of a `snapshot`.
 
         Args:
-            snapshot: The values by name.
+            snapshot: The values, by attribute.
         """
         for name, value in snapshot.items():
             setattr(self, name, value)
@@ -192,7 +192,7 @@ def relocate(state: dict[str, Any], directory: str) -> dict[str, Any]:
     """Return a callback's saved state, with updated paths if its folder was moved to ``directory`` after the save.
 
     Args:
-        state: The saved state.
+        state: State that `ModelCheckpoint.state_dict` returned.
         directory: The current directory of the callback.
     """
     before = state["dirpath"]

@@ -1,4 +1,4 @@
-"""Pruned parameter: its mask, its initial value, and its form in a state dict."""
+"""Pruned parameter with its mask and its initial value, and conversions for state dicts and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class PrunedParameter:
     pruning continues from that mask.
 
     Args:
-        module: The module of the parameter.
-        name: Name of the parameter in the module.
-        path: Path of the module in the model.
+        module: Module that directly contains the parameter.
+        name: Name of the parameter in the module, such as ``"weight"``.
+        path: Name of the module in the model, such as ``"encoder.0"``; "" for the model itself.
         keep_first: Whether to keep the current value as the initial value.
 
     Attributes:
-        first: The initial value, if it is kept.
+        first: The initial value; None if it is not kept.
     """
 
     def __init__(self, module: nn.Module, name: str, path: str, keep_first: bool) -> None:
@@ -48,13 +48,13 @@ class PrunedParameter:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The trained parameter."""
+        """The parameter that the optimizer trains, with the unmasked values."""
         table = self.module._parameters
         return table[f"{self.name}_orig"] if f"{self.name}_orig" in table else table[self.name]  # type: ignore
 
     @property
     def mask(self) -> Tensor:
-        """The mask: 1 for remaining weights, 0 for pruned weights."""
+        """Mask of the parameter: 1 for remaining weights, 0 for pruned weights."""
         return self.module._buffers[f"{self.name}_mask"]  # type: ignore[return-value]
 
     def count_zeros(self) -> int:
@@ -62,7 +62,7 @@ class PrunedParameter:
         return int((self.mask == 0).sum()) if self.is_pruned else 0
 
     def refresh(self) -> None:
-        """Recompute ``weight``, whose values torch compares to prune and which an optimizer step does not update."""
+        """Recompute the masked ``weight``, which torch compares when it prunes. Optimizer steps do not update it."""
         if self.is_pruned:
             setattr(self.module, self.name, (self.parameter * self.mask.to(self.parameter.dtype)).detach())
 
@@ -86,7 +86,7 @@ class PrunedParameter:
         self._hooks = []
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+        """Return the initial value and, if the parameter is pruned, its mask and unmasked values, for a checkpoint."""
         if not self.is_pruned:
             return {"first": self.first}
         return {"first": self.first, "mask": self.mask, "value": self.parameter.detach()}
@@ -96,7 +96,7 @@ class PrunedParameter:
         """Restore the state that `get_state` returned. Its tensors are read lazily.
 
         Args:
-            saved: The state, or None.
+            saved: The saved state; None if the checkpoint does not contain this parameter.
 
         Raises:
             ValueError: If ``saved`` is None.

@@ -21,7 +21,7 @@ _UNKNOWN = "?"
 
 @dataclass
 class Part:
-    """Row of the table, which describes one module.
+    """Row of a `Summary`, which describes one module.
 
     Attributes:
         name: Path of the module in the model; ``(own)`` for parameters that belong to the model itself.
@@ -52,7 +52,7 @@ class Summary:
     """Summary of a model's modules, returned by `summarize`. Converting it to ``str`` renders the table.
 
     Attributes:
-        layers: The rows.
+        layers: Rows of the table, one `Part` for each module that is shown.
         total_parameters, trainable_parameters: Number of parameters over all processes; a shared parameter counts once.
         model_size: Size of all parameters in MB.
         total_training_modes: Number of modules in ``"train"`` and in ``"eval"`` mode, not counting the model itself.
@@ -137,7 +137,7 @@ class Summary:
         return columns
 
     def totals(self) -> str:
-        """Return the line below the table."""
+        """Return the line below the table, with the numbers of parameters and modules and the size of the model."""
         modes = self.total_training_modes
         text = (
             f"{_format_count(*self._total_count)} parameters: {_format_count(*self._trainable_count)} trainable, "
@@ -213,7 +213,7 @@ def summarize(
 
 
 def _describe(name: str, part: nn.Module, parameters: list[nn.Parameter]) -> Part:
-    """Return the row of one module."""
+    """Return the row of the table for one module."""
     count, lazy = _count_elements(parameters)
     local_count = sum(local(p).numel() for p in parameters if not is_lazy(p))
     frozen = bool(parameters) and not any(p.requires_grad for p in parameters)

@@ -54,8 +54,9 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
     """Return the peak number of operations per second of a device; None if it is unknown.
 
     Args:
-        device: The device.
-        dtype: The dtype of the computation, or ``"tf32"``. float32 means TF32 if torch may use it.
+        device: Device to look up by its name. The result is None for devices other than CUDA GPUs.
+        dtype: The dtype of the computation, or ``"tf32"``. ``torch.float32`` means TF32 if the device supports TF32 and
+            ``torch.get_float32_matmul_precision()`` permits it.
     """
     if device.type != "cuda":
         return None

@@ -14,8 +14,8 @@ from ...common.validation import check_int, check_number
 class Throughput:
     """Throughput meter that converts cumulative totals to batches, samples, items and operations per second.
 
-    Call `update` when the device has finished its work, for example after ``torch.cuda.synchronize()`` or after a value
-    has been read from the device. All devices are assumed to be of the same kind.
+    Call `update` once the device has finished its work, for example after ``torch.cuda.synchronize()`` or after reading
+    a value from the device. All devices are assumed to be of the same kind.
 
     Args:
         available_flops: Peak operations per second of one device. If set, ``device/mfu`` is computed. Default: None.
@@ -68,7 +68,7 @@ class Throughput:
             batches: Number of batches.
             samples: Number of samples; the mean if devices get different numbers.
             lengths: Number of items, such as tokens.
-            flops: Operations since the last measurement, as `measure_flops` counts them.
+            flops: Number of operations since the previous call, such as a multiple of the result of `measure_flops`.
 
         Raises:
             ValueError: If a total has not grown since the previous call, or if a call does not pass the same arguments
@@ -98,10 +98,10 @@ class Throughput:
         """Return the latest totals and, once the window is full, the rates.
 
         Returns:
-            Values by name.
+            Totals and rates by name, such as ``samples`` and ``device/samples_per_sec``.
 
         Raises:
-            ValueError: If nothing has been measured.
+            ValueError: If `update` has not been called.
         """
         if not self._rows:
             raise ValueError("compute() was called before the first update(). Call update() first.")
@@ -131,7 +131,7 @@ class Throughput:
 
 
 def measure_flops(model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Any] | None = None) -> int:
-    """Return the number of floating-point operations of one run of a model.
+    """Return the number of floating-point operations of a forward pass and, with ``loss_fn``, of the backward pass.
 
     On the meta device, this takes almost no time or memory:
 

@@ -21,10 +21,10 @@ _REDRAW_EVERY = 0.1  # seconds; faster updates are unreadable
 
 
 class DrawnBar(ProgressBar):
-    """Progress bars for the epoch and the running evaluation on rank zero, or printed lines if there is no terminal.
+    """Base class of progress bars that show the epoch and the evaluation, or print lines if there is no terminal.
 
-    An error while drawing never ends a run. If the terminal is closed or an override fails, the bar is disabled with a
-    warning. Values are read from the device only for a redraw.
+    Only rank zero draws. An error while drawing never ends a run. If the terminal is closed or an override fails, the
+    bar is disabled with a warning. Values are read from the device only for a redraw.
 
     Args:
         refresh_rate: Rate of redraws, in a unit that subclasses define; 0 draws nothing.
@@ -50,7 +50,7 @@ class DrawnBar(ProgressBar):
 
     @property
     def refresh_rate(self) -> int:
-        """Refresh rate, as passed to the constructor."""
+        """Rate of redraws, in the unit of the constructor's argument; 0 draws nothing."""
         return self._refresh_rate
 
     @property
@@ -73,7 +73,7 @@ class DrawnBar(ProgressBar):
         self._enabled = True
 
     def disable(self) -> None:
-        """Stop drawing."""
+        """Stop drawing, and close open bars."""
         self._enabled = False
         self._switch_off()
 
@@ -93,11 +93,11 @@ class DrawnBar(ProgressBar):
     # -- appearance ----------------------------------------------------------------------------------------------
 
     def _can_draw(self) -> bool:
-        """Return whether there is a terminal or a notebook."""
+        """Return whether the output is a terminal or a notebook, in which a bar can be drawn."""
         return is_terminal(sys.stderr) or "ipykernel" in sys.modules
 
     def _open_epoch(self, text: str, done: int, total: int | None) -> None:
-        """Draw the bar of a new epoch."""
+        """Draw the bar of a new epoch, labeled ``text``, with ``done`` of ``total`` batches."""
         raise NotImplementedError
 
     def _show_epoch(self, done: int, values: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class DrawnBar(ProgressBar):
         raise NotImplementedError
 
     def _close_epoch(self) -> None:
-        """Leave the epoch's bar on the screen. The next epoch gets a new bar."""
+        """Close the epoch's bar, but leave it on the screen. The next epoch gets a new bar."""
         raise NotImplementedError
 
     def _open_evaluation(self, kind: str, text: str, total: int | None) -> None:
@@ -194,7 +194,7 @@ class DrawnBar(ProgressBar):
         return {name: self._format(value) for name, value in values.items()}
 
     def _format(self, value: Any) -> str:
-        """Return a value as text."""
+        """Return a logged value as text, with four significant digits for a float."""
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     def _describe_position(self, trainer: Trainer, done: int) -> str:
@@ -258,7 +258,7 @@ class DrawnBar(ProgressBar):
             self._pace.restart(self._shown)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start a bar below the epoch's bar."""
+        """Start the bar of the validation or of the sanity check."""
         if trainer.sanity_checking:
             self._begin(trainer, "sanity", self.sanity_check_description)
         else:
@@ -269,7 +269,7 @@ class DrawnBar(ProgressBar):
         self._tick(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Close the bar."""
+        """Close the bar of the validation."""
         self._end(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -281,7 +281,7 @@ class DrawnBar(ProgressBar):
         self._tick(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Close the bar."""
+        """Close the bar of the test."""
         self._end(trainer)
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -293,12 +293,12 @@ class DrawnBar(ProgressBar):
         self._tick(trainer)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Close the bar."""
+        """Close the bar of the prediction."""
         self._end(trainer)
 
 
 class _Pace:
-    """Measurement of the speed since the previous line."""
+    """Measurement of the speed in batches per second since the previous printed line."""
 
     def __init__(self) -> None:
         self.restart(0)
@@ -308,7 +308,7 @@ class _Pace:
         self.since, self.done = time.monotonic(), done
 
     def describe(self, done: int, total: int | None, left: str) -> list[str]:
-        """Return the speed and the remaining time as text."""
+        """Return the speed and, if ``total`` is known, the remaining time, each as text."""
         current_time = time.monotonic()
         speed = (done - self.done) / max(current_time - self.since, 1e-9)
         self.since, self.done = current_time, done

@@ -54,10 +54,10 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def trainer(self) -> Trainer:
-        """Trainer whose run is shown.
+        """Trainer whose progress the bar shows.
 
         Raises:
-            TypeError: Before a stage has been set up.
+            TypeError: If no stage has been set up yet.
         """
         if self._trainer is None:
             raise TypeError(f"{type(self).__name__}.trainer is not set before a stage begins. Read it in a hook.")
@@ -69,7 +69,7 @@ class ProgressBar(BestEffortCallback):
         """Stop drawing. Runs in ``setup`` on every process except rank zero.
 
         Raises:
-            NotImplementedError: If a subclass does not override it.
+            NotImplementedError: If the subclass does not override this method.
         """
         raise NotImplementedError(f"{type(self).__name__} must define disable(), which stops drawing.")
 
@@ -77,12 +77,12 @@ class ProgressBar(BestEffortCallback):
         """Start drawing again.
 
         Raises:
-            NotImplementedError: If a subclass does not override it.
+            NotImplementedError: If the subclass does not override this method.
         """
         raise NotImplementedError(f"{type(self).__name__} must define enable(), which starts drawing again.")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print without disrupting the bar. `Trainer.print` calls this method.
+        """Print a message without disrupting the bar. `Trainer.print` calls this method.
 
         Args:
             args: Positional arguments of ``print``.
@@ -93,8 +93,9 @@ class ProgressBar(BestEffortCallback):
     def get_metrics(self, trainer: Trainer, pl_module: TaskModule) -> dict[str, Any]:
         """Return the values to show next to the bar.
 
-        These are the values logged with ``prog_bar=True`` and the first logger's version as ``v_num``. Between two
-        steps on a GPU, they are slightly older than the latest values, which would need a synchronization.
+        These are the values logged with ``prog_bar=True`` and the first logger's version as ``v_num``. During an epoch
+        on a GPU, these values are slightly older than the latest ones, which could be read only after a
+        synchronization.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -153,17 +154,17 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """Number of batches of the current validation dataloader."""
+        """Number of batches of the current validation dataloader; infinite if unknown."""
         return self._get_current_length("val")
 
     @property
     def total_test_batches_current_dataloader(self) -> int | float:
-        """Number of batches of the current test dataloader."""
+        """Number of batches of the current test dataloader; infinite if unknown."""
         return self._get_current_length("test")
 
     @property
     def total_predict_batches_current_dataloader(self) -> int | float:
-        """Number of batches of the current prediction dataloader."""
+        """Number of batches of the current prediction dataloader; infinite if unknown."""
         return self._get_current_length("predict")
 
     def _get_current_length(self, kind: str) -> int | float:
@@ -197,7 +198,9 @@ class ProgressBar(BestEffortCallback):
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
-    """Return the value that all progress bars show: ``v_num``, the last four characters of the first logger's version.
+    """Return the value that all progress bars show: the version of the first logger, under the name ``v_num``.
+
+    A version that is a string is shortened to its last four characters. Without a version, the dict is empty.
 
     Args:
         trainer: The running Trainer.

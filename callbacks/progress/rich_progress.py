@@ -58,7 +58,8 @@ class RichProgressBarTheme:
 class RichProgressBar(DrawnBar):
     """Progress bar like `TQDMProgressBar`, but drawn by the package ``rich``, without a background thread.
 
-    Override `configure_columns` to choose its columns, and `get_metrics` to choose the values next to them.
+    Override `configure_columns` to choose the columns of the bar, and `get_metrics` to choose the values that follow
+    the columns.
 
     Args:
         refresh_rate: Maximum number of redraws per second, limited to ten; 0 draws nothing. Default: 100.
@@ -71,7 +72,7 @@ class RichProgressBar(DrawnBar):
         progress: The ``rich.progress.Progress`` that is drawn, or None.
 
     Raises:
-        ModuleNotFoundError: If the package is not installed.
+        ModuleNotFoundError: If ``rich`` is not installed.
         ValueError, TypeError: If an argument is invalid.
 
     Example:

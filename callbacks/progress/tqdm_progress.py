@@ -26,7 +26,7 @@ class TQDMProgressBar(DrawnBar):
     """Progress bar for the epoch and, below it, another bar for validation. Only rank zero draws them.
 
     The bars are redrawn at most ten times a second, and values are read from the device only for a redraw. An error
-    while drawing never ends a run: if the terminal is closed or an override fails, the bar is disabled with a warning.
+    while drawing never ends a run. If the terminal is closed or an override fails, the bar is disabled with a warning.
     Override `get_metrics` to choose the values next to the bar, and ``init_train_tqdm`` and similar methods to choose
     its appearance.
 
@@ -83,23 +83,23 @@ class TQDMProgressBar(DrawnBar):
     # -- methods that may be overridden --------------------------------------------------------------------------
 
     def init_train_tqdm(self) -> Any:
-        """Return the epoch's bar. The total and the text are set later."""
+        """Return a new bar for epochs. The number of batches and the label are set later."""
         return self._make_tqdm(self.train_description, leave=True)
 
     def init_sanity_tqdm(self) -> Any:
-        """Return the bar of the sanity check, the validation batches that precede training."""
+        """Return a new bar for the sanity check, the validation batches that precede training."""
         return self._make_tqdm(self.sanity_check_description, leave=False)
 
     def init_validation_tqdm(self) -> Any:
-        """Return the bar of a validation."""
+        """Return a new bar for a validation."""
         return self._make_tqdm(self.validation_description, leave=self.train_progress_bar is None)
 
     def init_test_tqdm(self) -> Any:
-        """Return the bar of a test."""
+        """Return a new bar for a test."""
         return self._make_tqdm(self.test_description, leave=True)
 
     def init_predict_tqdm(self) -> Any:
-        """Return the bar of a prediction."""
+        """Return a new bar for a prediction."""
         return self._make_tqdm(self.predict_description, leave=True)
 
     def _make_tqdm(self, text: str, leave: bool) -> Any:

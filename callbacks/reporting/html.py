@@ -33,8 +33,8 @@ class Failure:
     Attributes:
         stage: Name of the stage.
         message: The error's class and message.
-        frames: Part of the traceback in the user's own code; empty if the user's code is not involved.
-        trace: The whole traceback.
+        frames: Frames of the traceback outside of Treadle and torch, as text; empty if there are none.
+        trace: The whole traceback, as text.
     """
 
     stage: str
@@ -49,11 +49,11 @@ class Page:
 
     Attributes:
         title: Title of the page, such as the class name of the task.
-        state: Outcome of the run, in one or two words.
+        state: Current state or outcome of the run as a short text, such as ``"finished"``.
         ended_well: Whether the run succeeded; None if this is not known yet.
         notes: The announced settings, line by line.
         tiles: Key figures as text, by name.
-        charts: Lines of each chart, by title. A line consists of steps and values.
+        charts: Lines of each chart by name, by title of the chart. A line consists of steps and values.
         times: For each activity, its duration in seconds and the seconds spent waiting for batches.
         tables: Rows of each table, by heading. A row consists of a name and a value.
         folded: Additional rows of the tables, by heading, with the label that unfolds them.
@@ -74,7 +74,7 @@ class Page:
     failures: Sequence[Failure] = ()
 
     def render(self) -> str:
-        """Return the content of the file."""
+        """Return the page as the text of an HTML file."""
         charts = [Chart(title, lines) for title, lines in self.charts.items()]
         body = [
             *self._render_head(),
@@ -172,7 +172,7 @@ class Chart:
             self.first, self.last = self.first - 1, self.last + 1
 
     def x(self, step: float) -> float:
-        """Return the horizontal position of a step.
+        """Return the horizontal position of a step in the chart's SVG coordinates.
 
         Args:
             step: The step.
@@ -180,7 +180,7 @@ class Chart:
         return _LEFT + self.scale_step(step) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        """Return the vertical position of a value.
+        """Return the vertical position of a value in the chart's SVG coordinates.
 
         Args:
             value: The value.
@@ -259,13 +259,13 @@ def render_charts(charts: Sequence[Chart]) -> Iterator[str]:
 
 
 def make_chart_script(charts: Sequence[Chart]) -> str:
-    """Return the HTML elements that show a chart's values at the pointer."""
+    """Return the HTML script elements that show the charts' values at the pointer."""
     data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")
     return f'<script type="application/json" id="data">{data}</script><script>{_SCRIPT}</script>'
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """Return the joined name of identical lines."""
+    """Return the name under which identical lines are drawn once; more than three names are abbreviated."""
     return " = ".join(names) if len(names) <= 3 else f"{names[0]} = ... = {names[-1]} ({len(names)} are the same)"
 
 
@@ -314,8 +314,8 @@ def pad_range(low: float, high: float, logarithmic: bool) -> tuple[float, float]
     """Return the ends of an axis, slightly beyond the lowest and the highest value.
 
     Args:
-        low: The lowest value.
-        high: The highest value.
+        low: The lowest value to draw.
+        high: The highest value to draw.
         logarithmic: Whether the axis is logarithmic.
     """
     if logarithmic:
@@ -330,8 +330,8 @@ def choose_ticks(low: float, high: float, logarithmic: bool) -> list[float]:
     """Return round numbers between the ends of an axis.
 
     Args:
-        low: Lower end.
-        high: Upper end.
+        low: Lower end of the axis.
+        high: Upper end of the axis.
         logarithmic: Whether the axis is logarithmic.
     """
     if logarithmic:
@@ -348,7 +348,7 @@ def format_number(value: float) -> str:
     """Return a number as text: from 10,000 on without decimals, otherwise with four significant digits.
 
     Args:
-        value: The number.
+        value: Number to format.
     """
     return f"{value:,.0f}" if abs(value) >= 10_000 and abs(value) < 1e15 else f"{value:.4g}"
 
@@ -357,7 +357,7 @@ def format_duration(seconds: float) -> str:
     """Return a duration in a suitable unit: ``"12 ms"``, ``"3.4 s"``, ``"2:05 min"``, ``"3:07:00 h"``.
 
     Args:
-        seconds: The duration.
+        seconds: Duration in seconds.
     """
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
@@ -372,7 +372,7 @@ def group_names(names: Iterable[str]) -> dict[str, list[str]]:
     """Return names grouped by quantity: ``val_loss`` and ``train_loss_step`` are both in the group ``loss``.
 
     Args:
-        names: The names.
+        names: Names of logged values.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -384,7 +384,7 @@ def split_stage(name: str) -> tuple[str, str]:
     """Return the stage with which a name begins, or "", and the name without stage, interval and dataloader index.
 
     Args:
-        name: The name.
+        name: Name of a logged value.
     """
     base_name = name.split("/dataloader_idx_")[0].removesuffix("_step").removesuffix("_epoch")
     for stage in _STAGES:
@@ -394,7 +394,7 @@ def split_stage(name: str) -> tuple[str, str]:
 
 
 def _render_table(rows: Mapping[str, str]) -> str:
-    """Return rows as an HTML table."""
+    """Return rows of names and values as an HTML table; "" without rows."""
     lines = [f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in rows.items()]
     return f"<table>{''.join(lines)}</table>" if lines else ""
 
@@ -444,7 +444,7 @@ def escape(text: str) -> str:
     """Return text that is escaped for HTML.
 
     Args:
-        text: The text.
+        text: Plain text.
     """
     return html.escape(str(text))
 

@@ -24,14 +24,15 @@ class RunReport(BestEffortCallback):
     """Callback that writes ``report.html``, a self-contained page about the run, into the run's folder.
 
     The page opens in any browser, without a server or a network. It shows the error that ended the run, if any, the
-    curves of `trainer.history`, learning rates, throughput, the time spent by activity, the announced settings,
-    checkpoints, the hyperparameters of the trained task and data module, the flags that were set and the defaults of
-    the others, the environment, and the profile if there is one. Once training has begun, rank zero writes the page at
-    the end of each stage, even if the stage failed, and at the end of epochs and validations. The page therefore also
-    exists for a run that is still running or was killed.
+    curves of `trainer.history` with learning rates and throughput, and the time spent by activity. It also lists the
+    announced settings, the checkpoints, the environment, and the hyperparameters of the trained task and data module.
+    The Trainer's flags are divided into those that were set and those with their default. If the run was profiled, the
+    page ends with the profile. Once training has begun, rank zero writes the page at the end of each stage, even if the
+    stage failed, and at the end of epochs and validations. The page therefore also exists for a run that is still
+    running or was killed.
 
     Args:
-        dirpath: The folder, or its URL. Default: the run's folder, as for `ModelCheckpoint`.
+        dirpath: Folder of the page, or its URL. Default: the run's folder, as for `ModelCheckpoint`.
         filename: Name of the file. Default: ``"report.html"``.
         every_seconds: Minimum number of seconds between two writes during a run. Default: 60.0.
 
@@ -39,7 +40,7 @@ class RunReport(BestEffortCallback):
         path: Path of the page; None before it is first written.
 
     Raises:
-        ValueError: If the interval is negative.
+        ValueError: If ``every_seconds`` is negative.
 
     Example:
         >>> import os, tempfile
@@ -89,7 +90,7 @@ class RunReport(BestEffortCallback):
             self._endings, self._failures = {}, []
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Enable the page, and collect the hyperparameters."""
+        """Allow writes of the page from now on, and collect the hyperparameters."""
         self._begun = True
         self._hyperparameters = {
             "Hyperparameters": collect_hyperparameters(pl_module),
@@ -149,11 +150,11 @@ class RunReport(BestEffortCallback):
         self.path, self._written = place / self.filename, time.monotonic()
 
     def page(self, trainer: Trainer, state: str, ended_well: bool | None) -> Page:
-        """Return the content of the page. Override this method to add content.
+        """Return the content of the page to write. Override this method to add content.
 
         Args:
             trainer: The Trainer that runs the stage.
-            state: State of the run as text.
+            state: State of the run as the page shows it, such as ``"under way"`` or ``"finished"``.
             ended_well: Whether the run succeeded; None while it is running.
         """
         # Imported when a page is written, so that importing this file stays fast.
@@ -188,11 +189,11 @@ class RunReport(BestEffortCallback):
 
 
 def describe_ending(trainer: Trainer, stage: str) -> str:
-    """Return a description of the end of a stage that raised no error.
+    """Return a description of the outcome of a stage that raised no error, such as ``"finished"``.
 
     Args:
         trainer: The Trainer.
-        stage: The stage.
+        stage: Name of the stage, such as ``"fit"``.
     """
     if stage != "fit":
         return f"{stage} done"
@@ -221,13 +222,13 @@ def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str
 
 
 def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """Return the curves of logged values, learning rates and throughput.
+    """Return the curves of logged values, learning rates and throughput, grouped into charts.
 
     Args:
         trainer: The Trainer.
 
     Returns:
-        Steps and values of each curve, by chart and by name.
+        The steps and the values of each curve, by title of the chart and name of the curve.
     """
     from .html import group_names
 
@@ -265,7 +266,7 @@ def format_user_frames(error: BaseException) -> str:
     """Return the traceback of an error without Treadle's and torch's frames; "" if no frames are left.
 
     Args:
-        error: The error.
+        error: Exception that ended the stage.
     """
     root_cause = error
     while root_cause.__cause__ is not None:  # the first cause is more informative
@@ -282,7 +283,7 @@ def format_user_frames(error: BaseException) -> str:
 
 
 def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
-    """Return the paths of the checkpoints by role."""
+    """Return the paths of the run's checkpoints, by role, such as ``"last"`` or ``"resumed from"``."""
     rows = {} if trainer.ckpt_path is None else {"resumed from": str(trainer.ckpt_path)}
     for saved in trainer.checkpoint_callbacks:
         best = f"best {saved.monitor}" if saved.monitor else "latest"

@@ -27,13 +27,13 @@ class RunRecord(BestEffortCallback):
     reporting does not wait for a device or for other processes.
 
     Args:
-        write: Function that receives the changed entries, by name, and the charts, or None if the charts have not
-            changed.
+        write: Function with two arguments: the changed entries by name, and the charts. The charts are None if they
+            have not changed.
         every_seconds: Minimum number of seconds between two calls during a stage. The interval is also at least a
             hundred times as long as a call. Default: 3.0.
 
     Attributes:
-        began: Whether training or another stage has begun.
+        began: Whether the first training epoch, or a stage other than ``fit``, has begun.
     """
 
     after_task = 3  # after the other callbacks, whose results it reports
@@ -69,7 +69,7 @@ class RunRecord(BestEffortCallback):
             self._safely(self._tell, trainer, {"hyperparameters": hyperparameters, "flags": changed})
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Record that training has begun."""
+        """Set ``began``, because training has begun."""
         self.began = True
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -101,7 +101,7 @@ class RunRecord(BestEffortCallback):
             self._due = math.inf
 
     def _tell(self, trainer: Trainer, facts: dict[str, Any]) -> None:
-        """Report metrics, progress and curves."""
+        """Report ``facts`` with the metrics and, in ``fit``, the progress, the best value and the curves."""
         began, progress = time.monotonic(), trainer.progress
         facts["metrics"] = dict(trainer.logbook.callback_values)
         charts = None
@@ -121,7 +121,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     """Return the entries to report for a run that ended with ``error``.
 
     Args:
-        error: The error.
+        error: Exception that ended the run.
     """
     from ...engine.preemption import Preempted  # imports torch, which this file must not
 

@@ -95,7 +95,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         arguments: The command-line arguments after the stage.
 
     Returns:
-        The parsed options, in which ``from_run`` is a path.
+        The parsed options, with a run's name and number in ``from_run`` resolved to its path.
 
     Raises:
         ConfigError: If an option is unknown (the error names the closest one) or has no value, another argument is not
@@ -225,7 +225,7 @@ def say(text: str) -> None:
 def report_error(program: str, error: ConfigError) -> int:
     """Print an error once per job and return the exit status, 2.
 
-    Other ranks wait a few seconds, so that rank zero can print the error and the launcher can terminate them. A rank
+    Other ranks wait a few seconds, in which rank zero can print the error and the launcher can terminate them. A rank
     that is still running afterwards prints its own error. This happens if the rank is on another machine, or if rank
     zero has no error.
 
@@ -243,5 +243,5 @@ def report_error(program: str, error: ConfigError) -> int:
 
 
 def _read_nonzero_ranks() -> list[bool]:
-    """Return whether ``RANK`` is nonzero, and whether ``LOCAL_RANK`` is. An unset variable counts as 0."""
+    """Return for each of the environment variables ``RANK`` and ``LOCAL_RANK`` whether it is set and nonzero."""
     return [os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK")]

@@ -21,7 +21,7 @@ def describe_target(target: Any, title: str = "") -> str:
     """Return the arguments of a class or function as text, each with its type, default and description.
 
     Args:
-        target: The class or function.
+        target: The class or function to describe.
         title: The name to show in the first line. Default: the name of ``target``.
     """
     takes, words = signature(target), described(target)

@@ -106,7 +106,7 @@ def _print(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
 
 
 def _print_bytes(raw: bytes) -> None:
-    """Print a diff as raw bytes, so that it can be applied to files in any encoding."""
+    """Print a diff as raw bytes, because the files may have any encoding."""
     sys.stdout.flush()
     if hasattr(sys.stdout, "buffer"):
         sys.stdout.buffer.write(raw)

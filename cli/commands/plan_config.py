@@ -192,7 +192,7 @@ class _PlannedRun:
     # -- inputs of simulate --------------------------------------------------------------------------------------
 
     def make_strategy(self, world_size: int) -> Any:
-        """Return the strategy that the options name, otherwise the configuration's.
+        """Return the strategy from the options, or the configuration's if the options do not name one.
 
         Args:
             world_size: World size of the plan.

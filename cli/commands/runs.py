@@ -86,7 +86,11 @@ def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentPa
 
 
 def build_compare_parser(program: str = "treadle runs compare") -> argparse.ArgumentParser:
-    """Return the parser of `treadle runs compare`."""
+    """Return the parser of `treadle runs compare`.
+
+    Args:
+        program: The command's name, as shown in the help.
+    """
     parser = _make_parser(
         program,
         "Compare runs: state, last values, and the configuration keys, hyperparameters and versions that differ.\n"

@@ -66,8 +66,8 @@ def run(
         data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
             then name a data module's class.
         defaults: Default configuration. Configuration files and command-line overrides take precedence.
-        keep: Whether ``predict`` returns the predictions. Otherwise, they are written to files, unless a callback may
-            use them. Default: True.
+        keep: Whether ``predict`` returns the predictions. If False, they are written to files unless a callback may use
+            them. Default: True.
 
     Returns:
         The session, or None if only the help or the configuration was printed.

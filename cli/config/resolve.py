@@ -420,7 +420,7 @@ class _References:
         shortened to ``1.1`` where text is expected.
 
         Args:
-            path: The path of the value.
+            path: Path of the value to return.
             carried: All values as an OmegaConf object, which interpolates the other texts.
         """
         if path not in self.resolved_values:

@@ -33,7 +33,7 @@ class Value:
 
     Attributes:
         data: A dict or list of values, or None, a bool, a number or a string.
-        source: The place where it was written: ``"run.yaml:3"``, ``"command line"``, ``"default"``.
+        source: Place where the value was written, such as ``"run.yaml:3"``, ``"command line"`` or ``"default"``.
         text: Original text of an unquoted number, boolean or null, for use in an argument of type str; None for other
             values.
     """
@@ -44,15 +44,15 @@ class Value:
 
 
 def make_printable(text: str) -> str:
-    """Replace control characters in a text, which may come from a file, so that it is safe to print."""
+    """Replace control characters in a text, because printing those of an untrusted file is not safe."""
     return "".join(letter if letter.isprintable() else "?" for letter in text.replace("\t", "    "))
 
 
 def split_at_secrets(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Split a text at secrets. Yield each part with the reference for the secret after it, or with "" at the end.
+    """Split a text at secrets. Yield each part with the reference that replaces the next secret, or "" at the end.
 
     Args:
-        text: The text to split.
+        text: Text that may contain secrets.
         secrets: Mapping from each secret to the reference that replaces it.
     """
     longest_first = sorted(secrets, key=len, reverse=True)
@@ -76,7 +76,7 @@ def make_value(data: Any, source: str) -> Value:
 
     Args:
         data: Nested dicts, lists and scalars.
-        source: The source of all values.
+        source: The source of all values, such as ``"run.yaml:3"``.
     """
     if isinstance(data, dict):
         return Value({key: make_value(item, source) for key, item in data.items()}, source)
@@ -99,7 +99,7 @@ def iterate_values(value: Value, path: Path = ()) -> Iterator[tuple[Path, Value]
 
     Args:
         value: The value to start from.
-        path: The path of that value. Default: the root.
+        path: The path of ``value``. Default: the root.
     """
     yield path, value
     entries: Iterable[tuple[Key, Value]] = ()

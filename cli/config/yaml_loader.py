@@ -52,11 +52,11 @@ def read(file: str | Path) -> Value:
     """Return the values in a YAML file.
 
     Args:
-        file: Path of the file.
+        file: Path of the YAML file.
 
     Raises:
-        ConfigError: If the file does not exist, is empty, too large or not UTF-8, or does not contain valid YAML. The
-            error names the line of a fault in the YAML.
+        ConfigError: If the file does not exist, is empty, too large or not UTF-8, or does not contain valid YAML. For
+            invalid YAML, the error names the line.
     """
     value = parse(read_text(file), str(file))
     if value is None or value.data is None:
@@ -68,7 +68,7 @@ def read_text(file: str | Path) -> str:
     """Return the text of a configuration file, which may have at most 256 KiB.
 
     Args:
-        file: Path of the file.
+        file: Path of the YAML file.
 
     Raises:
         ConfigError: If the file does not exist, cannot be read, is too large, or is not UTF-8.
@@ -126,7 +126,7 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
 
 
 class _NodeReader:
-    """Reader of the nodes of one YAML text, which limits the number of values."""
+    """Reader that converts the nodes of one YAML text to values, up to a maximum number."""
 
     def __init__(self, name: str, lines: bool) -> None:
         self.name, self.lines, self.count = name, lines, 0

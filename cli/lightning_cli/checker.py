@@ -104,7 +104,7 @@ class SettingsChecker(Checker):
             base: The base class that the named class must extend.
             path: The value's path in the configuration.
             supplied: Names of arguments that are passed only when the object is built.
-            target: The class if the value names none. Default: ``base``.
+            target: Class to build if the value does not name one. Default: ``base``.
         """
         return super().check_object(read_named_file(value), base, path, supplied, target)
 
@@ -121,9 +121,9 @@ class SettingsChecker(Checker):
         """Return recipes for the arguments of a call. Report problems and return None if an argument is invalid.
 
         Args:
-            value: The value that contains the arguments.
+            value: The value that contains the arguments. Messages name its source.
             argument_values: The values by argument name.
-            takes: The signature of the call.
+            takes: The signature of the class or function.
             name: The name of the class or function, for messages.
             path: The value's path in the configuration.
             supplied: Names of arguments that are passed only when the object is built.
@@ -165,7 +165,7 @@ def fits(item: Any, annotation: Any) -> bool:
 
     Args:
         item: The object to check.
-        annotation: The type annotation.
+        annotation: The type annotation to match.
     """
     annotation = simplify(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
@@ -219,7 +219,7 @@ def supply(recipe: Recipe, path: Path, value: Any) -> Recipe:
     Args:
         recipe: The recipe of the object.
         path: The path of the argument in the object.
-        value: The value of the argument.
+        value: The new value of the argument.
     """
     if not path:
         return PlainRecipe(Value(value, "linked"), value)

@@ -40,7 +40,8 @@ class LightningCLI:
         save_config_callback: Class of the callback that saves the configuration. None disables saving.
         save_config_kwargs: Arguments of ``save_config_callback`` in addition to the parser and the configuration.
         trainer_class: A subclass of Trainer, or a function that returns a Trainer.
-        trainer_defaults: Defaults for the Trainer's arguments. Its ``callbacks`` are added to those of the settings.
+        trainer_defaults: Defaults for the Trainer's arguments. The default ``callbacks`` are added to those of the
+            settings.
         seed_everything_default: Default of ``--seed_everything``. True selects the default seed; False leaves the RNG
             state unchanged.
         parser_kwargs: Arguments of ``parser_class``. Arguments of a subcommand's parser are nested under the
@@ -57,7 +58,7 @@ class LightningCLI:
     Attributes:
         parser: The parser of the command line.
         config: The parsed configuration. With a subcommand, its settings are nested under the name of the subcommand.
-        config_init: The same configuration, with its objects built.
+        config_init: The parsed configuration with its objects built.
         model, datamodule, trainer: The built task, data module (None without one) and Trainer.
         subcommand: Name of the subcommand to run; None with ``run=False``.
 
@@ -237,7 +238,7 @@ class LightningCLI:
         """Parse a command line, or settings, into ``self.config``.
 
         Args:
-            parser: The parser to use.
+            parser: Parser whose options are read.
             args: The command line as a list, or settings as a dict or namespace. None reads ``sys.argv``.
         """
         if args is not None and len(sys.argv) > 1:
@@ -306,7 +307,7 @@ class LightningCLI:
         """Build the Trainer from the configuration and return it.
 
         Args:
-            **kwargs: Arguments that override those of the configuration.
+            **kwargs: Arguments of the Trainer that override those of the configuration.
         """
         parser = self._parser(self.subcommand)
         extra_callbacks = [self._get(self.config_init, key) for key in parser.callback_keys]
@@ -339,7 +340,7 @@ class LightningCLI:
         """Return the optimizer and scheduler in the form that a task's ``configure_optimizers`` returns.
 
         Args:
-            lightning_module: The task.
+            lightning_module: The task whose optimizer is configured.
             optimizer: The optimizer that the settings name.
             lr_scheduler: The scheduler that the settings name. Default: None.
         """

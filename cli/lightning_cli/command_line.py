@@ -140,7 +140,7 @@ def choose_subcommand(parser: Parser, root: Value) -> str:
 
 
 class _Reader:
-    """Reader of the options of one parser.
+    """Reader that applies the options of a command line to the settings of one parser.
 
     Attributes:
         words: Words of the command line that have not been read.

@@ -25,12 +25,12 @@ def format_help(
     declared: Mapping[str, Declared],
     subcommands: Mapping[str, Any],
 ) -> str:
-    """Return the help of a parser.
+    """Return the help text of a parser.
 
     Args:
-        usage: The first line; None for the standard line.
-        prog: The name of the program.
-        description: The program's description.
+        usage: First line of the help; None for ``usage: PROG [options]``.
+        prog: Name of the program in the usage line.
+        description: Text below the first line; None for no text.
         declared: The parser's options and groups by key.
         subcommands: The subcommands' parsers by name.
     """

@@ -26,7 +26,7 @@ def apply_link(
         checker: Checker that collects the problems.
         link: The link to apply.
         key: The key of the option or group that the link's target belongs to.
-        section: The settings of that option or group.
+        section: Settings of the option or group that ``key`` names; None if nothing is set.
         configs: The configurations of the options and groups that have been checked.
     """
     declared, path = declared_by_key[key], link.path[len(key.split(".")) :]

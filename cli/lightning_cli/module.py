@@ -16,7 +16,7 @@ def instantiate_module(class_type: type, config: Mapping[str, Any]) -> Any:
         config: The arguments by name. The key ``"_class_path"`` may name a subclass.
 
     Returns:
-        The object that was built.
+        An instance of ``class_type`` or of the named subclass.
 
     Raises:
         ConfigError: If an argument is invalid.

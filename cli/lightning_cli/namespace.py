@@ -13,7 +13,7 @@ class Namespace(argparse.Namespace):
     """Nested settings; ``config.model.lr``, ``config["model"]["lr"]`` and ``config["model.lr"]`` are the same value.
 
     Args:
-        entries: Values by name or dotted name. Mappings are kept as mappings.
+        entries: Values by name or dotted name. Nested mappings are not converted to namespaces.
         **named: Further values by name.
     """
 
@@ -89,8 +89,8 @@ class Namespace(argparse.Namespace):
         """Set the value of ``key``; without a key, set all values of another namespace.
 
         Args:
-            value: The value, or the other namespace.
-            key: The dotted key. Default: None.
+            value: The value, or the other namespace if ``key`` is None.
+            key: The dotted key to set. Default: None, the keys of the other namespace.
         """
         if key is not None:
             self[key] = value
@@ -139,7 +139,7 @@ class Namespace(argparse.Namespace):
         return argparse.Namespace(**dict(self.items()))
 
     def clone(self) -> Namespace:
-        """Return a copy in which nested namespaces, dicts and lists are copied, too."""
+        """Return a copy, with copies of all nested namespaces, dicts and lists. Other values are shared."""
         copied = Namespace()
         vars(copied).update({name: _copy(value) for name, value in vars(self).items()})
         return copied

@@ -20,7 +20,7 @@ class ReduceLROnPlateau(schedulers.ReduceLROnPlateau):
 
     Args:
         optimizer: The optimizer whose learning rates are reduced.
-        monitor: Name of the metric.
+        monitor: Name of the logged metric whose improvement is tracked.
         mode: ``"min"`` if a lower value is better, ``"max"`` if a higher value is better. Default: ``"min"``.
         factor: Factor by which learning rates are multiplied. Default: 0.1.
         patience: Number of epochs without improvement that are tolerated before a reduction. Default: 10.
@@ -70,7 +70,7 @@ def instantiate_class(args: Any, init: Mapping[str, Any] | argparse.Namespace) -
         init: ``{"class_path": ..., "init_args": {...}}``.
 
     Returns:
-        The object that was built.
+        An instance of the class that ``class_path`` names.
 
     Raises:
         ConfigError: If ``class_path`` is missing or cannot be imported.

@@ -139,7 +139,7 @@ class LightningArgumentParser:
             default: The value if the option is not set.
             required: Whether the option must be set.
             help: The option's description in the help.
-            choices: The allowed values.
+            choices: The allowed values. Default: None, any value.
             nargs: ``"+"``, ``"*"`` or a number, for a list; ``"?"`` for a single value.
             action: ``"store_true"``, ``"store_false"`` or `ActionConfigFile`.
             dest: The option's key. Default: the longest name.
@@ -192,8 +192,8 @@ class LightningArgumentParser:
         """Add the arguments of a class or function under ``nested_key``, or at the top level without one.
 
         Args:
-            theclass: The class or function.
-            nested_key: The group's dotted key. Default: None, the top level.
+            theclass: Class or function whose arguments are added.
+            nested_key: Dotted key under which the arguments are added. Default: None, the top level.
             as_group: Accepted and ignored.
             as_positional: Accepted and ignored.
             skip: Names of arguments to skip. A number skips that many leading arguments.
@@ -250,13 +250,14 @@ class LightningArgumentParser:
 
         Args:
             baseclass: The class that the named class must extend, or a tuple of classes.
-            nested_key: The object's dotted key.
+            nested_key: Dotted key of the object.
             as_group: Accepted and ignored.
             skip: Names of arguments that are supplied when the object is built.
             instantiate: Whether `instantiate_classes` builds the object.
             required: Whether the settings must name a class.
             help: The object's description in the help.
-            default: The object to build if the settings name none, as ``{"class_path": ..., "init_args": {...}}``.
+            default: Object to build if the settings do not name a class, in the form ``{"class_path": ..., "init_args":
+                {...}}``. Default: None.
             fail_untyped: Accepted and ignored.
             **unused: Accepted and ignored.
 
@@ -283,7 +284,7 @@ class LightningArgumentParser:
 
         Args:
             theclass: The class that has the method.
-            themethod: The method's name.
+            themethod: Name of the method whose arguments are added.
             nested_key: Prefix of the dotted keys. Default: None, the top level.
             skip: Names of arguments to skip.
             **unused: Accepted and ignored.
@@ -306,8 +307,9 @@ class LightningArgumentParser:
         """Add the arguments of a Trainer, task, data module or callback.
 
         Args:
-            lightning_class: The class, or a function that returns such an object.
-            nested_key: The group's dotted key.
+            lightning_class: A class that extends Trainer, TaskModule, DataModule or Callback, or a function that
+                returns an object of such a class.
+            nested_key: Dotted key under which the arguments are added.
             subclass_mode: Whether the settings name the class, which must extend ``lightning_class``.
             required: Whether the settings must name a class in subclass mode.
 
@@ -339,7 +341,7 @@ class LightningArgumentParser:
 
         Args:
             optimizer_class: A class, or a tuple of classes. The class in the settings must extend one of them.
-            nested_key: The group's dotted key.
+            nested_key: Dotted key under which the arguments are added.
             link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` passes
                 the optimizer to `LightningCLI.configure_optimizers` instead.
 
@@ -358,7 +360,7 @@ class LightningArgumentParser:
 
         Args:
             lr_scheduler_class: A class, or a tuple of classes. The class in the settings must extend one of them.
-            nested_key: The group's dotted key.
+            nested_key: Dotted key under which the arguments are added.
             link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` passes
                 the scheduler to `LightningCLI.configure_optimizers` instead.
 
@@ -493,7 +495,7 @@ class LightningArgumentParser:
         """Return the configuration that a YAML text specifies.
 
         Args:
-            cfg_str: The YAML text.
+            cfg_str: The configuration, in YAML.
         """
         parsed = parse(cfg_str, "text")
         return self._guard(lambda: self._finish_any(merge(self.start(), normalize(parsed or Value({}, "text")))))
@@ -569,7 +571,7 @@ class LightningArgumentParser:
 
         Args:
             root: The merged settings.
-            file: Path of the file.
+            file: Path of a YAML or JSON file.
         """
         settings = read_settings(file)
         for key, value in settings.data.items():
@@ -582,7 +584,7 @@ class LightningArgumentParser:
         Args:
             root: The merged settings.
             key: The dotted key, such as ``"model.lr"``.
-            value: The new value.
+            value: The value to set, append or merge.
             add: Whether to append the value to the list at the key.
             merging: Whether to merge a mapping into the mapping at the key.
         """
@@ -760,7 +762,7 @@ class LightningArgumentParser:
 
         Args:
             cfg: The configuration to write.
-            path: Path of the file.
+            path: Path of the file to write.
             format: ``"yaml"`` or ``"json"``. Default: JSON if the file's suffix is ``.json``, otherwise YAML.
             skip_none: Whether to omit null values.
             overwrite: Whether to replace an existing file.
@@ -778,13 +780,13 @@ class LightningArgumentParser:
         os.replace(draft, file)  # a concurrent reader sees the complete file or none
 
     def format_help(self) -> str:
-        """Return the help text."""
+        """Return the help text, which lists options, groups and subcommands."""
         return format_help(self.usage, self.prog, self.description, self.declared, self.subcommands) + (
             self.epilog or ""
         )
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help.
+        """Print the help text.
 
         Args:
             file: The stream to print to. Default: standard output.

@@ -57,11 +57,11 @@ class SaveConfigCallback(Callback):
             )
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Write the configuration file and call `save_config`, once per callback.
+        """Write the configuration file and call `save_config`. Later calls do nothing.
 
         Args:
-            trainer: The Trainer.
-            pl_module: The task.
+            trainer: Trainer of the run, which determines the log folder.
+            pl_module: The task of the run.
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
@@ -88,10 +88,12 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> Any:
-        """Save the configuration elsewhere, if overridden. Runs only on rank zero, so it must not use collectives.
+        """Save the configuration in another place, too. Does nothing unless a subclass overrides this method.
+
+        The method runs only on rank zero, so it must not use collectives.
 
         Args:
             trainer: The Trainer. Its ``logger`` can record the text that ``self.parser.dump(self.config)`` returns.
-            pl_module: The task.
+            pl_module: The task of the run.
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         """

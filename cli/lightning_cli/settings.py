@@ -47,7 +47,7 @@ def make_settings(data: Any, source: str) -> Value:
 
     Args:
         data: Plain data, a namespace, a lazy instance, or any other object.
-        source: The source of all values.
+        source: The source of all values, such as ``"default"``.
     """
     if is_lazy(data):
         data = data.lazy_get_init_data()
@@ -168,7 +168,7 @@ def read_settings(file: str | FilePath) -> Value:
     """Return the normalized values of a YAML or JSON file.
 
     Args:
-        file: Path of the file.
+        file: Path of a YAML or JSON file.
 
     Raises:
         ConfigError: If the file cannot be read; the error names the file and the line.
@@ -190,7 +190,7 @@ def parse_value(text: str, source: str) -> Value:
     """Parse a value from the command line or an environment variable.
 
     Args:
-        text: The text of the value.
+        text: The value, in YAML.
         source: The source of the value, such as ``"command line"``.
     """
     return normalize(parse_override_value(text, source)) if text else Value("", source)
@@ -205,7 +205,7 @@ def append(value: Value | None, new: Value) -> Value:
     """Return a list to which a value, or all items of another list, have been appended.
 
     Args:
-        value: The list, a single value that becomes its first item, or None.
+        value: The list, a single value that becomes the first item of a list, or None.
         new: The value or values to append.
     """
     before = [] if value is None or value.data is None else value.data if isinstance(value.data, list) else [value]
@@ -225,7 +225,7 @@ def place(
     Args:
         value: The merged settings.
         path: The path. A name that leads into a list refers to the list's last item.
-        new: The new value.
+        new: The value to set or append.
         find_default: Function that returns the default at a path, into which the new value is merged.
         add: Whether to append to the list at the path.
         done: Number of leading entries of ``path`` that lead to ``value``. Default: 0.
@@ -304,7 +304,7 @@ def find_value(value: Value | None, path: Path) -> Value | None:
 
     Args:
         value: The merged settings.
-        path: The path within the settings.
+        path: Path to the value, such as ``("model", "lr")``.
     """
     for part in path:
         value = value.data.get(part) if value is not None and isinstance(value.data, dict) else None
@@ -321,7 +321,7 @@ def remove_value(value: Value | None, path: Path) -> Value | None:
 
     Args:
         value: The merged settings.
-        path: The path within the settings.
+        path: Path to the value, such as ``("model", "lr")``.
     """
     if value is None or not path or not isinstance(value.data, dict) or path[0] not in value.data:
         return value if path else None

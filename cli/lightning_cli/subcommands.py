@@ -15,7 +15,7 @@ class Subcommands:
         """Add a subcommand, whose parser inherits the main parser's settings.
 
         Args:
-            name: The subcommand's name.
+            name: Name of the subcommand on the command line.
             parser: Parser of the subcommand's options. Its name, environment prefix and error handling follow the main
                 parser.
             help: The subcommand's description in the help. Default: None, the description of ``parser``.

@@ -1,4 +1,4 @@
-"""Conversion of configurations to plain data, and to YAML that reads back as the same values."""
+"""Conversion of configurations to plain data, and of plain data to YAML."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def dump_yaml(data: Any) -> str:
-    """Return plain data as YAML that `read_settings` reads back as the same values."""
+    """Return plain data as YAML from which `read_settings` reads the same values."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
 
 
@@ -44,7 +44,7 @@ def to_plain(value: Any) -> Any:
     """Return a configuration as plain data, without entries that cannot be represented as text.
 
     Raises:
-        NotWritten: If the value itself cannot be represented.
+        NotWritten: If the value itself cannot be represented as text.
     """
     if isinstance(value, argparse.Namespace):
         value = vars(value)

@@ -102,7 +102,7 @@ def find_integration(module: str | None, name: str) -> str | None:
 
     Args:
         module: The library's module as imported, such as ``"ray.train.lightning"``.
-        name: The name in that module.
+        name: A name in ``module``.
     """
     ours, replaced = _INTEGRATIONS.get(module or "", ("", ()))
     is_replaced = bool(ours) and (name in list_exports(ours) if replaced is None else name in replaced)
@@ -117,8 +117,8 @@ def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
     peers, and modules that only import the name, have it at other paths, such as `core.lightning.LightningModule`.
 
     Args:
-        module: The peer's module as imported.
-        name: The name in that module.
+        module: The peer's module as imported, such as ``"lightning.pytorch"``.
+        name: A name in ``module``.
     """
     peer = split_peer(module)
     while peer is not None:
@@ -137,7 +137,7 @@ def find_answer(module: PeerModule, name: str) -> Elsewhere | None:
 
     Args:
         module: The peer's module.
-        name: The name in that module.
+        name: A name in ``module``.
     """
     answer = read_names(module.path).get(name)
     return answer if isinstance(answer, Elsewhere) else None
@@ -147,8 +147,8 @@ def describe_missing(module: str, name: str) -> str:
     """Return the text of the finding about a name without a counterpart.
 
     Args:
-        module: The peer's module as imported.
-        name: The name in that module.
+        module: The peer's module as imported, such as ``"lightning.pytorch"``.
+        name: A name in ``module``.
     """
     peer = split_peer(module)
     answer = None if peer is None else find_answer(peer, name)
@@ -205,8 +205,8 @@ def find_submodule(module: str, name: str) -> str | None:
     """Return the peer's module that ``from module import name`` imports, or None if that is not a module.
 
     Args:
-        module: The peer's module.
-        name: The imported name.
+        module: The peer's module as imported, such as ``"lightning.pytorch"``.
+        name: The name after ``import``.
     """
     if module == "lightning" and name in ("pytorch", "fabric"):
         return f"{module}.{name}"

@@ -25,8 +25,8 @@ class Usage:
 
     Attributes:
         line: The line number, from 1.
-        name: A peer's name; ``.name`` for a method that is called on any object, ``def name`` for a method that is
-            defined, ``module.name`` for a call written that way.
+        name: A peer's name, or ``.name`` for a call of a method on any object, ``def name`` for the definition of a
+            method, or ``module.name`` for a call in this form.
         keywords: The keyword arguments of a call, by name; empty for other uses.
         node: The expression that refers to the name; None for imports, calls and definitions.
     """
@@ -38,12 +38,12 @@ class Usage:
 
 
 def list_differences(usages: Iterable[Usage]) -> Iterator[tuple[int, str, bool]]:
-    """Yield the line, the text and whether a change is needed, for each use that behaves differently.
+    """Yield the line and text of each difference in behavior, and whether it requires a change of the program.
 
     A name that does not require a change is reported once. A flag is reported wherever it is passed.
 
     Args:
-        usages: The uses in the program.
+        usages: Uses of the peers' names and methods in the program.
     """
     told: set[str] = set()
     for usage in sorted(usages, key=lambda usage: usage.line):

@@ -13,7 +13,7 @@ class Finding:
         path: The file's path, as shown in the output.
         line: The line number, from 1; 0 for the whole file.
         text: The name, and the change to make or to consider.
-        by_hand: Whether the program must be changed. If False, it runs, but behaves differently.
+        by_hand: Whether the program must be changed. If False, the program runs, but behaves differently.
     """
 
     path: str

@@ -15,8 +15,8 @@ def rewrite_import(source: str, modules: Mapping[int, str]) -> str:
     """Rewrite a statement ``import a.b as c, d`` with new modules, and remove duplicates.
 
     Args:
-        source: The statement's text.
-        modules: The new modules, by the position of the alias.
+        source: Source code of the statement.
+        modules: Names of the new modules, by the position of the replaced name in the statement.
     """
     statement = _parse(source)
     assert isinstance(statement, cst.Import)
@@ -37,7 +37,7 @@ def rewrite_from(
     Names without a new module stay in the last statement.
 
     Args:
-        source: The statement's text.
+        source: Source code of the statement.
         modules: The new module of each name; None for a name that stays. A star import has a single entry.
         statements: Statements that replace a name entirely, such as ``import treadle as pl``, by the name's position.
         separator: The text between two statements, such as ``"\n    "``.

@@ -25,7 +25,7 @@ def migrate_notebook(text: str, path: str) -> tuple[str, list[Finding]]:
 
     Args:
         text: The file's text, in JSON.
-        path: The file's path for findings. Findings add the number of the cell to it, and count lines within the cell.
+        path: Path of the file, as findings show it. Findings append the number of the cell and count lines within it.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: If the file or its code cannot be parsed.
@@ -106,7 +106,7 @@ def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
 
     Args:
         text: The notebook's text, in JSON.
-        notebook: The parsed notebook.
+        notebook: The notebook, parsed from ``text``.
         sources: The new sources by cell number.
     """
     # JSON contains no quotes outside strings, so these are its strings, in the order of the parsed ones.

@@ -37,7 +37,7 @@ def migrate_text(text: str, path: str) -> tuple[str, list[Finding]]:
 
     Args:
         text: The file's text.
-        path: The file's path for findings.
+        path: Path of the file, as findings show it.
     """
     name = PurePath(path).name
     findings: list[Finding] = []
@@ -63,7 +63,7 @@ def find_requirements(text: str, path: str) -> list[Finding]:
 
     Args:
         text: The text of a file that lists requirements, ``setup.py`` included.
-        path: The file's path for findings.
+        path: Path of the file, as findings show it.
     """
     findings: list[Finding] = []
     for number, line in enumerate(text.split("\n") if not _TREADLE.search(text) else (), 1):

@@ -28,10 +28,10 @@ _PYTHON = (".py", ".pyi", ".pyw")
 
 @dataclass(frozen=True)
 class Change:
-    """Change to a file.
+    """Change that a migration makes to a file.
 
     Attributes:
-        file: The file's path.
+        file: Path of the file to change.
         path: Path to show in the output, relative to the working directory if the file is inside it.
         old: The file's bytes before the migration.
         new: The file's bytes after the migration.

@@ -48,7 +48,7 @@ def migrate_source(text: str, path: str) -> tuple[str, list[Finding]]:
 
     Args:
         text: The file's text, with its original line endings.
-        path: The file's path for findings.
+        path: Path of the file, as findings show it.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: If the file cannot be parsed.

@@ -28,8 +28,8 @@ class Binding:
 
     Attributes:
         module: The peer's module that the name refers to or is imported from.
-        name: The name in that module; None if a module is bound.
-        statement: The import statement.
+        name: The name in ``module`` that is imported; None if the import binds a module.
+        statement: The import statement that binds the name.
         position: The position of the alias in the statement.
         is_plain: Whether the statement has the form ``import a.b``, which binds ``a``.
         uses: The expressions that use the name, each with the attributes after the name.

@@ -17,7 +17,7 @@ Rows = dict[str, list[str]]
 
 
 class Comparison:
-    """Two or more runs, side by side.
+    """Comparison of two or more runs, with one column per run.
 
     Args:
         runs: The runs, in the order of their columns.
@@ -118,7 +118,7 @@ _FACTS: dict[str, Callable[[Run], str]] = {
 
 
 def _flatten_config(run: Run) -> dict[str, str]:
-    """Return a run's configuration values as text, by dotted key; for a run of a script, the Trainer's flags."""
+    """Return a run's configuration values as text by dotted key, or the Trainer's flags without a configuration."""
     text = index.config(run)
     if not text:
         flags = {f"trainer.{name}": value for name, value in run.facts.get("flags", {}).items()}

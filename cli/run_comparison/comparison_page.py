@@ -1,4 +1,4 @@
-"""Page that compares runs, as one self-contained HTML file."""
+"""Self-contained HTML page that compares runs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _STYLE = """
 
 
 def write_page(comparison: Comparison, path: Path) -> None:
-    """Write the page to a file atomically.
+    """Write the HTML page of a comparison to a file atomically.
 
     Args:
         comparison: The comparison to show.
-        path: Path of the file. The page of an earlier comparison is replaced.
+        path: Path of the HTML file. The page of an earlier comparison is replaced.
 
     Raises:
         ValueError: If another file exists at the path.
@@ -58,7 +58,7 @@ def _is_comparison(path: Path) -> bool:
 
 
 def render_page(comparison: Comparison) -> str:
-    """Return the page as HTML: metadata, curves, last values, and differences of configuration and environment."""
+    """Return the HTML page of a comparison, with metadata, curves, last values and differing settings."""
     line_styles = dict(zip(comparison.labels, choose_styles(comparison.labels), strict=True))
     charts = [Chart(metric, lines, line_styles) for metric, lines in comparison.charts.items()]
     title = " and ".join(comparison.labels) if len(comparison.labels) == 2 else f"{len(comparison.labels)} runs"

@@ -51,7 +51,7 @@ for (const part of parts) {
 
 @dataclass(frozen=True)
 class TrialPoint:
-    """Trial as it is drawn in charts.
+    """Data of one trial that the charts show.
 
     Attributes:
         run: The number of the trial's run folder.
@@ -59,7 +59,7 @@ class TrialPoint:
         parameters: The values of the trial's parameters by key, as the study stores them.
         words: The text of the trial's tooltip.
         pruned: Whether the trial was pruned.
-        colour: The color for its rank, from `colour_by_rank`.
+        colour: The color of the trial's rank, from `colour_by_rank`.
         is_best: Whether the trial is the best one of the sweep.
     """
 
@@ -78,7 +78,7 @@ class TrialPoint:
 
     @property
     def kind(self) -> str:
-        """CSS classes of the trial."""
+        """CSS classes that mark a pruned trial and the best trial."""
         return " pruned" * self.pruned + " best" * self.is_best
 
 
@@ -131,7 +131,7 @@ class Axis:
 
         Args:
             name: The title of the axis.
-            values: The values to show.
+            values: The values that the axis must span.
         """
         low, high = min(values), max(values)
         log = low > 0 and high / low >= 100
@@ -218,7 +218,7 @@ def draw_parallel_coordinates(points: Sequence[TrialPoint], axes: Sequence[tuple
     """Return a figure with an axis for each parameter, an axis for the metric, and a line for each trial.
 
     Args:
-        points: The trials, the best first.
+        points: The trials to draw, from the best to the worst.
         axes: Keys and axes of the parameters.
         values: The axis of the metric.
     """

@@ -29,10 +29,10 @@ class End(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a trial.
+    """Outcome of a trial, with the value of the metric or the error.
 
     Attributes:
-        end: The kind of the trial's end.
+        end: Kind of the trial's end, or the reason why the trial has not ended.
         value: The value of the metric, if the trial is complete.
         error: The error of a failed trial, or the reason why a trial was cut short.
         steps: Optimizer steps taken.
@@ -49,7 +49,7 @@ def judge(folder: Path, status: int | None = None) -> Outcome:
 
     Args:
         folder: The trial's run folder.
-        status: The exit status of its process, as in `subprocess`; None if unknown.
+        status: The exit status of the trial's process, as in `subprocess`; None if unknown.
     """
     if holder(folder) is not None:
         return Outcome(End.ELSEWHERE)

@@ -53,8 +53,8 @@ class Range:
     """Range of numbers that includes both ends.
 
     Attributes:
-        low: The lower end.
-        high: The upper end.
+        low: The smallest value.
+        high: The largest value.
         step: The distance between two values; None for a continuous range.
         log: Whether values are drawn on a logarithmic scale.
         integer: Whether values are whole numbers.
@@ -119,7 +119,7 @@ def parse_parameters(section: Value, problems: list[str]) -> list[Parameter]:
     """Parse the section ``parameters`` of a sweep file.
 
     Args:
-        section: The section's values.
+        section: The section, which must be a mapping of keys to values.
         problems: List to which problems are appended.
     """
     parameters = []

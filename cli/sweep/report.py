@@ -1,4 +1,4 @@
-"""Report of a sweep as one self-contained HTML file."""
+"""Self-contained HTML report of a sweep."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Scheduler:
     """Scheduler that runs the remaining trials of a sweep.
 
     Args:
-        sweep: The sweep, as its file describes it.
+        sweep: The sweep, as read from its file.
         configs: Object that creates the trials' configurations.
         command: The command that runs a trial's ``fit``. The run folder and ``ckpt_path=auto`` are appended.
         workers: Object that starts and ends the trials' processes.

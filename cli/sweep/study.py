@@ -53,7 +53,7 @@ class Study:
     """Optuna study of a sweep. Only one process at a time may modify the study, except to report values.
 
     Args:
-        sweep: The sweep, as its file describes it.
+        sweep: The sweep, as read from its file.
 
     Raises:
         ConfigError: If the storage cannot be opened, or if an option is invalid.
@@ -81,11 +81,11 @@ class Study:
 
     @property
     def place(self) -> str:
-        """Location of the study, without the password."""
+        """URL of the study's storage with the password hidden."""
         return _PASSWORD.sub(r"\1***@", self.url)
 
     def _complete_pruner(self) -> Choice | None:
-        """Return the pruner with the ``max_resource`` that Hyperband needs, so that it is the same in all processes."""
+        """Return the pruner with Hyperband's ``max_resource`` set, because all processes need the same value."""
         prune, epochs = self.sweep.prune, _get_max_epochs(self.sweep)
         if prune is None or prune.kind != "hyperband" or epochs is None:
             return prune
@@ -101,7 +101,7 @@ class Study:
         return retry(lambda: self.study.get_trials(deepcopy=False))
 
     def ask(self) -> int:
-        """Start a trial and return its number."""
+        """Start a new trial in the study and return the trial's number."""
         number = len(self.list_trials())
         self.study.sampler = make_sampler(self.sweep, number)
         # Not repeated after a failure, because the trial may exist; it is then found as one that no process runs.
@@ -114,7 +114,7 @@ class Study:
         them. An interruption does not change the values.
 
         Args:
-            number: The trial's number.
+            number: The trial's number in the study, from 0.
         """
         self.study.sampler = make_sampler(self.sweep, number)
         trial = open_trial(self.study, number)
@@ -124,8 +124,8 @@ class Study:
         """Set user attributes of a trial that has not ended.
 
         Args:
-            number: The trial's number.
-            **attributes: The attributes by name.
+            number: The trial's number in the study, from 0.
+            **attributes: The user attributes by name, such as ``error``.
         """
         trial_id = _get_id(self.study, number)
         for name, value in attributes.items():
@@ -135,8 +135,8 @@ class Study:
         """End a trial, unless it has ended already.
 
         Args:
-            number: The trial's number.
-            state: The state in which the trial ended.
+            number: The trial's number in the study, from 0.
+            state: State in which the trial ended: COMPLETE, PRUNED or FAIL.
             value: The value of the metric, if the trial is complete. Default: None.
         """
         retry(lambda: self.study.tell(number, value, state, skip_if_finished=True))
@@ -192,7 +192,7 @@ def open_trial(study: optuna.Study, number: int) -> Trial:
 
     Args:
         study: The study that contains the trial.
-        number: The trial's number.
+        number: The trial's number in the study, from 0.
     """
     return Trial(study, _get_id(study, number))
 
@@ -201,7 +201,7 @@ def retry(access: Callable[[], T]) -> T:
     """Call a function that accesses the storage and return its result. Retry if the database is busy.
 
     Args:
-        access: The function to call.
+        access: Function without arguments that accesses the storage.
     """
     for left in range(_TRIES - 1, -1, -1):
         try:
@@ -235,7 +235,7 @@ def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
     """Return the Optuna sampler that draws a trial's values.
 
     Args:
-        sweep: The sweep, as its file describes it.
+        sweep: The sweep, as read from its file.
         number: The trial's number, on which the seed depends.
 
     Raises:
@@ -272,7 +272,7 @@ class GridSampler(BaseSampler):
     combination.
 
     Args:
-        sweep: The sweep, as its file describes it.
+        sweep: The sweep, as read from its file.
     """
 
     def __init__(self, sweep: Sweep) -> None:

@@ -109,9 +109,9 @@ class Sweep:
         base: The configuration of every trial, with unresolved references.
         name: The name of the sweep and of its folder.
         directory: The parent folder of all runs.
-        method: The method that chooses values.
-        metric: The metric to optimize.
-        parameters: The parameters to vary.
+        method: The method that chooses the trials' values: ``grid``, ``random`` or ``tpe``.
+        metric: The logged value to optimize.
+        parameters: The configuration keys to vary, with their values.
         trials: The number of trials.
         processes: The number of trials that run at the same time.
         prune: The pruner, which ends unpromising trials early; None if no trial is pruned.
@@ -153,7 +153,7 @@ class Sweep:
         return combination
 
     def describe(self) -> dict[str, Any]:
-        """Return the sweep as plain data, which reads back as the same sweep."""
+        """Return the sweep as plain data in the format of a sweep file, without ``storage``."""
         return {
             "name": self.name,
             "method": self.method.describe(),
@@ -173,7 +173,7 @@ def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
 
     Args:
         before: The description of earlier sessions, from `Sweep.describe`.
-        after: The description of this session.
+        after: The description of this session, from `Sweep.describe`.
     """
     old, new = (dict(_flatten(json.loads(json.dumps(description)))) for description in (before, after))
     lines = []
@@ -196,7 +196,8 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
 
     Args:
         file: Path of a YAML file.
-        overrides: ``key=value`` of the sweep, or of the configuration if the key begins with one of its sections.
+        overrides: ``key=value`` of the sweep, or of the configuration if the key begins with a section of the
+            configuration.
         defaults: Default configuration, which the sweep's configuration overrides.
 
     Raises:

@@ -36,11 +36,11 @@ class SweepFolder:
         .sweep/       a lock for deciding what runs next, and one for each process that works on the sweep
 
     Args:
-        sweep: The sweep, as its file describes it.
+        sweep: The sweep, as read from its file.
 
     Attributes:
-        path: Path of the folder.
-        token: The name of this process's lock.
+        path: Absolute path of the sweep's folder.
+        token: Unique name of this process's lock, a folder in ``.sweep/``.
     """
 
     def __init__(self, sweep: Sweep) -> None:
@@ -139,10 +139,10 @@ class SweepFolder:
         return any(entry.name.isdigit() for entry in self.path.iterdir())
 
     def write(self, name: str, text: str) -> None:
-        """Write a file atomically, so that readers see either the old or the new file.
+        """Write a file atomically, so readers see either the old or the new file.
 
         Args:
-            name: The file's name.
+            name: Name of the file in the sweep's folder.
             text: The new content of the file.
         """
         part = self.path / f".{name}.{self.token}"

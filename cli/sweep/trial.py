@@ -24,7 +24,7 @@ def trial_of(folder: RunFolder) -> TrialCallback | None:
     """Return the callback that a sweep's trial needs; None if the run in this folder is not a trial.
 
     Args:
-        folder: The run folder.
+        folder: Folder of the run to check.
     """
     if not isinstance(folder.path, Path):
         return None
@@ -46,10 +46,10 @@ def _read_assignment(folder: Path) -> Assignment | None:
 
 
 class TrialCallback(PruningCallback):
-    """Callback that records the metric of a sweep's trial and stops the trial if the study's pruner decides so.
+    """Callback that records the metric of a sweep's trial and stops the trial if the study's pruner requests it.
 
-    Unlike `PruningCallback`, it does not raise an exception: a pruned trial ends like a run that is stopped early, and
-    saves a checkpoint. Checkpoints contain the callback's state, so a continued trial keeps its best value.
+    Unlike `PruningCallback`, this callback does not raise an exception: a pruned trial ends like a run that is stopped
+    early, and saves a checkpoint. Checkpoints contain the callback's state, so a continued trial keeps its best value.
 
     Args:
         assignment: The trial's folder, metric and pruner.
@@ -142,7 +142,7 @@ class TrialCallback(PruningCallback):
         trainer.should_stop = True
 
     def conclude(self) -> None:
-        """Record a pruned trial as pruned. Call this after ``fit`` has returned."""
+        """Record in the run's folder that the trial was pruned, if so. Call this after ``fit`` has returned."""
         if self.pruned is not None:
             self._write({"state": "pruned", "note": self.pruned})
 

@@ -21,7 +21,7 @@ class TrialConfigs:
     """Configurations of a sweep's trials.
 
     Args:
-        sweep: The sweep, as its file describes it.
+        sweep: The sweep, as read from its file.
         program: The command that runs a trial, for the first line of the configuration file.
         model: The task's class, unless the configuration names a subclass. Default: None; the configuration must then
             name the task's class.

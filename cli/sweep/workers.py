@@ -21,7 +21,7 @@ from .outcome import OUTPUT
 
 @dataclass(frozen=True)
 class Worker:
-    """Process of a trial.
+    """Process that runs a trial.
 
     Attributes:
         trial: The trial's number in the study.
@@ -71,9 +71,9 @@ class Workers:
         process as the parent.
 
         Args:
-            trial: The trial's number.
+            trial: The trial's number in the study.
             folder: The trial's run folder.
-            command: Program and arguments.
+            command: Program and arguments that run the trial's ``fit``.
             variables: Environment variables in addition to those of this process.
         """
         taken = {worker.slot for worker in self.running.values()}
@@ -97,7 +97,7 @@ class Workers:
         self._events.put(worker.trial)
 
     def _share_machine(self, slot: int) -> dict[str, str]:
-        """Return the variables that give a slot its share of the CPUs and GPUs."""
+        """Return the environment variables that give a slot its share of the CPUs and GPUs."""
         shares: dict[str, str] = {}
         if self.count > 1 and not os.environ.get("OMP_NUM_THREADS"):
             shares["OMP_NUM_THREADS"] = str(max(1, cpus() // (self.count * self.devices)))
@@ -139,9 +139,9 @@ def share_gpus(gpus: Sequence[str], count: int, slot: int) -> list[str]:
     """Return the GPUs of one of ``count`` slots: an equal share, or a single GPU if there are too few.
 
     Args:
-        gpus: The GPUs of the machine.
-        count: Number of slots.
-        slot: The index of the slot.
+        gpus: The machine's GPUs, as in ``CUDA_VISIBLE_DEVICES``.
+        count: Number of slots: the maximum number of trials at a time.
+        slot: The index of the slot, from 0.
     """
     if len(gpus) < count:
         return [gpus[slot % len(gpus)]]

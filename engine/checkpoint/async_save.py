@@ -34,7 +34,7 @@ class HostCopies:
         self._unpin: Callable[[], Any] | None = None
 
     def clear(self) -> None:
-        """Release the memory."""
+        """Release the buffers and unpin their memory."""
         self._buffers = {}
         self._unpin_slab()
 
@@ -50,10 +50,10 @@ class HostCopies:
         """Copy the tensors in ``files``, or start their copies.
 
         Args:
-            files: The files to write.
-            later: The files whose tensors only a step of ``optimizers`` changes. They are copied during the forward and
-                backward passes: by a thread if they are in host memory, by a separate stream if they are on a GPU. A
-                step that starts before the copy is complete waits for it, on the device that computes the step.
+            files: The content of each file to write.
+            later: Names of files whose tensors only a step of ``optimizers`` changes. These are copied during the
+                forward and backward passes: by a thread from host memory, by a separate stream from a GPU. A step that
+                starts before the copy is complete waits for it, on the device that computes the step.
             optimizers: All optimizers in use.
 
         Returns:
@@ -90,7 +90,7 @@ class HostCopies:
         return copied, copying
 
     def _pin(self, files: Files, before: dict[tuple[str, str], Tensor]) -> None:
-        """Add one pinned slab for all tensors on a GPU to ``before``, unless the existing buffers fit."""
+        """Put slices of one pinned slab into ``before`` for all tensors on a GPU, unless the existing buffers fit."""
         tensors = {
             (file, name): tensor
             for file, content in files.items()
@@ -108,7 +108,7 @@ class HostCopies:
                 before[place] = slab[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def _make_pinned_slab(self, size: int) -> Tensor:
-        """Return ``size`` bytes of pinned memory; torch's own allocator would round them up to a power of two.
+        """Return ``size`` bytes of pinned memory; torch's own allocator would round the size up to a power of two.
 
         If the system refuses to pin more memory, the result is plain memory, and the host waits for each copy. A
         message reports this.
@@ -137,10 +137,10 @@ def _align(size: int) -> int:
 
 
 class Copying:
-    """Copies that are scheduled or in progress.
+    """Copies of tensors to host memory that are scheduled or in progress.
 
     Args:
-        owner: The owner of the memory, which is pinned as long as the owner lives.
+        owner: The owner of the buffers. The reference to it keeps their memory pinned.
     """
 
     def __init__(self, owner: HostCopies) -> None:
@@ -156,7 +156,7 @@ class Copying:
         """Schedule a copy of ``tensor``, in its current state, to ``buffer``.
 
         Args:
-            place: The name of the tensor, for errors.
+            place: The names of the tensor and its file, for errors.
             buffer: The tensor in host memory to copy to.
             tensor: The tensor to copy.
         """
@@ -164,7 +164,7 @@ class Copying:
         (self._beside if tensor.is_cuda else self._pairs).append((place, buffer, tensor, tensor._version))
 
     def note(self, tensor: Tensor) -> None:
-        """Record the device of a tensor that is being copied.
+        """Record the device of a tensor that is being copied, if it is a GPU.
 
         Args:
             tensor: The tensor that is being copied.
@@ -187,7 +187,7 @@ class Copying:
         self._on_device.record(stream)
 
     def hold_back_step(self) -> None:
-        """Make the optimizer step that follows wait for the copies."""
+        """Make the next optimizer step wait for the copies."""
         self.make()
         if self._on_device is not None:
             torch.cuda.current_stream(self._device).wait_event(self._on_device)
@@ -212,7 +212,7 @@ class Copying:
         """Wait until all copies are complete.
 
         Raises:
-            RuntimeError: If something other than an optimizer's step has changed a tensor in the meantime.
+            RuntimeError: If something other than an optimizer's step changed a tensor before its copy was complete.
         """
         self.make()
         if self._on_device is not None:
@@ -282,7 +282,7 @@ class Job:
         """Wait until the work has ended.
 
         Raises:
-            BaseException: The error that the work failed with, in the first call only.
+            BaseException: If the work failed. Only the first call raises the work's error.
         """
         self._ended.wait()
         atexit.unregister(self._finish_at_exit)

@@ -1,13 +1,14 @@
-"""Replacement and deletion of a checkpoint: one of the two versions always exists, and no foreign file is lost.
+"""Replacement and deletion of a checkpoint. During a replacement, a complete version always exists.
 
-Next to ``last`` there may be ``.last.part``, the next version until it is complete; ``.last.old``, the version that it
-replaces; and ``.last.gone``, a version that is being deleted.
+Three directories may exist next to a checkpoint ``last``. ``.last.part`` is the next version until it is complete,
+``.last.old`` is the version that it replaces, and ``.last.gone`` is a version that is being deleted.
 
 A checkpoint's own files are those that its manifest lists. Everything else in its directory, such as a tokenizer or
-another checkpoint, is foreign: it moves into the next version, and a checkpoint that contains foreign files is not
-deleted. While a checkpoint is being deleted, its manifest is named ``unfinished.json``. The directory then no longer
-counts as a checkpoint, but its own files are still known. A file of this name also marks a ``.part`` into which hooks
-write.
+another checkpoint, is foreign and is never deleted. Foreign files move into the next version. A checkpoint that
+contains foreign files cannot be deleted.
+
+While a checkpoint is being deleted, its manifest is named ``unfinished.json``. The directory then no longer counts as a
+checkpoint, but its own files are still known. A file of this name also marks a ``.part`` into which hooks write.
 """
 
 import itertools
@@ -25,18 +26,18 @@ UNFINISHED = "unfinished.json"
 """Marks a directory that is being written to become a checkpoint, or being deleted."""
 
 BESIDE = re.compile(r"\.(.+)\.(part|old|gone)")
-"""Names of directories next to a checkpoint while it is replaced or deleted."""
+"""Pattern of the directory names that exist next to a checkpoint while it is replaced or deleted."""
 
 
 SHARE_TARGET = "Save to a file system that all ranks share, and do not change the files during the save."
-"""Fix for a save whose files are not all there when it is committed."""
+"""Fix for a save with missing or changed files at its commit, at the end of an error message."""
 
 
 def explain_refused_file(name: str) -> str:
-    """Return the error for something that a save_state pre-hook must not write into a checkpoint.
+    """Return the error message for a path that a save_state pre-hook must not write into a checkpoint.
 
     Args:
-        name: The path in the checkpoint.
+        name: Path of the file that the hook wrote, relative to the checkpoint.
     """
     if name == MANIFEST:
         reason = "but this name is reserved for the checkpoint's own file. Use another name"
@@ -63,7 +64,7 @@ def check_target(target: Path) -> None:
         target: Path of the checkpoint, which may not exist.
 
     Raises:
-        ValueError: If a foreign directory exists at the path, or next to it under a name that is needed.
+        ValueError: If a foreign directory exists at the path, or next to it under a name that the save needs.
     """
     if os.path.lexists(target) and not os.path.isfile(target / MANIFEST) and not is_empty(target):
         raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
@@ -170,7 +171,7 @@ def take_away(path: Path) -> None:
         path: Path of the checkpoint.
 
     Raises:
-        ValueError: If it is not a checkpoint, or contains foreign files. In that case, nothing is changed.
+        ValueError: If the path is not a checkpoint, or contains foreign files. In that case, nothing is changed.
         OSError: If a disk operation fails.
     """
     listed_files = {*read_manifest(path).names, MANIFEST, UNFINISHED}
@@ -192,14 +193,14 @@ def take_away(path: Path) -> None:
 
 
 def retire(path: Path, target: Path) -> bool:
-    """Delete the remains of a checkpoint; foreign files move into ``target``, or stay if it does not exist.
+    """Delete the remains of a checkpoint. Foreign files move into ``target``, or stay if ``target`` does not exist.
 
     Args:
-        path: The remains of a checkpoint. A foreign directory is not changed.
-        target: The checkpoint that replaced it.
+        path: Path of the remains. A foreign directory is not changed.
+        target: Path of the checkpoint that replaced the remains.
 
     Returns:
-        Whether there was anything to delete.
+        Whether anything was deleted.
     """
     if not _is_left(path):
         return False
@@ -227,11 +228,11 @@ def is_empty(path: Path) -> bool:
 
 
 def is_whole(path: Path, digests: bool = False) -> bool:
-    """Return whether the path is a checkpoint with all its files.
+    """Return whether the path is a checkpoint whose files all exist with the sizes in its manifest.
 
     Args:
         path: The path to examine.
-        digests: Compare digests, not only sizes.
+        digests: Compare digests, not only sizes. Default: False.
     """
     try:
         verify(path, digests)
@@ -241,7 +242,7 @@ def is_whole(path: Path, digests: bool = False) -> bool:
 
 
 def is_staged(path: Path) -> bool:
-    """Return whether a directory is empty, or contains files named like those of a checkpoint.
+    """Return whether a directory is empty, or contains a file that is named like a checkpoint's own files.
 
     Args:
         path: Path of the directory.

@@ -32,13 +32,14 @@ def _list_numbers(folder: AnyPath, pattern: re.Pattern[str] = _NAME) -> list[int
 
 
 def choose_next_target(project: ProjectConfiguration) -> AnyPath:
-    """Return the path of the next checkpoint.
+    """Return the path of the next automatically named checkpoint.
 
     Args:
-        project: The configuration of the run.
+        project: Configuration with the project's directory and the number of the next checkpoint.
 
     Raises:
-        ValueError: If checkpoints of a run that was not resumed exist and would be replaced.
+        ValueError: If automatic naming is not configured, or if a checkpoint with the same or a higher number exists,
+            for example because the run was not resumed.
     """
     folder = _require_folder(project, "save_state", "output_dir")
     numbers = _list_numbers(folder)
@@ -59,12 +60,12 @@ def find_newest(
     No file is deleted, because another process may be saving to the folder. Call this function on all ranks.
 
     Args:
-        world: The processes that take part.
+        world: The processes, all of which must call this function.
         project: The configuration of the run.
-        resumable: Skip checkpoints that contain weights only.
+        resumable: Skip checkpoints that contain weights only. Default: True.
 
     Raises:
-        ValueError: On rank zero, if there is no checkpoint. The other ranks raise a RuntimeError.
+        ValueError: On rank zero, if no checkpoint can be loaded. The other ranks raise a RuntimeError.
     """
     skipped: list[str] = []
     opened = find_first_intact(world, _open_from_highest(project, resumable, skipped), skipped)
@@ -78,7 +79,7 @@ def find_newest(
 
 
 def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: list[str]) -> Iterator[OpenCheckpoint]:
-    """Yield the checkpoints that can be opened, highest number first; add messages about others to ``skipped``."""
+    """Yield the checkpoints that can be opened, highest number first; add messages about the others to ``skipped``."""
     folder = _require_folder(project, "load_state", "input_dir")
     for number in sorted({*_list_numbers(folder), *_list_numbers(folder, _REPLACED)}, reverse=True):
         path = folder / f"checkpoint_{number}"
@@ -94,11 +95,14 @@ def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: 
 
 
 def compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> int:
-    """Return the number of the next checkpoint after a resume from ``loaded``; it exceeds all existing numbers.
+    """Return the number of the next checkpoint after a resume from ``loaded``.
+
+    If ``loaded`` was named automatically in this project, the number exceeds all existing ones. Otherwise, it is
+    ``project.iteration``.
 
     Args:
         project: The configuration of the run.
-        loaded: The checkpoint that was loaded.
+        loaded: Path of the checkpoint that was loaded.
     """
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         return project.iteration
@@ -115,8 +119,8 @@ def drop_oldest(folder: AnyPath, limit: int) -> None:
     the new checkpoint is saved.
 
     Args:
-        folder: The folder of the checkpoints.
-        limit: The number to keep.
+        folder: The folder that contains the checkpoints.
+        limit: The number of checkpoints to keep.
     """
     numbers = [n for n in _list_numbers(folder) if (folder / f"checkpoint_{n}" / store.MANIFEST).is_file()]
     try:

@@ -1,4 +1,4 @@
-"""Saving and loading of an Accelerator: whole checkpoints, and weights for other programs."""
+"""Saving and loading of an Accelerator's state: whole checkpoints, and weights for other programs."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ class Checkpointer:
     Each public method is documented at the method of `Accelerator` with the same name.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator whose objects are saved and loaded. Only a weak reference is kept.
 
     Attributes:
-        registered: Further objects in every checkpoint, by name.
-        save_hooks: Called before a save.
-        load_hooks: Called before a load.
+        registered: Objects passed to `register`, which every checkpoint includes, by name.
+        save_hooks: Functions to call before a save, by handle ID.
+        load_hooks: Functions to call before a load, by handle ID.
         loaded_from: For each model, the path, manifest and step of the checkpoint that it was loaded from, until the
             rest of the state is loaded too.
         saving: The asynchronous save in progress, or None.
-        host_copies: The memory that an asynchronous save copies the state to.
+        host_copies: Buffers in host memory, which asynchronous saves copy the state to.
         frozen: Digests of each model's frozen weights, once a checkpoint omits them.
     """
 
@@ -96,7 +96,7 @@ class Checkpointer:
         snapshot.register(self.registered, objects, named, self._accelerator.data_world)
 
     def add_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook`` before each save.
+        """Call ``hook`` before each save, and return a handle that removes it.
 
         Args:
             hook: Function ``hook(models, weights, output_dir)``; see `Accelerator.register_save_state_pre_hook`.
@@ -104,7 +104,7 @@ class Checkpointer:
         return _add(self.save_hooks, hook)
 
     def add_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook`` before each load.
+        """Call ``hook`` before each load, and return a handle that removes it.
 
         Args:
             hook: Function ``hook(models, input_dir)``; see `Accelerator.register_load_state_pre_hook`.
@@ -112,7 +112,7 @@ class Checkpointer:
         return _add(self.load_hooks, hook)
 
     def forget_prepared(self) -> None:
-        """Discard the registered objects and release the memory of copies."""
+        """Discard the registered objects and the digests of frozen weights, and release the buffers in host memory."""
         self.registered.clear()
         self.frozen.clear()
         self.host_copies.clear()
@@ -121,7 +121,7 @@ class Checkpointer:
         """Return for each model the digests of its frozen weights, by name; see `FrozenWeights.update`.
 
         Args:
-            world: The processes that take part.
+            world: The processes, all of which must call this method.
         """
         models = self._accelerator.unwrapped_models
         return [self.frozen.setdefault(model, FrozenWeights()).update(model, world) for model in models]
@@ -186,7 +186,7 @@ class Checkpointer:
         numbering: ProjectConfiguration | None,
         copying: Copying | None,
     ) -> None:
-        """Write and commit a checkpoint, then delete those beyond the limit; immediately, or in a thread."""
+        """Write and commit a checkpoint, then delete those beyond the limit; in a thread if ``copying`` is not None."""
         hooked = bool(self.save_hooks)
 
         def publish(world: World) -> None:
@@ -210,13 +210,13 @@ class Checkpointer:
         self.saving = Job(work)
 
     def poll_saving(self) -> bool:
-        """Return True if no asynchronous save is in progress."""
+        """Return True if no asynchronous save is in progress. Raise the error of a save that failed."""
         if self.saving is not None and self.saving.done:
             self.finish_saving()
         return self.saving is None
 
     def finish_saving(self) -> None:
-        """Wait for an asynchronous save in progress."""
+        """Wait for an asynchronous save in progress. Raise its error if it failed."""
         job = self.saving
         if job is not None:
             try:
@@ -275,7 +275,7 @@ class Checkpointer:
 
         Args:
             model: The model, prepared or not.
-            unwrap: Use the module's own names; False uses those of the prepared model.
+            unwrap: Use the module's own names; False uses those of the prepared model. Default: True.
         """
         accelerator = self._accelerator
         state = whole(accelerator.strategy.model_state(model), accelerator.is_main_process)
@@ -289,12 +289,12 @@ class Checkpointer:
         return accelerator.is_local_main_process if every_node else accelerator.is_main_process
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write data to a file on rank zero; see `Accelerator.save`.
+        """Write data to a file on rank zero, or on each node with ``save_on_each_node``; see `Accelerator.save`.
 
         Args:
             obj: The data to write; see `Accelerator.save` for the types.
             f: A path, or an open file.
-            safe_serialization: Write safetensors.
+            safe_serialization: Write safetensors instead of torch's format. Default: False.
         """
         if self._writes_on_this_rank():
             export.save_object(obj, f, safe_serialization)
@@ -311,8 +311,8 @@ class Checkpointer:
         Args:
             model: The model, prepared or not.
             save_directory: The directory or URL to write the files to.
-            max_shard_size: The largest size of a file.
-            safe_serialization: False writes torch's format.
+            max_shard_size: The maximum size of a file, in bytes or as text. Default: ``"10GB"``.
+            safe_serialization: Write safetensors; False writes torch's format. Default: True.
         """
         limit = export.parse_byte_size(max_shard_size)
         if any(map(is_sharded, model.parameters())):

@@ -1,8 +1,8 @@
 """File operations of checkpoints: durable writes and checked reads.
 
 Every change that a checkpoint makes on disk goes through eight small functions: `mkdir`, `write_bytes`,
-`write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called through this module, so that a test
-can stop the process at each. The exceptions are files that torch writes (`export`, in torch's format), downloads
+`write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called through this module, so a test can
+stop the process at each of them. The exceptions are files that torch writes (`export`, in torch's format), downloads
 (`weights.download.fetch`), files of profilers, and users' hooks.
 """
 
@@ -25,9 +25,10 @@ from ...common.tensor_bytes import view_bytes
 from ...strategies.distributed import Whole
 
 DIGEST = "xxh3_128"
-"""Name of the digest in a manifest: as fast as memory, so that it can be compared at every load.
+"""Name of the digest in a manifest. It is as fast as reading memory, so it can be compared at every load.
 
-It detects damage, not forgery: whoever can write the files can write the manifest. Reading never runs code.
+It detects damage, not forgery, because anyone who can change a file can also change the manifest. Reading a checkpoint
+never runs code.
 """
 
 DTYPES: dict[str, torch.dtype] = {
@@ -99,8 +100,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
 
     Args:
         path: Path of the file. An existing file is overwritten.
-        tensors: By name, tensors of plain types, or objects that read a tensor when they are indexed.
-        notes: The text for the file's header.
+        tensors: Plain tensors by name, or objects that read a tensor when they are indexed, such as `Stored`.
+        notes: Text by name for ``__metadata__`` in the file's header.
 
     Raises:
         OSError: If a disk operation fails, for example because the disk is full.
@@ -119,8 +120,9 @@ Piece = bytes | memoryview
 def serialize_tensors(tensors: Mapping[str, Whole], notes: dict[str, str]) -> tuple[int, Iterator[Piece]]:
     """Return the size of a safetensors file in bytes, and an iterator over its content.
 
-    The tensors are copied to the host one after the other. safetensors' own writer needs all of them on the host at the
-    same time, and the file would have to be read again for its digest. The bytes are identical to that writer's.
+    The tensors are copied to the host one after the other. The content is identical to that of safetensors' own writer,
+    which needs all tensors on the host at the same time. With that writer, the file would also have to be read again
+    for its digest.
 
     Args:
         tensors: See `write_tensors`.
@@ -194,7 +196,7 @@ def fsync(path: Path) -> None:
     """Wait until a file's content, or a directory's entries, are on the storage device itself.
 
     Args:
-        path: The file or directory.
+        path: Path of the file or directory.
     """
     if os.name == "nt" and path.is_dir():  # Windows cannot open a directory
         return
@@ -231,7 +233,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def unlink(path: Path) -> None:
-    """Delete a file, or a link itself.
+    """Delete a file, or a link but not its target.
 
     Args:
         path: Path of the file or link.
@@ -249,7 +251,7 @@ def rmdir(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents, durably. Several processes may call it concurrently.
+    """Create a directory and its parents, and fsync their entries. Several processes may call it concurrently.
 
     Args:
         path: Path of the directory.
@@ -259,13 +261,13 @@ def make_directory(path: Path) -> None:
 
 
 def make_staging_directory(path: Path) -> bool:
-    """Create a directory and its parents; its own entry is durable only after an fsync of its parent.
+    """Create a directory and its parents. Its own entry is durable only after an fsync of its parent.
 
     Args:
         path: Path of the directory.
 
     Returns:
-        Whether it was created.
+        False if the directory already existed, True otherwise.
     """
     if path.is_dir():
         return False
@@ -283,7 +285,7 @@ def delete(path: Path, first: str = "") -> None:
 
     Args:
         path: The path to delete.
-        first: The name in the directory that is deleted before all others.
+        first: The name in the directory that is deleted before all others. Default: none.
     """
     if not os.path.lexists(path):
         return
@@ -314,7 +316,7 @@ def list_leaves(directory: Path, inside: str = "") -> Iterator[str]:
 
     Args:
         directory: The directory to list.
-        inside: The prefix of the paths.
+        inside: The prefix of the yielded paths. Default: none.
     """
     for name in list_names(directory):
         path = directory / name
@@ -325,7 +327,7 @@ def list_leaves(directory: Path, inside: str = "") -> Iterator[str]:
 
 
 def describe(path: Path) -> Entry:
-    """Return a file's entry for a manifest from its current content, read in small pieces; for a link, from its target.
+    """Return a file's entry for a manifest, computed from its current content, or for a link, from its target path.
 
     Args:
         path: Path of the file or link.
@@ -343,18 +345,18 @@ def describe(path: Path) -> Entry:
 def check_file(
     directory: Path, name: str, entry: Mapping[str, Any], digests: bool, links: bool = False, fix: str = RESTORE
 ) -> None:
-    """Check one file of a directory against its entry.
+    """Check one file of a checkpoint against its entry in the manifest.
 
     Args:
         directory: The directory that contains the file.
         name: The file's name, relative to the directory.
         entry: The manifest's entry for the file.
-        digests: Also read the file and compare its digest.
-        links: Allow links and files in subdirectories.
-        fix: The end of the error message.
+        digests: Also read the file and compare its digest, not only its size.
+        links: Allow links and files in subdirectories, as hooks may write them. Default: False.
+        fix: The advice at the end of the error message.
 
     Raises:
-        ValueError: If it is missing, not a plain file, or has the wrong size or content.
+        ValueError: If the file is missing, not a plain file, or has the wrong size or content.
     """
     if not (is_inside(name) if links else FILE.fullmatch(name)):
         raise ValueError(f"{directory}: {name!r:.80} is not a valid checkpoint file name. {fix}")
@@ -394,14 +396,14 @@ def _measure_file(path: Path) -> int:
 
 
 def read_json(path: Path, limit: int) -> Any:
-    """Read a JSON file strictly: no NaN, no duplicate key.
+    """Read a JSON file, and reject NaN, infinity and duplicate keys.
 
     Args:
         path: Path of the file.
-        limit: The largest size in bytes.
+        limit: The largest accepted size in bytes.
 
     Raises:
-        ValueError: If it is missing, too large, or not JSON.
+        ValueError: If the file is missing, cannot be read, is too large, or is not valid JSON.
     """
     return parse_json(path, read_bytes(path, limit))
 
@@ -411,10 +413,10 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
     Args:
         path: Path of the file.
-        limit: The largest size in bytes.
+        limit: The largest accepted size in bytes.
 
     Raises:
-        ValueError: If it is missing, too large, or not a plain file.
+        ValueError: If the file is missing, cannot be read, is too large, or is not a plain file.
     """
     with _wrap_read_errors(path):
         if _measure_file(path) > limit:
@@ -426,11 +428,11 @@ def parse_json(path: AnyPath, data: bytes) -> Any:
     """Parse the result of `read_bytes`, as strictly as `read_json`.
 
     Args:
-        path: The file, for errors.
+        path: Path or URL of the file, for error messages.
         data: The file's content, encoded as UTF-8.
 
     Raises:
-        ValueError: If it is not JSON.
+        ValueError: If the content is not valid JSON.
     """
     with _wrap_read_errors(path):
         return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_build_unique_dict)
@@ -438,7 +440,7 @@ def parse_json(path: AnyPath, data: bytes) -> Any:
 
 @contextmanager
 def _wrap_read_errors(path: AnyPath) -> Iterator[None]:
-    """Add the file's name to errors inside the context."""
+    """Convert errors inside the context to a ValueError that names the file and the fix."""
     try:
         yield
     except FileNotFoundError as error:
@@ -471,10 +473,11 @@ def probe(directory: Path, nbytes: int = 0) -> None:
 
     Args:
         directory: Directory of the checkpoints, created with its parents if it does not exist.
-        nbytes: The size of one checkpoint in bytes.
+        nbytes: The size of one checkpoint in bytes. Default: 0.
 
     Raises:
-        OSError: If it cannot be created or written to, or has less than ``nbytes`` free. The message gives the reason.
+        OSError: If the directory cannot be created or written to, or fewer than ``nbytes`` are free. The message gives
+            the reason.
     """
     directory = Path(os.path.abspath(directory))
     file = directory / f".probe-{os.getpid()}-{os.urandom(4).hex()}"

@@ -34,7 +34,7 @@ from .filesystem import CODES
 __all__ = ["MAX_DEPTH", "Record", "check_tensor", "decode", "encode"]
 
 MAX_DEPTH = 100
-"""Maximum nesting of a state; real ones stay below 10, and Python's own stack ends near 1000."""
+"""Maximum nesting of a state; real states have fewer than 10 levels, and Python's recursion limit is about 1000."""
 
 _ALL_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
@@ -51,7 +51,7 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @dataclass(frozen=True)
 class Record:
-    """Inert stand-in for an object in a stored state: `json_codec.decode` returns the record, never the object.
+    """Inert description of an object in a stored state: `json_codec.decode` returns the record, never the object.
 
     Attributes:
         kind: The kind of object that the reader may create, such as ``"enum"``.
@@ -67,12 +67,13 @@ class Record:
 def encode(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
     """Split a nested state into a document that ``json`` can write and the tensors that it refers to by name.
 
-    Accepts dicts (also ``OrderedDict`` and ``defaultdict``, which become plain dicts), ``Counter``, lists, tuples,
-    sets, text, bytes, numbers of any size (also nan, inf, complex), ``None``, tensors and parameters, dtypes, devices,
-    ``torch.Size``, paths, dates, times, ``timedelta``, numpy scalars and arrays, `Record`, and containers of OmegaConf,
-    which become plain dicts and lists. Tensors are not copied: they keep their memory, device and layout. If two are
-    the same view of one storage (tied weights), only the first gets a name, and `decode` returns the same object at
-    both places.
+    The state may contain dicts, ``Counter``, ``argparse.Namespace``, lists, tuples, sets, text, bytes, numbers of any
+    size (also nan, inf, complex), ``None``, tensors and parameters, dtypes, devices, ``torch.Size``, paths, dates,
+    times, ``timedelta``, numpy scalars and arrays, and `Record`. An ``OrderedDict`` or ``defaultdict`` becomes a plain
+    dict, and a container of OmegaConf becomes a plain dict or list.
+
+    Tensors are not copied: they keep their memory, device and layout. If two tensors are the same view of one storage
+    (tied weights), only the first gets a name, and `decode` returns the same object at both places.
 
     Args:
         state: The state to store.
@@ -82,7 +83,7 @@ def encode(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
         The document and its tensors by name, such as ``"optimizer.0.exp_avg"``.
 
     Raises:
-        TypeError: If it contains an unsupported type. The text names the place, the type and the fix.
+        TypeError: If the state contains an unsupported type. The error names the place, the type and the fix.
         ValueError: If the state contains itself, or is nested more than 100 levels deep.
     """
     encoder = _Encoder(prefix)
@@ -94,30 +95,30 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
     Args:
         document: The parsed JSON document, from a trusted or an untrusted file.
-        tensors: The tensors by name. They become part of the state without being copied; numpy arrays share their
-            memory.
+        tensors: The tensors that `encode` returned, by name. They become part of the state without being copied; numpy
+            arrays share their memory.
 
     Returns:
         The state.
 
     Raises:
-        ValueError: If the document is not one that `encode` writes, or if it names a missing tensor. The text names the
-            place.
+        ValueError: If the document is not one that `encode` writes, or if it names a missing tensor. The error names
+            the place.
     """
     return _Decoder(tensors).decode_value(document, ())
 
 
 def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -> None:
-    """Refuse a tensor that cannot be stored, before anything is written.
+    """Raise an error for a tensor that cannot be stored, before anything is written.
 
     Args:
         tensor: The tensor to store.
-        place: Its place in the state, for the error.
-        any_dtype: Accept every dtype.
+        place: The tensor's place in the state, such as ``"optimizer.0.exp_avg"``, for the error.
+        any_dtype: Accept every dtype. Default: False.
 
     Raises:
-        TypeError: If it is a subclass (other than a sharded tensor), sparse, quantized, without data (device ``meta``)
-            or of a dtype that is not in `filesystem.CODES`.
+        TypeError: If the tensor is of a subclass (other than a sharded tensor), sparse, quantized, without data (device
+            ``meta``) or of a dtype that is not in `filesystem.CODES`.
     """
     problem = ""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(tensor):
@@ -329,7 +330,7 @@ def _suggest_storage(value: Any) -> str:
 
 
 class _Decoder:
-    """One traversal of a document. Readers raise ValueError for invalid content of a tag."""
+    """One traversal of a document. The functions in `_READERS` raise a ValueError for invalid content of a tag."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors

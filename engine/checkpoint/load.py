@@ -1,4 +1,4 @@
-"""Loading of a checkpoint into an Accelerator's prepared objects, after a check on every process that it fits."""
+"""Loading of a checkpoint into an Accelerator's prepared objects, after every process has checked that it fits."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ def load(
     """Restore a checkpoint or a part of it, discard accumulated gradients, and return the checkpoint's info.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator whose prepared objects are restored.
         opened: The checkpoint. It is verified first, unless it was already verified; see `OpenCheckpoint.verify`.
-        models: Restore the models.
-        state: Restore everything else.
-        strict: Raise an error if something does not fit. Default: the models' ``strict_loading``, else True.
+        models: Restore the models' weights.
+        state: Restore everything else, such as optimizers, schedulers, loaders and RNG states.
+        strict: Raise an error if saved state does not fit. Default: the models' ``strict_loading``, else True.
         schedule: ``"saved"``, ``"script"`` or None; see `Accelerator.load_state`.
-        finish_epoch: Start the next epoch if the state was saved with the last batch of an epoch.
+        finish_epoch: Start the next epoch if the state was saved after the last batch of an epoch. Default: True.
 
     Raises:
-        ValueError: If it is damaged, belongs to another model or configuration, or was replaced while it was read. In
-            these cases, no object is changed on any process. An error in the ``load_state_dict`` of a scheduler, loader
-            or registered object is raised later, after models and optimizers are loaded.
+        ValueError: If the checkpoint is damaged, belongs to another model or configuration, or was replaced while it
+            was read. In these cases, no object is changed on any process. An error in the ``load_state_dict`` of a
+            scheduler, loader or registered object is raised later, after models and optimizers are loaded.
         RuntimeError: If only other processes detect an error. A failed verification is a ValueError on all processes.
     """
     world, manifest = accelerator.world, opened.manifest
@@ -110,7 +110,7 @@ def load(
 
 
 def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
-    """Start the next epoch if the state was saved with the last batch of an epoch; return the info with its number."""
+    """Start the next epoch if the state was saved after the last batch of one; return the info with the new epoch."""
     loaders = _list_training_loaders(accelerator)
     epochs = [loader.epoch for loader in loaders]
     with isolated_random_state():  # so that an empty pass does not change what the process draws next
@@ -175,13 +175,13 @@ def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
 def _is_identical_save(first: Manifest, second: Manifest) -> bool:
     """Return whether two manifests belong to the same save.
 
-    The user's notes are not compared: they may contain NaN, which does not equal itself.
+    ``info`` is not compared, because it may contain NaN, which does not equal itself.
     """
     return (first.sequence, first.files) == (second.sequence, second.files)
 
 
 def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool, asked: bool) -> TrainState:
-    """Return the state that all ranks share, without reading its tensors."""
+    """Check the state that all ranks share against this run, and return it without reading its tensors."""
     shared = open_train_state(opened)
     # Checkpoints from before this was saved: each optimizer step advanced a schedule by one.
     if not isinstance(shared.setdefault("scheduler_advances", [1] * len(shared["schedulers"])), list):
@@ -196,7 +196,7 @@ def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict
 
 
 def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
-    """Check that models loaded from this path were loaded from the same save."""
+    """Check that models already loaded from this path were loaded from the same save."""
     path, manifest = str(absolute(opened.path)), opened.manifest
     for model in accelerator.models:
         place, of_models, steps = accelerator.checkpointer.loaded_from.get(model, (None, manifest, None))
@@ -208,7 +208,7 @@ def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> Non
 
 
 def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
-    """Return the models to load, after load hooks may have removed some."""
+    """Call the load hooks, which may remove models from the list, and return the models to load."""
     chosen = list(accelerator.models)
     with accelerator.world.together():
         for hook in accelerator.checkpointer.load_hooks.values():
@@ -217,7 +217,7 @@ def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
 
 
 def _collect_layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current state of registered objects, if it may show how tensors are sharded."""
+    """Return the current states of registered objects with saved tensors, to show how these are sharded."""
     if not accelerator.strategy.sharded:
         return {}
     return {
@@ -240,7 +240,7 @@ def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) ->
     Args:
         model: The user's module, not wrapped for distributed training.
         opened: The checkpoint to compare with.
-        complete: Whether the model is completely built.
+        complete: Whether the model is completely built. If not, missing and unexpected names are not reported.
 
     Raises:
         ValueError: If the checkpoint is damaged.
@@ -260,8 +260,9 @@ def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor])
 
     Args:
         saved: The state, whose tensors are `Stored` objects that are not read yet.
-        like: Another state; if it has a sharded tensor at the same place, only this process's shard is read.
-        once: Cache of the tensors that were already read, so that tied tensors are one object again.
+        like: A state with the same structure, or None. Where it has a sharded tensor, only this process's shard is
+            read.
+        once: Cache of the tensors that were already read, so tied tensors become one object again. Pass an empty dict.
     """
     if isinstance(saved, Stored):
         alike = is_sharded(like) and like.shape == saved.shape
@@ -295,7 +296,7 @@ def _list_training_loaders(accelerator: Accelerator) -> list[Loader]:
 
 
 def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict[str, Tensor]]) -> None:
-    """Restore this process's own buffers of the models that were loaded from this checkpoint."""
+    """Restore this process's buffers in the models that were loaded from this checkpoint."""
     loaded = [accelerator.checkpointer.loaded_from.pop(model, None) for model in accelerator.models]
     for model, values, source in zip(accelerator.unwrapped_models, saved, loaded, strict=False):
         if source is None or not _is_identical_save(source[1], manifest):

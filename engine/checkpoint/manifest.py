@@ -12,13 +12,13 @@ from . import filesystem
 from .json_codec import decode, encode
 
 FORMAT = 1
-"""Version written into every manifest; a higher one is refused when reading."""
+"""Version of the format, written into every manifest. `read_manifest` rejects a higher version."""
 
 MANIFEST = "manifest.json"
 """File whose presence makes a directory a checkpoint."""
 
 FOLDER = r"data-[0-9a-f]{16}"
-"""Name of the folder with the files of a checkpoint in an object store."""
+"""Pattern of the name of the folder that contains a checkpoint's files in an object store."""
 
 _MAX_BYTES = 64 * 2**20  # far above any real manifest; limits what is read of a malicious one
 _COUNTS = ("step", "epoch", "samples", "world_size")
@@ -30,13 +30,13 @@ class Manifest:
     """Metadata of a committed checkpoint.
 
     Attributes:
-        step: Number of optimizer steps. Determines which checkpoint is the latest.
+        step: Number of optimizer steps. The latest checkpoint is the one with the most steps.
         epoch: Number of finished epochs.
         samples: Number of samples seen over all processes.
-        world_size: Number of processes that wrote it.
+        world_size: Number of processes that wrote the checkpoint.
         files: Size and digest by file name, each as ``{"bytes": ..., "xxh3_128": ...}``.
-        info: Everything that the caller of `commit` passed, including the counts.
-        format: Version of the layout.
+        info: Metadata that the caller of `commit` passed, including the four counts above.
+        format: Version of the format; see `FORMAT`.
         sequence: Number that grows with every commit to a directory, and orders checkpoints of the same step.
         others: Entries of files that hooks wrote, by path, such as ``unet/config.json``. The content of a link is its
             target.
@@ -59,11 +59,11 @@ class Manifest:
 
     @property
     def names(self) -> set[str]:
-        """Paths of all listed files in the checkpoint."""
+        """Paths of all listed files, relative to the checkpoint."""
         return {self.path_of(name) for name in (*self.files, *self.others)}
 
     def path_of(self, name: str) -> str:
-        """Return the path of a file in the checkpoint.
+        """Return the path of a file, relative to the checkpoint.
 
         Args:
             name: The file's name, as listed in the manifest.
@@ -85,8 +85,8 @@ class Manifest:
             files: Entries by file name.
             info: Metadata and counts for the manifest.
             sequence: Number above those of all checkpoints in the same directory.
-            others: Entries of files that hooks wrote.
-            folder: The folder in the checkpoint.
+            others: Entries of files that hooks wrote, by path. Default: none.
+            folder: The folder in the checkpoint that contains the files. Default: none, the checkpoint itself.
         """
         info = {"step": 0, "epoch": 0, "samples": 0, "world_size": 1, **info}
         counts = {name: info[name] for name in _COUNTS}
@@ -122,7 +122,7 @@ def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
         name: Name of the manifest's file. Default: ``manifest.json``.
 
     Raises:
-        ValueError: If it is not a checkpoint, is damaged, or was written by a newer Treadle.
+        ValueError: If the path is not a checkpoint, or the manifest is damaged or was written by a newer Treadle.
     """
     data = read_source(path, name)
     document = filesystem.parse_json(as_path(path) / name, data)
@@ -147,7 +147,7 @@ def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
         name: Name of the manifest's file. Default: ``manifest.json``.
 
     Raises:
-        ValueError: If it is not a checkpoint.
+        ValueError: If the path is not a checkpoint, or its manifest cannot be read from the disk.
         OSError: If the store cannot be reached.
     """
     path = as_path(path)
@@ -173,10 +173,10 @@ def verify(path: Path | str, digests: bool = True) -> Manifest:
         digests: Also read every file and compare its digest (as fast as the disk reads), not only sizes.
 
     Returns:
-        Its manifest.
+        The checkpoint's manifest.
 
     Raises:
-        ValueError: If a file is missing, or has the wrong size or content. The text names the file and the reason.
+        ValueError: If a file is missing, or has the wrong size or content. The error names the file and the reason.
     """
     manifest = read_manifest(path)
     check_files(Path(path), manifest, digests)
@@ -189,7 +189,7 @@ def check_files(path: Path, manifest: Manifest, digests: bool = True) -> None:
     Args:
         path: Directory of the checkpoint.
         manifest: The parsed manifest of this checkpoint.
-        digests: Compare digests, not only sizes.
+        digests: Compare digests, not only sizes. Default: True.
 
     Raises:
         ValueError: See `verify`.

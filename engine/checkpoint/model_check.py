@@ -33,7 +33,7 @@ def _list_part_kinds(model: nn.Module) -> dict[str, str]:
 
 
 def make_notes(model: nn.Module) -> dict[str, str]:
-    """Return a checkpoint's notes about a model, for `compare`.
+    """Return the note that records the classes of a model's submodules in a checkpoint, for `compare`.
 
     Args:
         model: The user's module, not wrapped for distributed training.
@@ -53,14 +53,14 @@ class FrozenWeights:
         self._trained: set[str] = set()
 
     def update(self, model: nn.Module, world: World) -> dict[str, str]:
-        """Return the digest of each frozen parameter by its name. Call it on all ranks.
+        """Return the digest of each frozen parameter by name. Call this method on all ranks.
 
-        A digest is computed once, and again if the sum of the parameter's bits has changed. ``_version`` does not show
-        this, because fused optimizers do not increment it.
+        A digest is computed once, and again if the sum of the parameter's bits has changed. ``_version`` does not
+        reveal such a change, because fused optimizers do not increment it.
 
         Args:
             model: The user's module, not wrapped for distributed training.
-            world: The processes that take part.
+            world: The processes, all of which must call this method.
         """
         parameters = {strip_compile_prefix(n): p for n, p in model.named_parameters(remove_duplicate=False)}
         self._trained |= {name for name, parameter in parameters.items() if parameter.requires_grad}
@@ -80,8 +80,8 @@ def compute_digests(model: nn.Module, names: Collection[str], world: World) -> d
 
     Args:
         model: The user's module, not wrapped for distributed training.
-        names: The names of the parameters.
-        world: The processes that take part.
+        names: Names of the parameters to compute digests of.
+        world: The processes, all of which must call this function.
     """
     digests = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -137,8 +137,8 @@ def read_frozen_note(noted: Mapping[str, str], path: AnyPath | str) -> dict[str,
     """Return the digests of the weights that a checkpoint omits, by name; empty for a complete checkpoint.
 
     Args:
-        noted: The notes of the checkpoint.
-        path: The checkpoint, for the error.
+        noted: The notes in the header of the model's file.
+        path: Path or URL of the checkpoint, for the error.
 
     Raises:
         ValueError: If the note is damaged.
@@ -162,7 +162,7 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
         strict: If False, warn instead of raising an error.
 
     Raises:
-        ValueError: If some weights have other values. The error lists them.
+        ValueError: If some weights have other values, and ``strict`` is True. The error names the first five.
     """
     other = [name for name, digest in saved.items() if current.get(name) != digest]
     if not other:
@@ -192,8 +192,8 @@ def compare(model: nn.Module, noted: Mapping[str, str], path: AnyPath) -> None:
     """Warn if weights were saved by a model with the same names and shapes but other submodule classes.
 
     Args:
-        model: The model that will load them.
-        noted: The result of `make_notes` when they were saved.
+        model: The model that will load the weights.
+        noted: The result of `make_notes` when the weights were saved.
         path: Path of the checkpoint, for the warning.
     """
     try:
@@ -229,14 +229,15 @@ def check_weights(
         model: The model to load the weights into.
         weights: Objects with a ``shape``, by name.
         path: The source of the weights, for the error.
-        strict: If False, select the weights that fit, and report those that were skipped.
+        strict: If False, return the weights that fit, and warn about the others. Default: True.
         left_out: Names that may be missing.
 
     Returns:
         The weights that fit; with ``strict``, all of them.
 
     Raises:
-        ValueError: If names are missing or unexpected, or if values have a different shape or are not tensors.
+        ValueError: If ``strict`` is True, and names are missing or unexpected, values have a different shape or are not
+            tensors, or tied weights have different values.
     """
     state = model.state_dict()
     reshaped = _find_reshaped(state, weights)
@@ -294,7 +295,7 @@ def _describe_form(value: Any) -> str:
 
 
 def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
-    """Return the names of tied tensors for which the weights have different values."""
+    """Return each tied tensor for which the weights have other values, and the name that it is tied to."""
     first: dict[int, str] = {}
     separated = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
@@ -314,9 +315,9 @@ def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPat
     """Warn if weights were saved in dtypes other than the model's, because the run then does not resume exactly.
 
     Args:
-        model: The model that loads them.
+        model: The model that loads the weights.
         weights: Objects with a ``dtype``, by the model's names.
-        path: The source of the weights.
+        path: The source of the weights, for the warning.
     """
     lines = [
         f"{name}: {str(weights[name].dtype)[6:]} in the checkpoint, {str(current.dtype)[6:]} in this model"
@@ -332,8 +333,8 @@ def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPat
 def find_not_finite(model: nn.Module) -> list[str]:
     """Return the names of tensors with values that must not be saved, in this process's shard of a model.
 
-    A trained parameter must be finite. Elsewhere only NaN is refused: masks and ranges contain infinities. The check
-    takes one pass over the memory, and one read of the device.
+    A trained parameter must be finite. In other tensors, only NaN is refused, because masks and ranges contain
+    infinities. If all values are finite, the check takes one pass over the memory and one transfer from each device.
 
     Args:
         model: The user's module, not wrapped for distributed training.
@@ -349,11 +350,11 @@ def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) ->
     """Return the names of tensors with values that must not be saved, in this process's optimizer state.
 
     State with its parameter's shape must be finite: with an infinite second moment, the parameter would never change
-    again. Elsewhere only NaN is refused.
+    again. In other state, only NaN is refused.
 
     Args:
         optimizer: The optimizer, which may not have taken a step yet.
-        names: The names of the parameters.
+        names: The name of each parameter, for the result.
     """
     states: dict[str, Tensor] = {}
     like_parameter = set()

@@ -25,7 +25,7 @@ class OpenCheckpoint:
 
     Args:
         path: The checkpoint's directory or URL.
-        manifest: Its manifest, if it was already read.
+        manifest: The checkpoint's manifest. Default: read from the path.
 
     Attributes:
         path: The directory or URL.
@@ -33,7 +33,7 @@ class OpenCheckpoint:
         verified: Whether all files are known to have the committed content.
 
     Raises:
-        ValueError: If it is not a checkpoint, its manifest is damaged, or it was written by a newer Treadle.
+        ValueError: If the path is not a checkpoint, or the manifest is damaged or was written by a newer Treadle.
     """
 
     def __init__(self, path: AnyPath | str, manifest: Manifest | None = None) -> None:
@@ -62,7 +62,7 @@ class OpenCheckpoint:
         return self._download.folder
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Make files available in `folder`; for a URL, they are downloaded.
+        """Make files available in `folder`. For a URL, this downloads them.
 
         Args:
             names: Names of the files, as listed in the manifest.
@@ -81,7 +81,7 @@ class OpenCheckpoint:
         """Return whether the checkpoint has a part called ``name``.
 
         Args:
-            name: The name of the part.
+            name: The name of the part, such as ``"model"``.
         """
         return has_part(self.manifest.files, name)
 
@@ -89,10 +89,10 @@ class OpenCheckpoint:
         """Return a part's state with `Stored` tensors, which are read on demand; see `parts.encode_part` for the names.
 
         Args:
-            name: The name of the part.
+            name: The name of the part, such as ``"model"``.
 
         Raises:
-            ValueError: If there is no such part, or its content is damaged.
+            ValueError: If the checkpoint does not have the part, or the part is damaged.
         """
         return self.part(name).unread()
 
@@ -100,7 +100,7 @@ class OpenCheckpoint:
         """Return a part's state with its tensors in memory; see `open_part`.
 
         Args:
-            name: The name of the part.
+            name: The name of the part, such as ``"model"``.
         """
         return self.part(name).read()
 
@@ -108,7 +108,7 @@ class OpenCheckpoint:
         """Return a part with its files opened; each call returns the same object.
 
         Args:
-            name: The name of the part.
+            name: The name of the part, such as ``"model"``.
         """
         if name not in self._parts:
             names = list_part_files(name, self.manifest.files)
@@ -137,11 +137,11 @@ class OpenCheckpoint:
             )
 
     def verify(self, world: World | None = None) -> None:
-        """Check that every file has the committed content; each byte is read once. A second call has no effect.
+        """Check that every file has the committed content. Each byte is read once. A second call has no effect.
 
         Args:
             world: The processes that load the checkpoint. The method must be called on all of them. Processes with the
-                same file system divide the files among them. Default: this process reads all of them.
+                same file system divide the files among them. Default: this process reads all files.
 
         Raises:
             ValueError: On every process, if a file is missing or has the wrong size or content, or if the checkpoint
@@ -181,7 +181,7 @@ class OpenCheckpoint:
         return self.folder
 
     def _adopt(self, shares: dict[Path, list[str]]) -> None:
-        """Link the files that other processes of this machine have downloaded."""
+        """Link the files that other processes of this machine have downloaded, and download the rest."""
         assert self._download is not None
         for folder, names in shares.items():
             if folder.is_dir():  # otherwise the processes on the machine have temporary folders that others cannot see
@@ -221,7 +221,7 @@ def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenC
 
 
 def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skipped: list[str]) -> OpenCheckpoint | None:
-    """Verify candidates until one is intact, and return it on every process; None if there is none.
+    """Verify candidates until one is intact, and return it on every process; return None if all are damaged.
 
     Args:
         world: The processes, all of which must call this function.
@@ -245,7 +245,7 @@ def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skippe
 
 
 def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
-    """Run a function on every process, or only on this one without a world; return the results in rank order.
+    """Run a function on every process, or only on this one if ``world`` is None; return the results in rank order.
 
     Raises:
         ValueError: On every process, with the text of the lowest rank that raised a ValueError or an OSError.

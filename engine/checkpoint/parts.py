@@ -1,8 +1,9 @@
-"""Parts of a checkpoint: the files of a state, how they are written, and how they are read.
+"""Parts of a checkpoint, each of which stores one state: encoding as files, writing, opening and reading.
 
 A part named ``state`` consists of ``state.json`` and, if it has tensors, ``state.safetensors``. A model is a flat dict
-of tensors and needs no JSON: ``model.safetensors`` is a file that any tool can load. If tensors are sharded, each
-process writes its shards, ``model-shard-00001.safetensors``; tensors that are not sharded are in rank zero's file.
+of tensors and needs no JSON: ``model.safetensors`` is a file that any safetensors reader can load. If tensors are
+sharded, each process writes its shards, ``model-shard-00001.safetensors``; tensors that are not sharded are in rank
+zero's file.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MAX_JSON_BYTES = 512 * 2**20  # far above any real state; limits what is read o
 
 
 class TensorFile(NamedTuple):
-    """Content of a safetensors file."""
+    """Content of a safetensors file: tensors by name, and the text notes in its header."""
 
     tensors: dict[str, Tensor]
     notes: dict[str, str]
@@ -60,8 +61,7 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
 
     Raises:
         TypeError: If the state contains something that is not data.
-        ValueError: If the name is not a valid file name, or if the state contains itself or is too large without its
-            tensors.
+        ValueError: If the name is not valid, or if the state contains itself or exceeds 512 MiB without its tensors.
     """
     if not _PART.fullmatch(name) or name == "manifest" or _SHARD.fullmatch(name):
         raise ValueError(
@@ -104,10 +104,10 @@ def _encode_json(name: str, document: Any) -> bytes:
 
 
 def estimate_size(content: bytes | TensorFile) -> int:
-    """Estimate the number of bytes of a file, without its header.
+    """Estimate the size of a file in bytes, without its header.
 
     Args:
-        content: The content of the file.
+        content: The bytes of a JSON file, or the tensors and notes of a safetensors file.
     """
     return len(content) if isinstance(content, bytes) else sum(t.nbytes for t in content.tensors.values())
 
@@ -119,7 +119,7 @@ def write_files(folder: Path, files: Files) -> dict[str, filesystem.Entry]:
 
     Args:
         folder: Path of the directory.
-        files: The content of each file.
+        files: The content of each file, by file name.
     """
     entries = {}
     if files:
@@ -156,16 +156,16 @@ def has_part(files: Iterable[str], name: str) -> bool:
 
     Args:
         files: The names of the files.
-        name: The name of the part.
+        name: The name of the part, such as ``"model"``.
     """
     return bool(list_part_files(name, files))
 
 
 def list_part_files(name: str, files: Iterable[str]) -> list[str]:
-    """Return the names of a part's files, that of rank zero first.
+    """Return the sorted names of a part's files. Among shards, rank zero's is the first.
 
     Args:
-        name: The name of the part.
+        name: The name of the part, such as ``"model"``.
         files: The names of the checkpoint's files.
     """
     part_files = []
@@ -176,7 +176,7 @@ def list_part_files(name: str, files: Iterable[str]) -> list[str]:
 
 
 def _strip_shard(stem: str) -> str:
-    """Return the name of the part that a file without its ending belongs to."""
+    """Return the name of the part that a file belongs to, from the file's name without its extension."""
     shard = _SHARD.fullmatch(stem)
     return shard[1] if shard else stem
 
@@ -188,10 +188,10 @@ class Part:
     Attributes:
         path: Path or URL of the checkpoint.
         name: The name passed to `encode_part`.
-        document: The content of its JSON file; None for a model, which has only tensors.
-        tensors: Its tensors by name.
-        notes: The notes in the header of its file.
-        owner: The object that keeps its files.
+        document: The content of the part's JSON file; None for a model, which has only tensors.
+        tensors: The part's tensors by name, which are not read yet.
+        notes: The notes in the header of the part's first safetensors file.
+        owner: The object whose lifetime keeps the files available, or None.
     """
 
     path: AnyPath
@@ -205,7 +205,7 @@ class Part:
         """Return the state with `Stored` tensors, whose values are read on demand.
 
         Raises:
-            ValueError: If its content is damaged.
+            ValueError: If the part's content is damaged.
         """
         return self._decode(self.tensors)
 
@@ -213,7 +213,7 @@ class Part:
         """Return the state with its tensors in memory; tied tensors are one object again.
 
         Raises:
-            ValueError: If its content is damaged.
+            ValueError: If the part's content is damaged.
         """
         values = {id(stored): stored.read() for stored in self.tensors.values()}
         return self._decode({key: values[id(stored)] for key, stored in self.tensors.items()})
@@ -240,11 +240,11 @@ def open_files(
     """Open one part of a checkpoint whose manifest is read. Nothing in the files can cause an import or run code.
 
     Args:
-        path: The checkpoint, for messages.
+        path: Path or URL of the checkpoint, for error messages.
         files: The manifest's entries, by file name.
         name: The name passed to `encode_part`.
-        folder: The folder with its files.
-        owner: The object that keeps the folder, as long as the part is used.
+        folder: The folder with the checkpoint's files.
+        owner: The object whose lifetime keeps the folder. The part holds a reference to it. Default: none.
 
     Raises:
         ValueError: If the checkpoint has no such part, or its content is damaged.
@@ -275,7 +275,8 @@ def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
         name: The name passed to `encode_part`.
 
     Returns:
-        The state with `Stored` tensors, which are read on demand, and the notes in the header of its file.
+        The state with `Stored` tensors, which are read on demand, and the notes in the header of the part's first
+        safetensors file.
 
     Raises:
         ValueError: If the checkpoint has no such part, or its content is damaged; run `verify` first to detect damage.

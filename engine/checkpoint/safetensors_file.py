@@ -19,7 +19,7 @@ from ...common.tensor_bytes import view_bytes
 from .filesystem import DTYPES, RESTORE
 
 OFFSETS = "DCP_SHARDING_INFO"
-"""Note in a file's header with the offsets of its tensors in the full ones.
+"""Note in a file's header with the offset of each tensor in the full tensor that it is a shard of.
 
 JSON, ``{name: {"saved_offsets": [...]}}``: the form that ``torch.distributed.checkpoint.HuggingFaceStorageReader``
 reads, so torch alone can load a sharded model too.
@@ -35,7 +35,7 @@ _MAPPED_FROM = 2**20  # mapping less takes longer than reading it, and a process
 
 @dataclass(frozen=True)
 class MemoryPiece:
-    """Tensor in main memory, or mapped by torch onto its file."""
+    """Tensor in main memory, or mapped onto its file by torch."""
 
     tensor: Tensor
 
@@ -53,7 +53,7 @@ class MemoryPiece:
         """Return the tensor itself.
 
         Args:
-            exact: Has no effect.
+            exact: Has no effect, because the tensor is already in memory.
         """
         return self.tensor
 
@@ -150,7 +150,7 @@ class FilePiece:
 
 
 class Piece(Protocol):
-    """Tensor in memory or in a file."""
+    """Interface of a tensor in memory (`MemoryPiece`) or in a file (`FilePiece`)."""
 
     @property
     def shape(self) -> torch.Size:
@@ -199,7 +199,7 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
         path: Path of the file.
 
     Raises:
-        ValueError: If it is damaged.
+        ValueError: If the file is damaged, or contains a dtype that torch does not support.
     """
     try:
         with path.open("rb") as file:
@@ -230,13 +230,13 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
 
 
 def read_whole_model(path: Path) -> Weights:
-    """Return the tensors of a file that is a complete model, including the names of tied tensors.
+    """Return the tensors of a file that is a complete model, also under the additional names of tied tensors.
 
     Args:
         path: Path of the file.
 
     Raises:
-        ValueError: If it is damaged, or contains one process's shards.
+        ValueError: If the file is damaged, or contains only one process's shards.
     """
     weights, notes = read_safetensors(path)
     if OFFSETS in notes:
@@ -265,7 +265,7 @@ def add_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[st
 
 
 def read_mark(descriptor: int) -> tuple[int, ...]:
-    """Return size, modification time and inode number of an open file, to detect a change.
+    """Return the size, modification time and inode number of an open file, to detect a change.
 
     Args:
         descriptor: File descriptor of the open file.
@@ -275,7 +275,7 @@ def read_mark(descriptor: int) -> tuple[int, ...]:
 
 
 def abbreviate(names: list[str]) -> str:
-    """Return the first names of a list, and the number of omitted names, as text.
+    """Return the first eight names of a list and the number of omitted names, as text.
 
     Args:
         names: The names to list.
@@ -346,14 +346,14 @@ class Stored:
         return out
 
     def add(self, piece: FilePiece, offset: Iterable[int]) -> None:
-        """Add a shard in a file.
+        """Add a shard that a file contains.
 
         Args:
             piece: The shard, in one safetensors file.
             offset: Its offset in the full tensor, per dimension.
 
         Raises:
-            ValueError: If it lies outside of the tensor.
+            ValueError: If the shard lies outside the full tensor.
         """
         box = tuple((begin, begin + size) for begin, size in zip(offset, piece.shape, strict=True))
         if len(box) != len(self.shape) or not all(
@@ -394,10 +394,10 @@ def _to_relative_slices(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def open_tensors(paths: Iterable[Path]) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Open the tensors in some files, without reading them.
+    """Open the tensors in several safetensors files, without reading their values.
 
     Args:
-        paths: Safetensors files; those of sharded tensors have notes.
+        paths: Paths of the files. Files with shards have the notes `OFFSETS` and `SHAPES`.
 
     Returns:
         The tensors by name, and the notes of the first file.

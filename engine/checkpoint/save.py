@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from ..data import Loader
 
 _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|unfinished", re.IGNORECASE)
-"""Names of the engine's own parts, see `train_state`, and of single files."""
+"""Pattern of the part names that users must not choose: the engine's own parts (see `train_state`) and other files."""
 
 
 class Counts:
-    """State of a metric object on each process.
+    """Wrapper that makes the state of a metric object on every process part of a checkpoint.
 
-    The metric's ``state_dict`` contains this state only if the metric is configured to save it.
+    The metric's own ``state_dict`` contains this state only if the metric is configured to save it.
 
     Args:
         metric: Module that is a metric object or contains metric objects.
-        world: The processes that take part.
+        world: The processes whose states of the metric are saved.
     """
 
     def __init__(self, metric: nn.Module, world: World) -> None:
@@ -62,11 +62,11 @@ class Counts:
         self._world = world
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all processes. Call it on all ranks."""
+        """Return the metric's states on all processes. Call this method on all ranks."""
         return metric_state.collect_states(self._objects, set(), self._world)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state, with any world size.
+        """Restore the metric's state, even with another world size than the saved run's.
 
         Args:
             state_dict: A state returned by `state_dict`.
@@ -85,7 +85,7 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
 
     Raises:
         TypeError: If an object has no ``state_dict`` or no ``load_state_dict``.
-        ValueError: If another object has the name.
+        ValueError: If another object is registered under one of the names.
     """
     for number, value in enumerate(objects, start=len(registered)):
         while (name := f"{type(value).__name__}_{number}") in registered or name in named:
@@ -108,16 +108,17 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
 
 
 def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any], weights_only: bool) -> None:
-    """Check that a checkpoint can be saved.
+    """Check that a checkpoint can be saved: part names, target paths, and finite values.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator whose state would be saved.
         targets: The paths of the checkpoints.
-        parts: Further states, by name.
+        parts: States that the user adds to the checkpoint, by part name.
         weights_only: Whether only weights are saved.
 
     Raises:
-        ValueError: If a name of a part is reserved, a directory is foreign, or values are not finite.
+        ValueError: If the name of a part is reserved, something other than a checkpoint exists at a target, or weights
+            or optimizer states are not finite.
     """
     for name in parts:
         if _RESERVED.fullmatch(name):
@@ -156,7 +157,7 @@ def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[No
     """Delete the files that a hook has written for ``target`` if the block fails.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator whose save hooks may have written files.
         target: Path or URL of the checkpoint.
     """
     try:
@@ -195,18 +196,18 @@ def collect(
     weights_only: bool,
     frozen: Sequence[Mapping[str, str]] = (),
 ) -> Files:
-    """Return the files that this process adds to a checkpoint, without copying data. Call it on all processes.
+    """Return the files that this process adds to a checkpoint, without copying data. Call this function on all ranks.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator whose state is saved.
         target: Path or URL of the checkpoint, to which hooks may write files.
-        parts: Further states, by name.
+        parts: States that the user adds to the checkpoint, by part name.
         weights_only: Omit everything that is needed only to resume.
         frozen: For each model, the weights to omit; see `Checkpointer.find_frozen`.
 
     Raises:
-        ValueError: If it is called inside a group of micro-batches.
-        TypeError: If a state is not data.
+        ValueError: If the function is called during gradient accumulation, unless ``weights_only`` is True.
+        TypeError: If a state contains something that is not data.
     """
     if accelerator.inside_group and not weights_only:
         raise ValueError(
@@ -253,10 +254,10 @@ def _collect_model_files(
 
 
 def encode_optimizers(accelerator: Accelerator) -> Files:
-    """Return the files of the optimizers' states that this process writes. Call it on all processes.
+    """Return the files of the optimizers' states that this process writes. Call this function on all ranks.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator that prepared the optimizers.
     """
     rank, strategy, attempts = accelerator.process_index, accelerator.strategy, Attempts()
     files: Files = {}
@@ -300,7 +301,7 @@ def select_optimizer_files(files: Files) -> set[str]:
     """Return the names of the ``files`` that contain an optimizer's state.
 
     Args:
-        files: The files of a checkpoint.
+        files: The files of a checkpoint, by name.
     """
     return {name for name in files if name.startswith(optimizer_part(0))}
 
@@ -309,7 +310,7 @@ def collect_rank_random_state(accelerator: Accelerator) -> RandomState:
     """Return the RNG state of this process: its own generators, and those of its datasets.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator that prepared the loaders.
     """
     readers = [loader.reading_state() for loader in sort_loaders(accelerator.loaders)]
     return cast(RandomState, {**random_state(), "loaders": readers})
@@ -329,14 +330,14 @@ def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Te
 
     Args:
         rank: The rank of this process.
-        random: The RNG state of this process.
-        buffers: For each model, the buffers of this process.
+        random: The RNG state of this process, from `collect_rank_random_state`.
+        buffers: For each model, the buffers of this process by name; empty unless each rank keeps its own buffers.
     """
     return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
 
 
 def _collect_buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
-    """Return each model's persistent buffers on this process."""
+    """Return each model's persistent buffers on this process, except sharded ones."""
     states = [model.state_dict() for model in accelerator.unwrapped_models]
     return [
         {strip_compile_prefix(name): b for name, b in model.named_buffers() if name in state and not is_sharded(b)}
@@ -345,16 +346,17 @@ def _collect_buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
 
 
 def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], others: bool = False) -> None:
-    """Write the files of `collect`, wait for all processes, and put the checkpoint in place by one rename.
+    """Write the files of `collect`, wait for all processes, and commit the checkpoint.
 
     Args:
         world: The processes, all of which must call this function.
         target: Path or URL of the checkpoint.
-        files: This process's files.
-        info: The metadata for the manifest.
-        others: See `store.commit`.
+        files: This process's files, from `collect`.
+        info: The metadata for the manifest, from `describe_save`.
+        others: Include the files that hooks wrote; see `store.commit`. Default: False.
 
     Raises:
+        ValueError: If a hook wrote a file with a reserved name.
         OSError: If a disk operation fails. The files of the attempt are deleted, and an earlier checkpoint remains.
     """
     entries: dict[str, Any] = {}
@@ -463,21 +465,21 @@ def list_reduction_orders(accelerator: Accelerator) -> list[list[int]]:
     """Return each model's reduction order; see `Strategy.reduction_order`.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator that prepared the models.
     """
     return [accelerator.strategy.reduction_order(model) for model in accelerator.models]
 
 
 def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata for the manifest: that of the run, and the user's additions.
+    """Return the metadata for the manifest: the run's own metadata, and the values that the user adds.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator whose run is described.
         info: Values that the user adds, by key.
 
     Raises:
         ValueError: If ``info`` uses a name of the run's own metadata.
-        TypeError: If it contains tensors, or something that is not data.
+        TypeError: If ``info`` contains tensors, or something that is not data.
     """
     metadata = run_metadata(accelerator)
     if clashing := sorted(metadata.keys() & info.keys()):
@@ -497,10 +499,10 @@ def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
 
 
 def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the run's metadata for the manifest, for users and for a resume.
+    """Return the run's metadata for the manifest: strategy, precision, batch sizes and fingerprints of the models.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator whose run is described.
     """
     training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
     accumulate = accelerator.gradient_accumulation_steps

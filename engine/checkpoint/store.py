@@ -57,7 +57,7 @@ __all__ = [
 
 
 def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesystem.Entry]:
-    """Write one part of a checkpoint next to its target, durably.
+    """Write one part of a checkpoint next to its target, and fsync the files.
 
     Several processes may write parts concurrently if the names differ.
 
@@ -93,7 +93,7 @@ def check_target(target: AnyPath) -> None:
 
 
 def beside(target: AnyPath | str) -> Path:
-    """Return the directory of a checkpoint's parts until `commit`; for a URL, a folder of this process.
+    """Return the directory that contains a checkpoint's parts until `commit`; for a URL, a folder of this process.
 
     Args:
         target: Path or URL of the checkpoint, which may not exist.
@@ -113,11 +113,11 @@ def commit(
 
     Args:
         target: The path of the checkpoint. An existing directory that is neither empty nor a checkpoint is refused.
-        files: The entries of every `write_part`, of all processes, in one dict.
+        files: The entries that `write_part` returned on all processes, merged into one dict.
         info: Metadata for the manifest: the counts ``step`` (optimizer steps, default 0), ``epoch`` (0), ``samples``
             (samples seen over all processes, 0) and ``world_size`` (1), and any other values except tensors, such as a
             metric.
-        others: Also include the other files that were put `beside` the target since `begin`.
+        others: Also include the other files that were put `beside` the target since `begin`. Default: False.
 
     Returns:
         The target, as an absolute path.
@@ -191,10 +191,10 @@ def begin(target: AnyPath | str) -> Path:
 
 
 def discard(target: AnyPath | str) -> None:
-    """Delete the files of `write_part` for a target that will not be committed. Missing files are not an error.
+    """Delete the files that `write_part` wrote for a target that will not be committed. Missing files are not an error.
 
     Args:
-        target: The argument of `write_part`. An existing checkpoint there is not changed.
+        target: The argument of `write_part`. An existing checkpoint at this path is not changed.
     """
     target = as_path(target)
     if isinstance(target, RemotePath):
@@ -243,7 +243,7 @@ def remove(path: AnyPath | str) -> None:
         path: Directory or URL of the checkpoint.
 
     Raises:
-        ValueError: If it is not a checkpoint, or a link to one, or contains foreign files. In that case, nothing is
+        ValueError: If the path is not a checkpoint, is a link, or contains foreign files. In that case, nothing is
             changed.
         OSError: If a disk operation fails.
     """
@@ -263,7 +263,7 @@ class DiskSave:
         target: Path of the checkpoint.
 
     Attributes:
-        staging: The directory of its files until the commit.
+        staging: The directory that contains the checkpoint's files until the commit.
     """
 
     def __init__(self, target: Path) -> None:
@@ -273,17 +273,17 @@ class DiskSave:
         """Write this process's files, and return their entries for the manifest.
 
         Args:
-            files: The content of each file.
+            files: The content of each file, by file name.
         """
         return write_files(self.staging, files)
 
     def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
-        """Commit the checkpoint; see `commit`.
+        """Commit the checkpoint; see `store.commit`.
 
         Args:
-            files: The entries of all processes.
+            files: The entries that `write` returned on all processes, by file name.
             info: Metadata for the manifest.
-            others: Include files that hooks wrote.
+            others: Include the files that hooks wrote to `staging`.
         """
         commit(self._target, files, info, others)
 
@@ -291,7 +291,7 @@ class DiskSave:
         """Delete the files of a save that was not committed.
 
         Args:
-            is_main: Whether this process deletes them.
+            is_main: Whether this process deletes the files, that is, whether it is rank zero.
         """
         if is_main:
             discard(self._target)
@@ -303,7 +303,7 @@ class CheckpointStore:
     """Checkpoints in one directory, or below one URL.
 
     Args:
-        directory: The directory; each checkpoint is a subdirectory. It need not exist yet.
+        directory: Path or URL whose subdirectories are the checkpoints. It need not exist yet.
 
     Example:
         >>> import treadle
@@ -337,7 +337,7 @@ class CheckpointStore:
         """Return the latest intact checkpoint.
 
         Args:
-            verify: Compare digests, not only names and sizes.
+            verify: Compare digests, not only names and sizes; a URL's files are downloaded for this. Default: True.
 
         Returns:
             The path, or ``None`` if no checkpoint is intact, and a message for each checkpoint that was skipped.
@@ -361,7 +361,7 @@ class CheckpointStore:
         """Check before a run that checkpoints can be saved, by creating the directory and writing a file.
 
         Args:
-            nbytes: The size of one checkpoint in bytes.
+            nbytes: The size of one checkpoint in bytes; ignored for a URL. Default: 0.
 
         Raises:
             OSError: If the directory cannot be created or written to, or has less than ``nbytes`` free.
@@ -387,7 +387,7 @@ class CheckpointStore:
 
 
 def _scan(directory: Path) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
-    """Return the readable manifests, the latest last, and a message for each unreadable one."""
+    """Return the checkpoints with readable manifests, latest last, and a message for each unreadable manifest."""
     checkpoints: list[tuple[Manifest, AnyPath]] = []
     problems = []
     for path in _iterate_checkpoints(directory):
@@ -436,7 +436,7 @@ def _find_next_sequence(directory: Path) -> int:
 # throughout a long run.
 @lru_cache(maxsize=8)
 def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return the manifest version and the sequence of each checkpoint that was read in a directory."""
+    """Return the cache of a directory: the manifest's version and sequence number of each checkpoint, by its name."""
     return {}
 
 

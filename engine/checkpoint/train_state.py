@@ -14,8 +14,8 @@ A checkpoint holds these parts (see `parts` for their files):
 ``added``                          additions of ``on_save_checkpoint`` hooks, in a checkpoint of weights only
 =================================  ==================================================================================
 
-Writers create these dicts by calling the class, so a type checker finds a missing or unknown key; readers get them from
-`check_form`, which detects an intact file with other content.
+Code that writes these dicts calls the class, so a type checker finds a missing or unknown key. Code that reads them
+calls `check_form`, which detects an intact file with other content.
 """
 
 # No postponed annotations here, because evaluating them would run text while a checkpoint is read.
@@ -33,7 +33,7 @@ STATE, HPARAMS, DATAMODULE_HPARAMS, CONFIG, ADDED = "state", "hparams", "datamod
 
 
 def rank_part(rank: int) -> str:
-    """Return the name of the part of one rank.
+    """Return the name of the part with the state of one rank, such as ``rank-00003``.
 
     Args:
         rank: The rank that the part belongs to.
@@ -42,7 +42,7 @@ def rank_part(rank: int) -> str:
 
 
 def model_part(number: int) -> str:
-    """Return the name of the part of a model.
+    """Return the name of the part with a model's tensors: ``model``, ``model-1``, ...
 
     Args:
         number: The index of the prepared model.
@@ -51,7 +51,7 @@ def model_part(number: int) -> str:
 
 
 def extra_part(number: int) -> str:
-    """Return the name of the part for values in a model's state that are not tensors.
+    """Return the name of the part for values in a model's state that are not tensors: ``extra-model``, ...
 
     Args:
         number: The index of the prepared model.
@@ -60,10 +60,10 @@ def extra_part(number: int) -> str:
 
 
 def optimizer_part(number: int, rank: int = 0) -> str:
-    """Return the name of the part of an optimizer.
+    """Return the name of the part with an optimizer's state: ``optimizer``, ``optimizer-1``, ...
 
     Args:
-        number: The index of the prepared optimizer.
+        number: The index of the prepared optimizer, from 0.
         rank: The rank whose state the part contains, if each rank saves the state of different parameters; otherwise 0.
     """
     name = "optimizer" if number == 0 else f"optimizer-{number}"
@@ -71,7 +71,7 @@ def optimizer_part(number: int, rank: int = 0) -> str:
 
 
 class TrainState(TypedDict):
-    """The part ``state``: the state that all ranks share. Lists are in the order of preparation.
+    """The part ``state``: the state that all ranks share. Lists are in the order in which the objects were prepared.
 
     ``scheduler_advances`` and ``schedules_built`` are missing in older checkpoints.
     """
@@ -152,7 +152,7 @@ def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
     Args:
         form: The dict class that defines the keys and types.
         value: The decoded content of the part.
-        path: The checkpoint, for the error.
+        path: Path or URL of the checkpoint, for the error.
         part: The name of the part, for the error.
 
     Raises:
@@ -170,7 +170,7 @@ def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
 
 
 def _collect_required_kinds(form: type[Any]) -> dict[str, type]:
-    """Return the required keys of a form with the class of each value; those that may be None are omitted."""
+    """Return the required keys of a form with the class of each value; keys whose value may be None are omitted."""
     kinds: dict[str, type] = {}
     for name, hint in form.__annotations__.items():
         kind: Any = dict if is_typeddict(hint) else get_origin(hint) or hint
@@ -186,7 +186,7 @@ def open_train_state(opened: OpenCheckpoint) -> TrainState:
         opened: The checkpoint to read from.
 
     Raises:
-        ValueError: If the checkpoint contains weights only, or the part is damaged.
+        ValueError: If the checkpoint contains weights only, or its part ``state`` is damaged.
     """
     if not opened.has(STATE):
         raise ValueError(

@@ -22,7 +22,7 @@ class LateNumbers:
         self._coming: tuple[list[str], Tensor, torch.cuda.Event] | None = None
 
     def read(self, values: dict[str, Any]) -> dict[str, float]:
-        """Return numbers by name: the latest ones, or, if any is on a GPU, the last ones whose copy is complete.
+        """Return ``values`` as numbers by name. If any of them is on a GPU, return those of the last completed copy.
 
         Args:
             values: Numbers or 0-d tensors by name.

@@ -34,7 +34,7 @@ class Metrics:
 
     Attributes:
         weight: Number of samples in the current batch, which is the weight of a value in its epoch mean.
-        suffix: Suffix that is added to names if there are several evaluation loaders.
+        suffix: Suffix that identifies the evaluation loader in logged names; empty if there is only one loader.
         place: The current batch of an evaluation, as (loader index, batch index).
         evaluation: The values that an evaluation within this stage logs, while the evaluation runs.
 
@@ -61,10 +61,10 @@ class Metrics:
         self._entries = self._in_step
 
     def between_batches(self, yes: bool) -> None:
-        """Set whether the following hooks belong to the epoch rather than to a batch.
+        """Set whether values that are logged from now on belong to the epoch rather than to a batch.
 
         Args:
-            yes: True if the hooks belong to the epoch.
+            yes: True for the epoch, False for a batch.
         """
         self._entries = self._in_epoch if yes else self._in_step
         if yes:
@@ -114,13 +114,13 @@ class Metrics:
         Args:
             name: The name to log under.
             value: A number, a tensor with one element or a metric object.
-            prog_bar: Show it in the progress bar.
-            logger: Send it to loggers. Default: True.
+            prog_bar: Show the value in the progress bar.
+            logger: Send the value to loggers. Default: True.
             on_step: Log the value of each step. Default: in training steps.
             on_epoch: Log the value over the epoch. Default: outside of training steps.
             reduce_fx: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch function with one of these names.
             batch_size: The weight of the value in a mean. Default: the number of samples in the batch.
-            add_suffix: Add the suffix of the evaluation loader.
+            add_suffix: Append ``suffix``, which identifies the evaluation loader, to the name. Default: True.
 
         Raises:
             ValueError: If the arguments contradict each other or those of an earlier call.
@@ -397,7 +397,7 @@ class Metrics:
 
 
 class MutedMetrics(Metrics):
-    """Subclass of `Metrics` that discards all values."""
+    """Subclass of `Metrics` that discards all values, for example in a Trainer with ``barebones=True``."""
 
     def log(self, *_: Any, **__: Any) -> None:
         """Discard the logged value."""
@@ -474,10 +474,10 @@ def _check_names_match(names: list[str], world: World) -> None:
 
 
 SHOWN = ("on_step", "on_epoch", "reduction", "prog_bar", "logger")
-"""Attributes of an entry with its display settings."""
+"""Attributes of an `Entry` that a checkpoint contains, besides its values."""
 
 Place = tuple[int, int]
-"""A batch of an evaluation: the loader's index, and the batch's index in it."""
+"""A batch of an evaluation, as (index of the loader, index of the batch in this loader)."""
 FOLD = 64  # 0-d tensors kept before they are summed: stacking them in one call is cheaper than adding each
 
 
@@ -490,8 +490,8 @@ class Entry:
         on_step: Log the value of each step.
         on_epoch: Log the value over the epoch.
         reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
-        prog_bar: Show it in the progress bar.
-        logger: Send it to loggers.
+        prog_bar: Show the value in the progress bar.
+        logger: Send the value to loggers.
         suffix: The part of ``name`` that identifies the evaluation loader, if there are several.
 
     Attributes:
@@ -553,7 +553,7 @@ class Entry:
         self.total_weight = 0.0
 
     def fold(self) -> None:
-        """Reduce the recorded values into the total."""
+        """Reduce the recorded values, merge the result into the total, and discard them."""
         weighted_pairs = [(v, w) for v, w in zip(self.values, self.weights, strict=True) if w]
         self.values.clear()
         self.weights.clear()
@@ -628,7 +628,7 @@ class Entry:
             self.weights += weights
 
     def epoch_pair(self) -> tuple[Any, float]:
-        """Return (total, weight) of the values recorded in this epoch."""
+        """Return (total, weight) of the values recorded in this epoch; for a mean, the total is the weighted sum."""
         self.fold()
         return (0.0, 0.0) if self.total is None else (self.total, self.total_weight)
 
@@ -747,7 +747,7 @@ def stack_numbers(values: list[Any]) -> Tensor:
     the host does not wait for it.
 
     Args:
-        values: 0-d tensors and numbers; the tensors on at most one accelerator.
+        values: 0-d tensors and numbers. All tensors outside of host memory must be on the same accelerator.
     """
     tensors = [v for v in values if isinstance(v, Tensor)]
     device = next((v.device for v in tensors if v.device.type != "cpu"), torch.device("cpu"))

@@ -1,8 +1,8 @@
 """Saving and restoring of the state of metric objects in the middle of an epoch.
 
-Objects of torchmetrics and compatible objects are supported; they are recognized by the attributes ``_defaults`` and
-``_reductions``, and ``_update_count`` is saved too. Other objects with ``compute``, ``reset``, ``state_dict`` and
-``load_state_dict`` are supported too.
+Objects of torchmetrics and compatible objects are recognized by their attributes ``_defaults`` and ``_reductions``.
+Their ``_update_count`` is saved with their states. Other objects are supported if they have the methods ``compute``,
+``reset``, ``state_dict`` and ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST = 256  # a longer list among a task's attributes holds data, not metrics
 
 
 def find(owner: nn.Module) -> dict[str, Any]:
-    """Return a module's metric objects by place: those in submodules, in attributes, and in lists and dicts.
+    """Return a module's metric objects by place, such as ``"head.accuracy"`` or ``"scores['top1']"``.
 
     Args:
         owner: The module to search, usually the task.
@@ -106,7 +106,7 @@ def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Modul
 
 
 def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, list[Any] | None]:
-    """Return, by place, a list of each object's states on all processes. Must be called on all ranks.
+    """Return, for each place, the list of the object's states on all processes. Must be called on all ranks.
 
     Args:
         objects: Metric objects by place.
@@ -149,7 +149,7 @@ def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: Wor
 
 @contextmanager
 def preserve_counts(metrics: Iterable[Any]) -> Iterator[None]:
-    """Restore the state of metric objects when the context ends.
+    """Return a context that restores the state of metric objects when it ends.
 
     Args:
         metrics: Metric objects, which may be updated inside the context.

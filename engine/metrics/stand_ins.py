@@ -21,7 +21,7 @@ _NUMBERS = (int, float, complex, str, type(None))
 
 @contextmanager
 def preserve_values(owner: nn.Module) -> Iterator[None]:
-    """Restore the values of the module's own attributes when the context ends.
+    """Return a context that restores the values of a module's own attributes when it ends.
 
     Numbers, tensors, lists, dicts, sets and deques are restored, including those nested in lists and dicts. Objects of
     other classes, parameters and submodules are not restored.

@@ -1,4 +1,4 @@
-"""Gradient accumulation: micro-batches, their gradients, and the work before an optimizer step."""
+"""Gradient accumulation: micro-batches, and the reduction and scaling of their gradients before an optimizer step."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ class Accumulation:
         sync_gradients: Whether the current micro-batch is the last of its group, after which the optimizer steps.
         optimizer_step_was_skipped: Whether the last step was skipped because of a non-finite gradient.
         groups_end_with_loader: Whether the end of a loader ends a group.
-        position: Number of micro-batches of the current group that did not come from a prepared loader.
-        agreement: The values that all processes agree on in each step.
-        always_agree: Whether every step carries votes; see `agree_on_steps`.
+        position: Number of micro-batches in the current group, if the group was not formed by a prepared loader; else
+            0. With ``sync_with_dataloader=False``, prepared loaders form no groups.
+        agreement: Votes of all processes in each step, such as stop requests and whether losses are finite.
+        always_agree: Whether the processes exchange votes in every step; see `agree_on_steps`.
         watches_gradients: Whether `agree` checks that the gradients are finite.
         guard: Function that is called with the optimizer before each step and returns whether the step may be taken.
             None if there is no check.
@@ -144,7 +145,7 @@ class Accumulation:
         self._entered, self._correction = None, 1.0
 
     def reset(self) -> None:
-        """Discard the group, the votes and the step count of the previous run."""
+        """Discard the current group, the votes and the step count, before a new run with the same Accelerator."""
         self.forget_group()
         self.agreement.reset()
         self.steps = 0
@@ -319,7 +320,7 @@ class Accumulation:
             self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Exchange votes in the backward pass of every step from now on.
+        """Enable the exchange of all processes' votes (see `Agreement`) in the last backward pass of every step.
 
         Args:
             finite: Whether to check that losses are finite.

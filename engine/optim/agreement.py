@@ -45,8 +45,9 @@ class Agreement:
         local_finite: Whether the losses were finite on this process.
         bad_losses: The indices within the step of this process's micro-batches whose loss was not finite.
         micro_batches: The number of micro-batches that ``bad_losses`` covers.
+        immediate: Whether the votes are read in the same step. Default: True on the CPU, False on accelerators.
         next_place: An identifier of the current step, which may be any value.
-        leave_vote: Whether this process wants to leave the epoch without this step.
+        leave_vote: Whether this process votes to leave the epoch without taking this step.
         leaves: The number of processes that voted to leave.
         signal_vote: Whether this process received a signal that requests the end of the run; see `signal`.
         signaled: Whether some process received such a signal and all processes have agreed on it.
@@ -95,7 +96,7 @@ class Agreement:
         self.signaled |= self.alone
 
     def ask(self, stop: bool) -> bool:
-        """Agree on a stop in a separate collective, for steps that carry no votes. Must be called on all ranks.
+        """Agree on a stop in a separate collective, for steps in which no votes are exchanged. Call it on all ranks.
 
         Args:
             stop: Whether this process requests a stop.
@@ -188,8 +189,8 @@ class Agreement:
     def finite_so_far(self, agreed_taint: Tensor | None) -> bool:
         """Return whether the losses and gradients since the last vote are finite.
 
-        With ``immediate``, it waits for the device. Otherwise, it sets ``not_finite`` and returns the result of the
-        previous step.
+        With ``immediate``, the method waits for the device. Otherwise, it sets ``not_finite`` and returns the result of
+        the previous step.
 
         Args:
             agreed_taint: The sum of `taint` over the processes, reduced together with these gradients; None with a

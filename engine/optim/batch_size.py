@@ -52,14 +52,14 @@ def find_executable_batch_size(
     """Decorate a function so that it is called again with a smaller batch size whenever it runs out of memory.
 
     All processes try the same sizes: if one process runs out of memory, all of them start over. Prepare models and
-    optimizers inside ``function``, because each attempt has a new process group. An Accelerator created outside stays
-    usable; call its ``free_memory()`` at the start of ``function``.
+    optimizers inside ``function``, because each attempt has a new process group. An Accelerator that is created outside
+    of ``function`` stays usable; call its ``free_memory()`` at the start of ``function``.
 
     If ``function`` has a parameter ``gradient_accumulation_steps``, its value grows by the factor by which the batch
     shrinks, so that the global batch keeps its size (rounded up).
 
-    If a GPU is already waiting in a collective for a GPU that ran out of memory, it cannot be released, and the run
-    ends with an error within a minute.
+    If a GPU is already waiting in a collective for a GPU that ran out of memory, the waiting GPU cannot be released.
+    The run then ends with an error within a minute.
 
     Args:
         function: The function to run, whose first parameter is the batch size. Default: return a decorator.
@@ -72,7 +72,8 @@ def find_executable_batch_size(
 
     Raises:
         MemoryError: If a batch of one does not fit.
-        ValueError: If a size is below 1 or not an integer, or ``reduce_batch_size_fn`` returns no smaller one.
+        ValueError: If a size is below 1 or not an integer, or if ``reduce_batch_size_fn`` does not return a smaller
+            size.
         TypeError: If the first parameter of ``function`` cannot be the batch size.
 
     Example:
@@ -160,7 +161,7 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
         Whether the attempt fit into memory on all processes, and its result on this process (None if it failed here).
 
     Raises:
-        BaseException: Any error other than running out of memory.
+        BaseException: If the attempt failed on this process, but no process ran out of memory.
     """
     try:
         result = call()
@@ -227,7 +228,7 @@ def _check_call(function: Callable[..., Any], signature: inspect.Signature) -> N
 def _read_accumulation(
     function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
 ) -> int:
-    """Return the value of ``gradient_accumulation_steps`` that the caller wants with the starting batch size."""
+    """Return the ``gradient_accumulation_steps`` that the caller passed for the starting batch size, or the default."""
     bound = signature.bind_partial(size, *args, **kwargs)
     bound.apply_defaults()
     steps = bound.arguments.get(_ACCUMULATION, 1)

@@ -86,7 +86,7 @@ def choose_fused(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Return an option as plain data: a tensor with one element becomes a number, and a tuple becomes a list.
+    """Return an option as plain data: a number for a one-element tensor, None for a larger one, a list for a tuple.
 
     Args:
         value: The value of the option.

@@ -19,7 +19,7 @@ _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 class HostCheck:
-    """Function object that checks in 2 us whether four small gradients in host memory are finite.
+    """Function object that checks whether gradients in host memory are finite, which takes 2 us for four small ones.
 
     Large gradients are checked at memory speed. torch's ``GradScaler`` detects overflows with the same operation. Here,
     one call multiplies all tensors, of any dtypes, by 1 and sets a flag. Computing norms with ``torch._foreach_norm``

@@ -19,7 +19,7 @@ class LocalSGD:
     """Context manager in which each process trains its own replica, and parameters are averaged every few steps.
 
     Args:
-        accelerator: The Accelerator of the processes.
+        accelerator: The Accelerator that prepared the model.
         model: A prepared model that is replicated on each process.
         local_sgd_steps: Number of optimizer steps between two averages of the parameters. The parameters are also
             averaged at the end.

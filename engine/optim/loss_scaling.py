@@ -77,12 +77,12 @@ class LossScale:
         return self.scaler.step(optimizer, *arguments), skipped
 
     def _overflows(self, optimizer: Optimizer) -> Iterable[Tensor]:
-        """Return the overflow flag of each device from the state of torch's scaler, which ``update`` also reads."""
+        """Return the overflow flag of each device, which torch's scaler stores and its ``update`` also reads."""
         return self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
 
 
 def divide_gradients(parameters: Iterable[Tensor], weight: float | Tensor, size: int) -> None:
-    """Convert gradients of weighted sums, averaged over ``size`` processes, in place to those of the weighted mean.
+    """Convert gradients of a weighted sum, averaged over ``size`` processes, to those of the weighted mean, in place.
 
     If the total weight is zero, the gradient is zero.
 

@@ -19,9 +19,9 @@ SPOILED = (
     " This step was already applied to the weights in memory. Resume from a checkpoint. torch's fused optimizers, "
     "such as AdamW(..., fused=True), skip such a step."
 )
-"""Added for optimizers that cannot skip a step which the device reports one step later."""
+"""Text added to an error that is raised one step later, if the optimizer could not skip the step on the device."""
 _MOST_SAMPLES = _MOST_RANKS = 8
-"""Limits of a message's lists."""
+"""Largest number of samples, and of ranks, that a message lists."""
 
 
 @dataclass

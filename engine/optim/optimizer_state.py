@@ -23,7 +23,7 @@ def list_parameters(optimizer: Optimizer) -> list[Tensor]:
     """Return the optimizer's parameters in the order in which ``state_dict`` numbers them.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The optimizer whose parameters are listed.
     """
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -32,7 +32,7 @@ def name_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[s
     """Return a name for each of the optimizer's parameters.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The optimizer whose parameters are named.
         models: The models that may contain the parameters.
 
     Returns:
@@ -52,7 +52,7 @@ def find_unowned_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -
     """Return the optimizer's parameters that belong to none of the models.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The optimizer whose parameters are compared with those of the models.
         models: The models that may contain the parameters.
     """
     model_ids = {id(parameter) for model in models for parameter in model.parameters()}
@@ -63,7 +63,7 @@ def name_class(optimizer: Optimizer) -> str:
     """Return the qualified name of the optimizer's class, including its module.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: An optimizer; a prepared one must be unwrapped first.
     """
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 

@@ -28,11 +28,11 @@ class PreparedOptimizer(Optimizer):
 
     Args:
         optimizer: The optimizer to wrap.
-        accumulation: The group of micro-batches that its steps belong to.
+        accumulation: The Accelerator's gradient accumulation, which determines when a group ends.
         all_optimizers: All prepared optimizers of the Accelerator, including this one.
 
     Attributes:
-        accumulation: The group of micro-batches that its steps belong to.
+        accumulation: The Accelerator's gradient accumulation, which determines when a group ends.
         built: The options with which the script built the optimizer.
         effective_options: The options in effect, which a resume changes.
         steps_taken: Number of steps taken in this process, without those counted in ``skipped``.
@@ -224,14 +224,14 @@ class PreparedOptimizer(Optimizer):
 class PreparedScheduler:
     """Wrapper of the user's scheduler, which advances only for optimizer steps that were applied.
 
-    A script sets the length of its schedule by the loader that it creates. The processes share the batches of this
+    A script derives the length of its schedule from the length of its loader. The processes share the batches of this
     loader: one optimizer step processes one batch per process. Each call therefore advances the schedule by the number
     of processes, as in Accelerate, or by one with ``split_batches``. With any world size, the learning rate then
     follows the number of samples seen.
 
     Args:
         scheduler: The scheduler to wrap.
-        accumulation: The group of micro-batches that its optimizer's steps belong to.
+        accumulation: The Accelerator's gradient accumulation, which determines when a group ends.
         advances: Number of steps of the schedule per call of `step`.
     """
 

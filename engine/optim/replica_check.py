@@ -73,10 +73,10 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
 
 
 def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
-    """Compare the replicas after the first and every N-th step of ``optimizer``, if debug mode requests it.
+    """Compare the replicas after the first step of ``optimizer`` and then after every N steps, in debug mode.
 
     Args:
-        accelerator: The Accelerator, whose world contains the debug settings.
+        accelerator: The Accelerator. Its world contains the debug settings, such as N.
         optimizer: The user's optimizer.
     """
     debug = accelerator.world.debug

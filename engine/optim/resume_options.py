@@ -181,7 +181,7 @@ def is_scheduled(accelerator: Accelerator, optimizer: Optimizer) -> bool:
     """Return whether a scheduler sets the learning rate of an optimizer.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator with the script's prepared objects.
         optimizer: The user's optimizer.
     """
     prepared = _find_prepared(accelerator, optimizer)
@@ -192,7 +192,7 @@ def is_scheduled(accelerator: Accelerator, optimizer: Optimizer) -> bool:
 
 
 def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
-    """Replace the learning rates and schedules in states that are about to be loaded by those of the script.
+    """Put the script's learning rates and schedules into the saved states, before these states are loaded.
 
     A copy of each of the script's schedules is stepped as many times as the saved schedule was. The learning rate is
     then the same as if the run had followed the script's schedule from its first step.

@@ -50,10 +50,10 @@ class ReportedCheckpoint(Checkpoint):
 
 
 def collect_metrics(trainer: Trainer) -> dict[str, float]:
-    """Return all logged values as plain numbers, plus ``epoch`` and ``step``, the number of optimizer steps.
+    """Return all logged values as floats, plus ``epoch`` (its index) and ``step`` (the number of optimizer steps).
 
     Args:
-        trainer: The running Trainer.
+        trainer: Trainer whose logged values are collected.
     """
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return values | {"epoch": trainer.current_epoch, "step": trainer.global_step}

@@ -162,7 +162,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
 
 
 def _get_storage() -> Any:
-    """Return Ray's description of the storage of the run's checkpoints.
+    """Return the storage context that Ray uses for the run's checkpoints.
 
     Raises:
         RuntimeError: If this is not a Ray Train worker.

@@ -29,7 +29,7 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
     ckpt_path="auto", schedule="script")`` then resumes from that checkpoint with the learning rate of the new
     configuration.
 
-    A report is made at the end of the current optimizer step, so training resumes from its checkpoint exactly.
+    A report is made at the end of the current optimizer step, so training resumes exactly from the report's checkpoint.
 
     Args:
         metrics: Names of the logged values to report, or a dict that maps reported names to logged names. Default: all

@@ -38,7 +38,7 @@ class ServiceLogger(Logger):
 
     _version: Any = None
     closes_with_stage = True
-    """Whether each fit, validation or test closes the run. Otherwise, only a failed stage and `finish` close it."""
+    """True if each fit, validation or test closes the run. Otherwise, only a failed stage and `finish` close it."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class ServiceLogger(Logger):
         _open_runs[type(self), self.name, self._version] = self._run = run
 
     def _is_of_a_logger(self, run: Any) -> bool:
-        """Return whether a logger opened the run. A run that the user began is used for subsequent values."""
+        """Return whether a logger opened the run. A new logger uses an active run only if the user began it."""
         return any(run is opened for opened in _open_runs.values())
 
     def _find_open_run(self) -> Any:

@@ -58,9 +58,9 @@ def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
 def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor | None = None) -> Tensor | None:
     """Replace each gradient with its mean over all ranks. A missing gradient counts as zero.
 
-    Averaging does not change gradients that are already equal on all ranks. They may therefore be averaged again after
-    further gradients have been added. A gradient that no rank has stays None. Must be called on all ranks with the same
-    parameters.
+    Averaging does not change gradients that are already equal on all ranks. Averaged gradients may therefore be
+    averaged again after further gradients have been added to them. A gradient that no rank has stays None. Must be
+    called on all ranks with the same parameters.
 
     Args:
         parameters: Parameters whose gradients are averaged.

@@ -104,7 +104,7 @@ def scaled_fp16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
 
     Args:
         group: Process group over which gradients are averaged.
-        bucket: torch's bucket of gradients, which are overwritten with the mean.
+        bucket: Torch's bucket of gradients, which are overwritten with the mean.
     """
     buffer = bucket.buffer()
     if not buffer.numel():

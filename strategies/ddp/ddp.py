@@ -48,7 +48,7 @@ class _Replica(DistributedDataParallel):
         options: Arguments of torch's DDP.
 
     Attributes:
-        apart: Number of open contexts in which gradients are not reduced.
+        apart: Number of active `DDP.no_sync` contexts, in which gradients are not reduced.
     """
 
     def __init__(self, router: Router, advance: Callable[[], None], **options: Any) -> None:
@@ -551,7 +551,7 @@ def make_ddp_factory(flag: bool) -> Callable[[], DDP]:
 
 
 def _resolve_aliases(arguments: dict[str, Any], aliased: dict[str, Any]) -> None:
-    """Rename aliased arguments to the names that `DDP` uses."""
+    """Store the values of aliases in ``arguments`` under the names that `DDP` uses."""
     for alias, value in aliased.items():
         name = _ALIASES.get(alias)
         if name is None:

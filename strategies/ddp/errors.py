@@ -15,7 +15,7 @@ def explain_reducer_error(error: BaseException, names: list[str], finds_unused: 
     """Return the error to raise instead of ``error``, or None if ``error`` is not about the reduction of gradients.
 
     Args:
-        error: The error that torch raised.
+        error: Error that a forward or backward pass raised.
         names: The parameters' names in the reducer's order.
         finds_unused: Whether ``find_unused_parameters`` is already set.
     """

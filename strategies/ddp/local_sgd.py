@@ -75,7 +75,7 @@ class LocalSteps:
         return {**optimizer.state_dict(), "local_sgd_count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the number of completed steps. It is zero if the state was saved by another strategy.
+        """Restore the number of completed steps. The number is zero if another strategy saved the state.
 
         Args:
             state: A state returned by `state_dict`.
@@ -102,8 +102,8 @@ def parse_local_steps(every: Any, start: Any) -> LocalSteps | None:
     """Return the `LocalSteps` for ``local_sgd_steps`` and ``local_sgd_start``, or None if local steps are disabled.
 
     Args:
-        every: The value of ``local_sgd_steps``.
-        start: The value of ``local_sgd_start``.
+        every: Value of ``local_sgd_steps``: an integer of at least 1, or None.
+        start: Value of ``local_sgd_start``: an integer of at least 0.
 
     Raises:
         ValueError: If a value is not an integer in its range, or if ``start`` is set without ``every``.

@@ -88,7 +88,7 @@ def make_report(ranks: list[Facts], findings: list[Finding]) -> Report:
 
     Args:
         ranks: Result of `inspect_process` for each rank, plus the key ``"rank"``.
-        findings: The findings of `judge`.
+        findings: Result of `judge`.
     """
     return {
         "result": find_worst(finding.mark for finding in findings),
@@ -98,7 +98,7 @@ def make_report(ranks: list[Facts], findings: list[Finding]) -> Report:
 
 
 class _Examination:
-    """One rank's part in the examination."""
+    """Examination as one rank performs it, with the state that its timer and its main thread share."""
 
     def __init__(
         self, launched: LaunchEnvironment, run_folder: str | Path, limit: float, publish: Callable[[Report], None]
@@ -119,11 +119,11 @@ class _Examination:
         self._ending = threading.Lock()
 
     def start_timer(self, purpose: str, seconds: float) -> None:
-        """Start the time limit of the next part. When it expires, this rank reports the available results and exits.
+        """Start the timer for the next part. When it expires, this rank reports the available results and exits.
 
         Args:
             purpose: Name of the part, for the error message.
-            seconds: Time limit in seconds.
+            seconds: Time limit in seconds, to which `MARGIN` is added.
         """
         if self._timer is not None:
             self._timer.cancel()
@@ -175,7 +175,7 @@ class _Examination:
         Rank zero decides which ranks are missing. If rank zero does not report, the lowest rank that reported decides.
 
         Args:
-            store: The store of the examination.
+            store: Result of `meet`.
             facts: Result of `inspect_process` for this rank.
 
         Raises:

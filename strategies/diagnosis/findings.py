@@ -54,7 +54,7 @@ def find_worst(marks: Iterable[str]) -> str:
     """Return the worst of the marks; ``"good"`` if there are none.
 
     Args:
-        marks: Marks of findings.
+        marks: Any number of ``"good"``, ``"note"`` and ``"fault"``.
     """
     return max(marks, key=_MARKS.index, default=GOOD)
 

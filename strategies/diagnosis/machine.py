@@ -201,7 +201,7 @@ def inspect_folder(folder: str | Path) -> Facts:
     If the folder does not exist yet, the nearest existing parent is inspected instead.
 
     Args:
-        folder: Path of the folder.
+        folder: Folder to inspect.
     """
     path = Path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -240,7 +240,7 @@ def format_bytes(size: float) -> str:
     """Format a number of bytes in a short form, such as "7.8 GB".
 
     Args:
-        size: The number of bytes.
+        size: Size in bytes.
     """
     if size < 1000:
         return f"{size:.0f} B"

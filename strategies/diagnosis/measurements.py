@@ -24,7 +24,7 @@ def measure_clocks(world: World) -> list[float]:
     leave.
 
     Args:
-        world: All processes.
+        world: Processes whose clocks are compared.
     """
     rounds = []
     for _ in range(_ROUNDS):
@@ -50,7 +50,7 @@ def measure_all_reduce(world: World) -> dict[str, Any]:
     the world size.
 
     Args:
-        world: All processes.
+        world: Processes that take part in the all-reduce.
 
     Returns:
         A dict with ``"backend"``, ``"latency"``, ``"bandwidth"`` and ``"bytes"``, the size of the tensor used to

@@ -30,7 +30,7 @@ def examine_own_ranks(
     """Start ranks that examine themselves, and return their report.
 
     Args:
-        nproc: Number of ranks.
+        nproc: Number of ranks to start.
         build_command: Function that returns the command of a rank. The rank writes its report as JSON to the path that
             the function receives.
         run_folder: Folder into which the run would write.

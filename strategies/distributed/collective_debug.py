@@ -36,11 +36,11 @@ class Call:
     """Call of a collective by one process, as other processes see it.
 
     Attributes:
-        operation: The method of `World`, with its arguments: ``"all_reduce sum"``.
+        operation: Name of the `World` method and its arguments, such as ``"all_reduce sum"``.
         value: Dtype, shape and device of the tensor; empty for objects.
-        name: The function that the user called: ``"gather"``, ``"fit"``.
-        inside: The function in Treadle, if it is not ``name`` itself.
-        path: The user's file.
+        name: Name of the function that the user called, such as ``"gather"`` or ``"fit"``.
+        inside: Treadle's inner function that makes the call, with its file and line; empty if it is ``name`` itself.
+        path: Path of the user's file that makes the call.
         line: Line number in the user's file, and the function that contains the line.
     """
 
@@ -112,7 +112,7 @@ class Meeting:
     has one verdict, which applies to all processes.
 
     Args:
-        store: The shared store.
+        store: Torch store that all processes share.
         ranks: Global ranks of the group's processes.
         position: Index of this process in ``ranks``.
         timeout: Seconds to wait for the other processes.
@@ -129,10 +129,10 @@ class Meeting:
         atexit.register(self.leave)
 
     def arrive(self, call: Call) -> None:
-        """Wait for the calls of the other processes.
+        """Report this process's call, and wait until it has been compared with the calls of the other processes.
 
         Args:
-            call: The call of this process.
+            call: Call that this process is about to make.
 
         Raises:
             DistributedOperationException: On every process, if a process makes a different call, has ended, or does not
@@ -223,7 +223,7 @@ class Meeting:
 
 
 def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> str:
-    """Return the verdict on the processes' calls. Its first character is the kind of verdict.
+    """Return the verdict on the calls. It begins with "=" (match), "~" (note), "!" (different) or "?" (missing).
 
     Args:
         calls: The calls, in the order of ``ranks``.
@@ -269,7 +269,7 @@ class DebugWorld(World):
     """World whose processes compare each call before they make it; created by `make_world` with ``TREADLE_DEBUG=1``.
 
     Args:
-        debug: Settings. Default: those in the environment variables.
+        debug: Debug settings. Default: those in the environment variables.
         place: See `World`.
     """
 
@@ -295,10 +295,10 @@ class DebugWorld(World):
         return super().mesh(**dimensions)
 
     def meet(self, call: str) -> None:
-        """Compare the call like that of a collective, so that an error shows the lines of the missing ranks.
+        """Compare the call as if it were a collective, so that an error shows the lines of the missing ranks.
 
         Args:
-            call: The name of the call.
+            call: Ignored, because the name is read from the stack.
         """
         self._compare("meet")
 

@@ -39,10 +39,10 @@ class Layout:
             check_int(flag, value, 1)
 
     def sizes(self, world_size: int) -> dict[str, int]:
-        """Return the sizes of the mesh by the names of its dimensions.
+        """Return the sizes of the mesh by dimension. Dimensions of size 1, except ``"data_parallel"``, are omitted.
 
         Args:
-            world_size: The world size.
+            world_size: Number of processes to arrange.
 
         Raises:
             ValueError: If the sizes do not fit the world size.
@@ -72,15 +72,15 @@ class Layout:
         """Return the mesh of all processes.
 
         Args:
-            world: All processes.
+            world: Processes to arrange.
         """
         return world.mesh(**self.sizes(world.size))
 
     def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the part of the mesh over which this process's parameters are sharded and replicated.
+        """Return the submesh over which this process's parameters are sharded and replicated.
 
         Args:
-            mesh: The mesh of all processes.
+            mesh: Result of `mesh`.
         """
         if self.tensor == 1:
             return mesh
@@ -90,7 +90,7 @@ class Layout:
         """Return the world of this process and one process for each other share of the data.
 
         Args:
-            world: All processes.
+            world: Processes to select from.
         """
         if self.tensor == 1:
             return world

@@ -50,7 +50,7 @@ def parse_devices(kind: str, devices: Devices) -> list[int] | None:
 
     Args:
         kind: ``"cpu"``, ``"cuda"`` or ``"mps"``.
-        devices: A number, indices, a string or ``"auto"``.
+        devices: A number of devices (-1 for all), a sequence of indices, a string such as ``"0,2"``, or ``"auto"``.
 
     Raises:
         ValueError: If the value is invalid, or if torch does not see the devices.

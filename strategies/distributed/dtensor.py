@@ -48,8 +48,8 @@ def whole(value: Any, keep: bool) -> Any:
 
     Args:
         value: Nested dicts, lists and tuples. Tensors that are not sharded are kept.
-        keep: Whether this process needs the result. Otherwise, it only contributes its shards, one tensor after
-            another.
+        keep: Whether this process needs the result. If False, the process only contributes its shards, one tensor after
+            another, and gets None for each sharded tensor.
     """
     if is_sharded(value):
         full = value.detach().full_tensor()
@@ -68,7 +68,7 @@ def keep_random_state(mesh: DeviceMesh) -> None:
     use the same masks everywhere. Ranks that hold shards of one sample's activations are seeded identically beforehand.
 
     Args:
-        mesh: The mesh of the shards.
+        mesh: Mesh over which parameters are sharded.
     """
     from torch.distributed.tensor import _random
 
@@ -87,7 +87,7 @@ class Piece(NamedTuple):
 
 
 def piece_of(tensor: Any) -> Piece:
-    """Return this process's shard of a tensor.
+    """Return this process's shard of a tensor as a `Piece`.
 
     Args:
         tensor: A sharded tensor.
@@ -133,7 +133,7 @@ def cut_like(full: Whole, like: Any) -> Tensor:
     """Return ``full`` sharded like another tensor. Each process copies its own shard, without communication.
 
     Args:
-        full: The full tensor.
+        full: Full tensor, in memory or in a file.
         like: The tensor whose sharding is used. If it is not sharded, the result is all of ``full``, with the same
             memory.
     """
@@ -156,7 +156,7 @@ def fill(part: Tensor, full: Whole, like: Any) -> None:
 
     Args:
         part: Tensor to overwrite, with the shape of the shard.
-        full: The full tensor.
+        full: Full tensor, in memory or in a file.
         like: The tensor whose sharding is used.
     """
     shape, offset = _place(like)

@@ -71,7 +71,7 @@ class LaunchEnvironment:
         nodes: Number of machines; None if the launcher does not report it.
         supervisor: Process ID of Treadle's supervisor, if it started this process.
         launcher: ``"torchrun"`` (or another launcher that sets its variables), ``"ray"``, ``"srun"`` or ``"mpirun"``.
-        gpu: Index of the GPU that the launcher has assigned; None if it follows from the local rank.
+        gpu: Index of the GPU that the launcher has assigned; None if the local rank determines the GPU.
         address: Host and port on which rank 0 listens; None if torch's own variables contain it.
         run_id: Identifier that distinguishes this run from others that might use the same address.
 
@@ -110,7 +110,7 @@ class LaunchEnvironment:
             environ: The environment. Default: that of this process.
 
         Raises:
-            ValueError: See the class.
+            ValueError: If only some of the variables are set, or if a variable is not a valid number.
         """
         env = os.environ if environ is None else environ
         if any(name in env for name in _TORCHRUN):
@@ -132,11 +132,11 @@ class LaunchEnvironment:
 
         Args:
             devices: The value of ``devices``, for the error message.
-            device_count: The number of processes per machine.
-            num_nodes: The number of machines.
+            device_count: Number of processes per machine that ``devices`` requests.
+            num_nodes: Number of machines that the user's code requests. The default, 1, matches any number.
 
         Raises:
-            ValueError: If they differ. The error names both numbers and the launcher's option that sets them.
+            ValueError: If a number differs from the launcher's. The error names both numbers and the launcher's option.
         """
         per_node, machines = _STARTS[self.launcher]
         if device_count != self.local_world_size:
@@ -155,7 +155,7 @@ class LaunchEnvironment:
         """Return the index of this process's device.
 
         Args:
-            device_indices: The device indices of this machine's processes.
+            device_indices: Device index of each process on this machine, in the order of local ranks.
             visible_count: The number of devices that torch sees; None for no limit.
 
         Raises:
@@ -322,7 +322,7 @@ def task_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
     """Return the number of tasks on each machine from SLURM's short form: ``"2(x3),1"`` becomes ``[2, 2, 2, 1]``.
 
     Args:
-        text: The short form.
+        text: Value of a variable in SLURM's short form.
         name: The name of the variable, for the error.
 
     Raises:
@@ -341,7 +341,7 @@ def host_names(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
     """Return the machines' names from SLURM's short form: ``"n[1-2,07],m5"`` becomes ``["n1", "n2", "n07", "m5"]``.
 
     Args:
-        text: The short form.
+        text: Value of a variable in SLURM's short form.
         name: The name of the variable, for the error.
 
     Raises:
@@ -387,9 +387,9 @@ class DebugEnvironment:
 
     Args:
         timeout: Seconds that a process may be late for a call before the other processes report it
-            (TREADLE_DEBUG_TIMEOUT).
-        replicas: Number of optimizer steps between two comparisons of the replicas; 0 disables them
-            (TREADLE_DEBUG_REPLICAS).
+            (TREADLE_DEBUG_TIMEOUT). Default: 60.
+        replicas: Number of optimizer steps between two comparisons of the replicas; 0 disables the comparisons
+            (TREADLE_DEBUG_REPLICAS). Default: 100.
     """
 
     timeout: int = 60

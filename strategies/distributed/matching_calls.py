@@ -1,8 +1,9 @@
 """Calls that all processes must make, such as a save. If only some processes make a call, an error is raised.
 
 Every process announces in torch's store that it has entered the call, and waits there for the other processes. It waits
-until the timeout, or until one of them can no longer arrive. This is the case if that process has entered a different
-call, has ended, or has continued to a later training step or exchange, which in turn waits for this process.
+until the timeout, or until one of them can no longer arrive. A process can no longer arrive if it has entered a
+different call or has ended. The same is true if it has continued to a later training step or exchange, which in turn
+waits for this process.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _MOST_LOOKED_AT = 64  # ranks that each waiting process examines, besides those 
 
 
 class SharedCount:
-    """Counter that other processes of this machine can read, even while this process waits.
+    """Counter of training steps and exchanges, which other processes of this machine can read at any time.
 
     The counter is in an anonymous memory file, so nothing is left when the process ends. This requires Linux. On other
     systems, the counter is private.
 
     Attributes:
         values: The counter, as a sequence of one number.
-        place: The path for other processes; "" if they cannot read it.
+        place: Path from which other processes read the counter; "" if they cannot read it.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ _count: list[SharedCount] = []
 
 
 def shared_count() -> SharedCount:
-    """Return this process's own counter."""
+    """Return this process's `SharedCount`, which the first call creates."""
     if not _count or _count[0].pid != os.getpid():
         _count[:] = [SharedCount()]
     return _count[0]
@@ -81,7 +82,7 @@ class Arrivals:
     """Announcements of calls that all processes of a process group must make.
 
     Args:
-        store: The shared store.
+        store: Torch store that all ranks share.
         rank: The rank of this process.
         size: The world size.
         local_size: The number of processes on this machine.
@@ -104,7 +105,7 @@ class Arrivals:
         atexit.register(self.leave)
 
     def leave(self) -> None:
-        """Record that this process ends."""
+        """Record in the store that this process ends, so that other ranks do not wait for it."""
         if os.getpid() == self._count.pid:
             with contextlib.suppress(RuntimeError):  # the store may have ended with its process
                 self._store.set(f"{self._rank} has ended", "")
@@ -113,7 +114,7 @@ class Arrivals:
         """Announce that this process has entered ``call``, and wait until all processes have entered it.
 
         Args:
-            call: The name of the call.
+            call: Name of the call, which must be the same on all ranks and appears in errors.
 
         Raises:
             RuntimeError: If another process can no longer arrive, or does not arrive within the timeout. The error
@@ -166,7 +167,7 @@ class Arrivals:
     def _find_missing(
         self, ranks: Iterable[int], call: str, moved: int, standing: dict[int, tuple[int, float]]
     ) -> dict[int, str]:
-        """Return the missing ranks, each with the reason why it cannot arrive, or "" if it still may."""
+        """Return the missing ranks, each with the reason why it cannot arrive, or "" if it may still arrive."""
         missing = {}
         for rank in ranks:
             if rank == self._rank:
@@ -183,7 +184,7 @@ class Arrivals:
         return missing
 
     def _explain_absence(self, rank: int, expected: int, standing: dict[int, tuple[int, float]]) -> str:
-        """Return why a rank of this machine can no longer arrive, or "" if it still may or its state is unknown."""
+        """Return why a rank of this machine can no longer arrive; "" if it may still arrive or its state is unknown."""
         host, place = self._get(f"place of {rank}") or ("", "")
         if not place or host != self._host:
             return ""
@@ -222,10 +223,10 @@ _current: list[tuple[weakref.ref[Any], int, Arrivals]] = []
 
 
 def arrivals_of(world: World) -> Arrivals:
-    """Return the announcements of torch's current process group, which all worlds over the group share.
+    """Return the `Arrivals` of torch's current process group, which all worlds over the group share.
 
     Args:
-        world: All processes.
+        world: Processes of torch's current process group.
     """
     group, pid = dist.group.WORLD, os.getpid()
     if not _current or _current[0][0]() is not group or _current[0][1] != pid:  # a group may be created again

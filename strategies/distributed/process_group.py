@@ -47,7 +47,7 @@ def connect(
     """Join the process group of ``size`` processes as ``rank``, or check an existing group.
 
     Args:
-        device: The device of this process.
+        device: Device of this process, whose type selects the default backend.
         rank: The rank of this process.
         size: The world size.
         timeout: Maximum time that a collective waits for other processes.
@@ -143,14 +143,14 @@ def make_communicators(device: torch.device) -> None:
     Otherwise, the first collective would create them. This takes seconds, and an error would appear far from its cause.
 
     Args:
-        device: The device of this process.
+        device: Device of this process. Only CUDA devices use NCCL.
     """
     if device.type == "cuda" and "nccl" in dist.get_backend_config():
         dist.all_reduce(torch.zeros(1, device=device))
 
 
 def _check_versions(store: dist.Store, rank: int) -> None:
-    """Check that every process has rank zero's versions of torch and Treadle. Others may be incompatible."""
+    """Check that every process has rank zero's versions of torch and Treadle. Other versions may be incompatible."""
     local_versions = f"torch {torch.__version__}, treadle {__version__}"
     if rank == 0:
         store.set("versions", local_versions)
@@ -176,7 +176,7 @@ def existing_timeout(device: torch.device) -> timedelta | None:
     The script or Ray may have created the group.
 
     Args:
-        device: The device of this process.
+        device: Device of this process, which selects one of the group's backends.
     """
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
@@ -208,11 +208,11 @@ def join_attempt(store: dist.Store, name: str, rank: int, size: int, timeout: ti
 
     The store of torchrun's agent outlives the processes that the agent restarts (torch 2.4 to 2.13), so it may contain
     keys of killed processes. Counters in the store are not reliable, and neither is TORCHELASTIC_RESTART_COUNT, which
-    differs between machines. Each process therefore leaves a token in the store, and rank zero sends its own token back
-    to each process until all have confirmed it, which killed processes cannot do.
+    differs between machines. Each process therefore leaves a token in the store. Rank zero answers each token with its
+    own token, until every process has confirmed it. Killed processes cannot confirm it.
 
     Args:
-        store: The store of the run.
+        store: Store that all processes of the run share.
         name: The name of the section, which must be the same on all processes.
         rank: The rank of this process.
         size: The world size.
@@ -324,11 +324,11 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
     """Wait until gloo's threads are idle, for at most ``limit`` seconds.
 
     A thread may still hold the last reference to a tensor, and needs the GIL to release it. This function is called
-    before the group is destroyed, because torch 2.6 then joins the threads without releasing the GIL and waits forever
-    (seen in 3 of 3 runs with 100 groups and five small reductions each). It is also called afterwards, because
-    DistributedDataParallel keeps the process group alive. A thread that requests the GIL while the interpreter exits
-    aborts the process ("terminate called without an active exception", exit status 134), although all work is done.
-    This was seen in 1 of 6 runs of torch 2.13 on two cores.
+    before the group is destroyed, because torch 2.6 then joins the threads without releasing the GIL and waits forever.
+    This was seen in 3 of 3 runs with 100 groups and five small reductions each. The function is also called afterwards,
+    because DistributedDataParallel keeps the process group alive. A thread that requests the GIL while the interpreter
+    exits aborts the process ("terminate called without an active exception", exit status 134), although all work is
+    done. This was seen in 1 of 6 runs of torch 2.13 on two cores.
 
     Args:
         limit: Maximum time to wait, in seconds.
@@ -349,7 +349,7 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
 def _read_thread(task: Path) -> tuple[str, str]:
     """Return the name and state of a thread. The state ``"R"`` means that the thread runs or is ready to run.
 
-    Both are empty for a thread that has ended.
+    The name and state are empty if the thread has ended.
     """
     try:
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")

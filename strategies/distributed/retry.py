@@ -1,4 +1,4 @@
-"""Results of an attempt on all processes, exchanged through a store even if a collective fails or never ends."""
+"""Attempts of a call on all processes. A store exchanges their results even if a collective fails or never ends."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Attempts:
     A process that fails inside a step leaves the other processes waiting in a collective. It reports its failure
     through the store and then closes its connections, which interrupts the other processes. They read its report to
     learn the cause. The next attempt has a new process group. Closing the connections interrupts gloo's collectives but
-    not NCCL's, because NCCL first waits for them. With NCCL, a thread of each process reads the reports of the other
-    processes and aborts the collectives of its own process.
+    not NCCL's, because NCCL first waits for its collectives. With NCCL, a thread of each process reads the reports of
+    the other processes and aborts the collectives of its own process.
 
     Args:
         patience: Maximum time that a failed process waits for the reports of the other processes. Default: one minute.
@@ -58,7 +58,7 @@ class Attempts:
         self._store = process_group.join_attempt(store, name, self.rank, self.size, limit)
 
     def begin(self) -> None:
-        """Start a new attempt."""
+        """Start a new attempt and, on GPUs, the thread that aborts collectives after another process has failed."""
         self._number += 1
         if self.size > 1 and _may_use_nccl():
             self._over = threading.Event()
@@ -93,7 +93,7 @@ class Attempts:
                 return
 
     def agree(self) -> bool:
-        """Wait for all reports, and return whether all processes are `DONE`. If False, another attempt is needed.
+        """Wait for all reports, and return whether every process reported `DONE`. If False, another attempt is needed.
 
         Raises:
             PeerFailed: If another process failed with an error.
@@ -110,8 +110,8 @@ class Attempts:
         """Release the resources of the failed attempt, and reconnect the processes.
 
         Raises:
-            RuntimeError: If a process does not report in time. The subclass `PeerFailed` is raised if a process failed
-                with an error.
+            RuntimeError: If a process does not report within ``patience``. The subclass `PeerFailed` is raised if a
+                process failed with an error.
         """
         gc.collect()
         if self.size > 1:

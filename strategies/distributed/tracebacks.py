@@ -9,7 +9,7 @@ Only printing changes:
   previous hook.
 - pytest, IPython and notebooks omit frames that have a local variable ``__tracebackhide__``.
 
-``TREADLE_FULL_TRACEBACK=1`` disables both.
+``TREADLE_FULL_TRACEBACK=1`` disables both changes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Store(Protocol):
         """
 
     def set(self, key: str, value: str) -> None:
-        """Set a key for all ranks.
+        """Set a key that all ranks can read.
 
         Args:
             key: Name of the key.
@@ -136,7 +136,7 @@ def forget_store() -> None:
 
 
 def is_full() -> bool:
-    """Return whether the user has requested all frames on every rank."""
+    """Return whether ``TREADLE_FULL_TRACEBACK`` requests all frames on every rank."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
@@ -146,7 +146,7 @@ def is_agent_store() -> bool:
 
 
 class Uncaught:
-    """Hook for ``sys.excepthook``.
+    """Hook for ``sys.excepthook`` that prints an error in a short form, once over all ranks.
 
     The first rank that fails prints its error. A rank with the same error prints nothing, nor does a rank whose
     connection to a failed rank was closed. A rank with a different error prints one line. No rank ends before the first
@@ -170,7 +170,7 @@ class Uncaught:
             store.set(f"process of {rank}", json.dumps([identify_host(), os.getpid(), read_start_time(os.getpid())]))
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print an uncaught error."""
+        """Print an uncaught error, unless another rank has reported it."""
         if self.size == 1 and _PACKAGE not in _map_owners(error, trace).values():
             self.previous(kind, error, trace)
             return
@@ -316,7 +316,7 @@ class _Folded(traceback.StackSummary):
 
 
 def _iterate_parts(full: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """Yield an error as it will be printed, and the errors that it was raised from or contains."""
+    """Yield a formatted error, and the errors that it was raised from or contains."""
     yield full
     for other in (full.__cause__, full.__context__, *(full.exceptions or ())):
         if other is not None:

@@ -43,7 +43,7 @@ class DistributedOperationException(RuntimeError):
 
 @dataclass(frozen=True)
 class WaitingCall:
-    """Call that all ranks must make.
+    """Call in which a rank waits until all ranks have made it.
 
     Attributes:
         kind: Kind of the call, which is equal on all ranks if their calls match; "" if unknown.
@@ -99,7 +99,7 @@ def _describe_user_call(frames: Sequence[FrameType], operation: str) -> str:
 
 
 def mark_exchange() -> tuple[str, str]:
-    """Return the function that calls a collective of `World`, and the user's call. Both are sent with the objects."""
+    """Return the function that calls a collective of `World`, and the user's call, to be sent with the objects."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _WORLDS:
         frame = frame.f_back
@@ -128,7 +128,7 @@ def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
     """Describe the calls in which all ranks wait if these cannot match; return "" if they may match.
 
     Args:
-        calls: The call of each rank.
+        calls: Call in which each rank waits, keyed by rank.
     """
     kinds = {call.kind for call in calls.values()}
     if len(kinds) < 2 or "" in kinds:
@@ -141,7 +141,7 @@ def describe_calls(words: Mapping[int, str]) -> str:
     """Return one line for each different text, with the ranks that have it.
 
     Args:
-        words: The text of each rank.
+        words: Text by rank, such as the rank's call and line.
     """
     ranks_by_words: dict[str, list[int]] = {}
     for rank in sorted(words):

@@ -135,17 +135,17 @@ class Watchdog:
     """Watchdog of one process, which also observes all other processes through the store.
 
     Args:
-        world: All processes.
-        limit: Seconds without progress.
+        world: Processes to observe.
+        limit: Seconds without progress after which a rank raises the alarm.
         strict: Apply the limit to every rank until its script ends; otherwise only to ranks that wait for others.
-        store: The shared store; nothing else uses this connection to it.
+        store: Separate connection to the store that all ranks share.
 
     Attributes:
-        thread: The training thread.
+        thread: Thread that runs the training, which is the last one that called `watch`.
         awaits_others: With ``strict``, whether this process waits at its end until all other processes have ended.
         ended: The first rank that is known to have ended; None if there is none.
         interruptible: Whether this process waits to leave at a moment that all ranks agree on. Once another rank has
-            ended, they cannot agree, and the main thread receives another SIGTERM.
+            ended, the ranks cannot agree, and the main thread receives another SIGTERM.
         interrupted: Whether the main thread has received that SIGTERM.
     """
 
@@ -564,7 +564,7 @@ class Watchdog:
         return folder
 
     def leave(self) -> None:
-        """Stop at the end of the script. With a limit, wait until the other ranks have also ended."""
+        """Stop the watchdog at the end of the script. With a limit, wait until the other ranks have also ended."""
         atexit.unregister(self.leave)
         if os.getpid() != self._pid or self._ended.is_set():
             return
@@ -632,9 +632,9 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
     """Start the watchdog of this process, or apply the new limit if it is already running.
 
     Args:
-        world: All processes.
-        limit: Seconds without progress. Default: slightly less than the time limit of a collective, and only for ranks
-            that wait for others.
+        world: Processes to observe.
+        limit: Seconds without progress after which a rank raises the alarm. Default: slightly less than the time limit
+            of a collective, and only for ranks that wait for others.
 
     Returns:
         The watchdog; None if none is needed.

@@ -238,7 +238,7 @@ class World:
     def claim(self, name: str) -> bool:
         """Return whether this process is the first to claim a name.
 
-        Any process may call it alone: it uses the store, not a collective.
+        A process may call this method alone, because the method uses the store instead of a collective.
 
         Args:
             name: Name that only one process can claim.
@@ -255,7 +255,7 @@ class World:
         """Wait until every process has entered ``call``. Raise an error if one can no longer arrive.
 
         Args:
-            call: The name of the user's call, for the error message.
+            call: Name of the call, which must be the same on all processes and appears in errors.
 
         Raises:
             RuntimeError: If some process will not arrive, or does not arrive within the timeout. The error names the
@@ -447,7 +447,7 @@ class World:
             error: The error of this process, or None.
 
         Raises:
-            PeerFailed: On the processes that did not fail, with the lowest failed rank and its error.
+            PeerFailed: On the processes that did not fail. The message contains the lowest failed rank and its error.
             SystemExit: If the lowest failed rank exited with a numeric status. The processes that did not fail
                 exit with it too.
         """
@@ -472,8 +472,8 @@ class World:
 class _ForAnyDevice:
     """Object that is sent between processes; its tensors arrive on the device of the receiving process.
 
-    A GPU tensor that is pickled directly arrives on the sender's device: with eight processes on a machine, each would
-    use eight GPUs, with half a gigabyte of memory on each.
+    A GPU tensor that is pickled directly arrives on the sender's device. With eight processes on a machine, each
+    process would then use eight GPUs, with half a gigabyte of memory on each.
     """
 
     def __init__(self, value: Any) -> None:

@@ -36,10 +36,10 @@ class DistributedType(StrEnum):
 
 
 def distributed_type(world: World, sharded: bool) -> DistributedType:
-    """Return the kind of distributed training.
+    """Return the `DistributedType` of a run.
 
     Args:
-        world: All processes.
+        world: Processes of the run.
         sharded: Whether models are sharded over the processes.
     """
     if sharded:

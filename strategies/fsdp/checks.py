@@ -90,7 +90,7 @@ def check_unchanged(tape: Tape, tensor: Tensor, words: str) -> None:
 
     Args:
         tape: Recording of the operations that created the tensor.
-        tensor: A tensor without memory.
+        tensor: Tensor on the meta device that was created during the recording.
         words: The name of the tensor, for the error message.
 
     Raises:

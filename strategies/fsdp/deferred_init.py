@@ -39,7 +39,7 @@ class _Place:
         return self.size.numel() * self.dtype.itemsize == self.storage_bytes
 
     def view(self, storage: Any) -> Tensor:
-        """Return the tensor at this position of ``storage``."""
+        """Return the tensor at this location of ``storage``."""
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
             storage, self.offset, self.size, self.stride
         )
@@ -68,9 +68,10 @@ class _Call:
 
     Attributes:
         function: Operator that was called.
-        arguments: Positional and keyword arguments. Tensors of the model are replaced by their positions.
+        arguments: Positional and keyword arguments. Tensors of the model are replaced by `_Place` objects, other
+            tensors by `_OutsideTensor` objects.
         reads, writes: The storages that the operation reads, and those that it changes or creates.
-        output: The positions of the results.
+        output: Results, with tensors replaced as in ``arguments``.
         random: The generator and its state before the call, if the call drew random numbers.
         default: The default dtype during the call, on which results may depend.
     """
@@ -96,9 +97,9 @@ class _Call:
 class Tape(TorchDispatchMode):
     """Recorder of the operations that initialize tensors on the meta device, in order to compute their values later.
 
-    Random numbers are drawn and discarded during the recording, so that later draws, such as the order of samples, are
-    the same as with a model that is created with memory. The generator's state before each draw is kept (5 kB), so that
-    values can be computed later in any order. Only operations that a value depends on are repeated.
+    Random numbers are drawn and discarded during the recording. Later draws, such as the order of samples, are
+    therefore the same as with a model that is created with memory. The generator's state before each draw is kept (5
+    kB), so that values can be computed later in any order. Only operations that a value depends on are repeated.
 
     With ``torch.device("meta")`` alone, the values would be lost, and every module would need a ``reset_parameters``
     method.
@@ -252,7 +253,7 @@ class Tape(TorchDispatchMode):
         """Return whether ``tensor`` has not been written to since the recording ended.
 
         Args:
-            tensor: A tensor without memory.
+            tensor: Tensor on the meta device that was created during the recording.
         """
         built = self._built.get(id(tensor))
         return built is None or built() is not tensor or _get_version(tensor) == self._versions.get(id(tensor))
@@ -261,7 +262,7 @@ class Tape(TorchDispatchMode):
         """Compute the values of ``tensor`` on the tape's device. The RNG state is not changed.
 
         Args:
-            tensor: A tensor without memory.
+            tensor: Tensor on the meta device that was created during the recording.
         """
         place = _place(tensor)
         calls = [self._calls[index] for index in sorted(self._find_needed_calls(place.key))]
@@ -300,7 +301,7 @@ class Tape(TorchDispatchMode):
                 real.setdefault(place.key, computed.untyped_storage())
 
     def _find_needed_calls(self, key: int) -> set[int]:
-        """Return the calls that the final value of a storage depends on."""
+        """Return the indices of the calls that the final values of a storage depend on."""
         needed: set[int] = set()
         pending = [(key, len(self._calls))]
         while pending:

@@ -71,7 +71,7 @@ class FSDP(Strategy):
             memory.
 
     Raises:
-        TypeError: If a policy or ``gather_dtype`` has the wrong type.
+        TypeError: If a policy, ``gather_dtype`` or ``timeout`` has the wrong type.
         ValueError: If a size is not positive, or if arguments contradict each other. Sizes that do not divide the world
             size raise this error when the run starts.
 

@@ -63,7 +63,7 @@ def start_anew(root: Any) -> None:
 
 
 def forget_gradients(root: nn.Module) -> None:
-    """Discard gradients of gathered parameters that have not been reduced yet.
+    """Discard the unreduced gradients of gathered parameters.
 
     An optimizer's ``zero_grad`` resets only the gradients of shards.
 
@@ -90,7 +90,7 @@ def gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _iterate_sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield torch's internal states of modules and of their parameter groups.
+    """Yield FSDP2's internal state of each module, together with each of the module's parameter groups.
 
     Unreduced gradients have no public interface (torch 2.13).
     """

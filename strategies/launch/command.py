@@ -54,7 +54,7 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
         program: Name of the command in its help and errors. Default: `"treadle launch"`.
 
     Returns:
-        The parser. It raises a ValueError instead of ending the process.
+        The parser. For wrong options, it raises a ValueError instead of ending the process.
     """
     command_parser = _Parser(
         program,
@@ -145,7 +145,7 @@ def _add_output(command_parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run `treadle launch`, and return its exit status.
 
     Args:
         arguments: Arguments after `treadle launch`. Default: those of the command line.
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the options.
+    """Parse the options of `treadle launch`.
 
     Args:
         arguments: Arguments after `treadle launch`.

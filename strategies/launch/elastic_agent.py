@@ -95,7 +95,7 @@ class Agent(LocalElasticAgent):
         self._start_again(worker_group, reason if first else _CHANGED, self.grace)
 
     def _start_again(self, worker_group: Any, reason: str, grace: float) -> None:
-        """End the ranks, meet the other machines, and restart the ranks."""
+        """End the ranks, repeat the rendezvous of the machines, and restart the ranks."""
         _say(reason)
         if self.first_failure():
             self.sweep()
@@ -248,13 +248,13 @@ class Agent(LocalElasticAgent):
 
     @property
     def may_change(self) -> bool:
-        """Return whether the ranks may be restarted when a machine has left."""
+        """True if the ranks may be restarted when a machine has left."""
         nodes = self.job.nodes
         return nodes is not None and (nodes.elastic or self.job.max_restarts > 0)
 
     @property
     def several(self) -> bool:
-        """Return whether this agent has met agents on other machines."""
+        """True if this run includes agents on other machines."""
         return self._worker_group.store is not None and self._worker_group.group_world_size > 1
 
     def global_rank(self, local_rank: int) -> int:
@@ -355,7 +355,7 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
 
     Args:
         job: Job to run.
-        place: Addresses by which this machine meets the other machines; None for a run on one machine.
+        place: Addresses with which this machine joins the rendezvous; None for a run on one machine.
         board: Records of the ranks of this machine.
 
     Returns:

@@ -22,7 +22,7 @@ _LEAVE = 5.0  # seconds
 class Membership:
     """Machines that take part in a run, wait to join it, or have left it.
 
-    If the machines are numbered, or meet through a user-defined rendezvous, changes are never reported.
+    If the machines are numbered, or use a user-defined rendezvous, changes are never reported.
 
     Args:
         handler: Torch's rendezvous handler.

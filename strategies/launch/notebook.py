@@ -60,16 +60,16 @@ def notebook_launcher(
 
     Args:
         function: Function to run in each process. It creates the Accelerator or Trainer.
-        args: Its positional arguments. Default: none.
+        args: Positional arguments of `function`. Default: none.
         num_processes: Number of processes on this machine. Default: one per GPU, or one if there is no GPU.
         mixed_precision: Must be "no". Set the precision in the function instead: `Accelerator(mixed_precision="bf16")`.
-        use_port: Port on machine 0 at which the processes meet. Default: any free one; 29500 on several machines.
+        use_port: Port on machine 0 for the rendezvous. Default: any free port; 29500 on several machines.
         master_addr: Address of machine 0. Default: 127.0.0.1.
         node_rank: Number of this machine, from 0. Default: 0.
         num_nodes: Number of machines, each of which calls this function. Default: 1.
         rdzv_backend: Must be "static". `treadle launch` supports other backends.
         rdzv_endpoint: `HOST:PORT`, instead of `master_addr` and `use_port`.
-        rdzv_conf: May contain only `timeout`, the seconds within which the machines must meet. Default: 900.
+        rdzv_conf: May contain only `timeout`, the time limit of the rendezvous in seconds. Default: 900.
         rdzv_id: Name of the run. Default: a random name.
         max_restarts: Maximum number of restarts of all processes after a failure; only on one machine. Default: 0.
         monitor_interval: Maximum time in seconds between checks of the processes. Default: 0.1.
@@ -140,7 +140,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
 
     Args:
         function: Function to run in each process.
-        args: Its positional arguments. Default: none.
+        args: Positional arguments of `function`. Default: none.
         num_processes: Number of processes. Default: 2.
 
     Raises:
@@ -298,7 +298,7 @@ class _Launch:
         return RuntimeError(f"{name} ended with exit status {code}.")
 
     def _run_rank(self, local_rank: int, pipe: Connection, parent: int, attempt: int) -> None:
-        """Run one process of the launch."""
+        """Run the function in a forked process, with the environment variables of its rank."""
         os.setsid()  # so that ending it ends its data workers, and only the parent gets the notebook's interrupt
         die_with_parent(parent)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -380,7 +380,7 @@ def _has_opened_gpu() -> bool:
 
 
 def _receive_failure(pipe: Connection) -> tuple[float, str]:
-    """Return when and how a rank reported its failure."""
+    """Return the time and text of a rank's failure report; infinity and "" without a report."""
     with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
         if pipe.poll():
             moment, text = pipe.recv()

@@ -19,7 +19,7 @@ _ABSENCE = 2.0  # seconds without a check after which this process was stopped i
 
 @dataclass
 class _Pulse:
-    """Last beat of a rank, and the time of its arrival."""
+    """Last sign of life of a rank, and the time of its arrival."""
 
     record: bytes
     since: float
@@ -29,8 +29,8 @@ class RankBoard:
     """Anonymous file in which each rank of this machine has a record that outlives the rank.
 
     The first byte of a record shows whether a stage runs (`mark_stage`), and whether the rank leaves the stage because
-    of a signal (`mark_leaving`). Leaving during a stage for any other reason counts as a failure. The rest is the last
-    beat of the rank's watchdog, if the user has set a limit.
+    of a signal (`mark_leaving`). Leaving during a stage for any other reason counts as a failure. The remaining bytes
+    contain the last sign of life from the rank's watchdog, if the user has set a limit.
 
     Args:
         nproc: Number of ranks.
@@ -61,7 +61,7 @@ class RankBoard:
         """Return whether a rank has begun a stage and has not ended it.
 
         Args:
-            local_rank: The rank on this machine.
+            local_rank: Rank on this machine, from 0.
         """
         return self._read(local_rank)[:1] in (b"\1", b"\2")
 
@@ -69,7 +69,7 @@ class RankBoard:
         """Return whether a rank has noted a signal and is leaving because of it.
 
         Args:
-            local_rank: The rank on this machine.
+            local_rank: Rank on this machine, from 0.
         """
         return self._read(local_rank)[:1] == b"\2"
 
@@ -100,7 +100,7 @@ class RankBoard:
         """Describe why a rank is silent, and write its stacks to the path that the rank itself would have used.
 
         Args:
-            local_rank: The rank on this machine.
+            local_rank: Rank on this machine, from 0.
             folder_name: Name of the folder for the stacks of all ranks.
         """
         beat = _parse(self._read(local_rank))
@@ -127,7 +127,7 @@ class RankBoard:
 
 
 def _parse(record: bytes) -> dict[str, Any] | None:
-    """Return a rank's last beat, or None if the rank has no limit or is currently writing its record."""
+    """Return a rank's last sign of life, or None if the rank has no limit or is currently writing its record."""
     try:
         return dict(json.loads(record[1:].rstrip(b"\0")))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Description of a job on this machine, and of how the machines of a run meet."""
+"""Description of a job on this machine, and of the rendezvous of a run's machines."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PATIENCE = 30.0  # seconds; a pod's name is not known everywhere immediately af
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """Machines of a run, and the endpoint where they meet.
+    """Machines of a run, and the endpoint of their rendezvous.
 
     Args:
         least: Minimum number of machines with which the run starts and restarts.
         most: Maximum number of machines.
-        endpoint: ``HOST:PORT`` of the store through which the machines meet. The store runs on the machine with this
-            address.
+        endpoint: ``HOST:PORT`` of the store that the machines use for their rendezvous. The store runs on the machine
+            with this address.
         rank: Number of this machine, if the user numbers the machines. The run is then not elastic.
         local_addr: Address at which the other machines reach this one. Default: the address that connects to the
             endpoint.
@@ -68,11 +68,11 @@ class Nodes:
 
     @property
     def elastic(self) -> bool:
-        """Return whether the run may continue with fewer machines."""
+        """True if the run may continue with fewer machines."""
         return self.least < self.most
 
     def place(self) -> Place:
-        """Return the addresses by which this machine meets the other machines.
+        """Return the addresses with which this machine joins the rendezvous.
 
         Raises:
             ValueError: If the endpoint's host is unknown, or ``local_addr`` is not an address of this machine.
@@ -97,10 +97,10 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Place:
-    """Addresses by which this machine meets the other machines; the result of `Nodes.place`.
+    """Addresses with which this machine joins the rendezvous; the result of `Nodes.place`.
 
     Attributes:
-        endpoint: The endpoint, with the host as a numeric address.
+        endpoint: ``HOST:PORT`` of the store, with the host as a numeric address.
         local_addr: Address of this machine.
         owner: Whether the endpoint's address belongs to this machine.
         interface: Network interface of ``local_addr``, if it is known.
@@ -122,13 +122,13 @@ class Job:
         run_id: Name of the run, the same on all machines.
         grace: Seconds from a forwarded signal to SIGKILL, for ranks that have not noted it. Default: 30.
         failure_grace: Seconds from SIGTERM to SIGKILL for the other ranks once a rank has failed. Default: 2.
-        nodes: The machines. Default: this machine alone.
+        nodes: Machines of the run and their rendezvous. Default: this machine alone.
         max_restarts: Maximum number of restarts of all ranks after a failure. Default: 0.
         monitor_interval: Seconds between checks for reports of other machines. Default: 0.1.
         log_dir: Folder for the ranks' output, if ``redirects`` or ``tee`` request files.
         redirects: Torchrun's ``--redirects``, the streams to write to files: ``"0"`` for none, ``"1"`` for standard
             output, ``"2"`` for standard error, ``"3"`` for both.
-        tee: Torchrun's ``--tee``, with the values of ``redirects``. The streams are also printed to the terminal.
+        tee: Torchrun's ``--tee``, with the same values as ``redirects``. The streams are also printed to the terminal.
 
     Raises:
         ValueError: If a number is out of range, or options contradict each other.

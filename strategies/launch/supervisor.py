@@ -103,7 +103,7 @@ def supervise_job(job: Job) -> int:
         The status that `supervise` describes. The rank that failed first may be on any machine.
 
     Raises:
-        ValueError: If the machines cannot meet as `job.nodes` specifies, or this is not the main thread.
+        ValueError: If the rendezvous endpoint of `job.nodes` cannot be used, or this is not the main thread.
         OSError: If the program cannot be started.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -255,7 +255,7 @@ def cpus() -> int:
 
 @contextlib.contextmanager
 def _restore_signals() -> Iterator[None]:
-    """Restore the signal handlers that torch's agent replaces without restoring them."""
+    """Restore the signal handlers that torch's agent replaces, at the end of the context."""
     before = {number: signal.getsignal(number) for number in _list_signal_numbers()}
     try:
         yield

@@ -16,7 +16,7 @@ def end_at_once(status: int) -> None:
     """End this process and its data workers immediately, from any thread.
 
     Args:
-        status: The exit status.
+        status: Exit status of this process.
     """
     for child in multiprocessing.active_children():  # data workers
         child.kill()

@@ -13,9 +13,9 @@ _MOST_WORK = 0.03  # CPU seconds per second; receiving 100 MB/s needs more
 class Idleness:
     """Timer that measures how long this process has been idle. Each measurement takes about a millisecond.
 
-    A process is idle if it has used almost no CPU time between two measurements, and if no thread ran, was ready to
-    run, or waited for a disk at either of them. By CPU time alone, a process that gets no CPU on a busy machine would
-    also count as idle.
+    A process is idle if it has used almost no CPU time between two measurements. In addition, no thread may be running,
+    ready to run, or waiting for a disk at either measurement. By CPU time alone, a process that gets no CPU on a busy
+    machine would also count as idle.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ def mark_stage(running: bool) -> None:
     """Report to the supervisor that a stage runs in this rank or has ended. Exiting during a stage is a failure.
 
     Args:
-        running: Whether the stage runs.
+        running: True when the stage begins, False when it ends.
     """
     _running[:] = [os.getpid()] if running else []
     if running:

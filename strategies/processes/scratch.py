@@ -3,8 +3,8 @@
 Each rank has a folder in ``treadle-<user>-<namespace>`` in the system's temp folder, named after its launcher, its
 process and the process's start time. The folder contains multiprocessing's sockets, which data workers use, and a link
 to each unfinished directory, such as that of a checkpoint being written. The last process of a job to leave a machine
-also removes these directories. This is the supervisor or, without one, the last rank. A later job removes the sockets
-only, because the directory may belong to another job by then.
+also removes these directories. The last process is the supervisor or, without a supervisor, the last rank. A later job
+removes the sockets only, because the directory may belong to another job by then.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _leaving = threading.Lock()
 def open_scratch(job: int) -> None:
     """Create this rank's folder, make multiprocessing use it, and remove the files that ranks of ended jobs left.
 
-    Does nothing if the system has no user IDs, or the root belongs to another user.
+    Does nothing if the system has no user IDs, or if another user owns the parent folder or can write to it.
 
     Args:
         job: Process ID of the process that started the ranks of this machine.
@@ -96,7 +96,7 @@ def open_scratch(job: int) -> None:
 
 
 def note_unfinished(directory: Path) -> None:
-    """Register a directory for removal if this job ends before `forget_unfinished`.
+    """Register a directory for removal if this job ends before `forget_unfinished` is called.
 
     Args:
         directory: An existing directory that contains only files of this job.
@@ -163,7 +163,7 @@ def end_by_signal(number: int, frame: FrameType | None) -> None:
     """Remove this process's folder, and end the process as the system would. This is the handler of `leave_on_sigterm`.
 
     Args:
-        number: Number of the signal.
+        number: Number of the received signal.
         frame: The interrupted frame, which is not used.
     """
     signal.signal(number, signal.SIG_IGN)
@@ -213,7 +213,7 @@ def _find_link(identity: _Identity) -> Path | None:
 
 
 def _find_root() -> Path | None:
-    """Return the parent folder of the folders of this user's ranks; None if it cannot be used.
+    """Return the folder that contains the folders of this user's ranks; None if it cannot be used.
 
     Process IDs are unique within a namespace, and containers may share a temp folder.
     """

@@ -54,7 +54,7 @@ def describe_unknown(name: str, key: Any, valid_names: list[str]) -> str:
 
 
 def describe_type(argument: Argument) -> str:
-    """Return an argument's annotation in parentheses; an empty string if it has none."""
+    """Return an argument's annotation in parentheses; an empty string without an annotation."""
     return "" if argument.type is Any else f" ({describe_annotation(argument.type)})"
 
 
@@ -77,7 +77,7 @@ def has_shape(value: Value, member: Any) -> bool:
 
     Args:
         value: The value from the configuration.
-        member: The member's annotation.
+        member: Annotation of one member of the union.
     """
     kind = typing.get_origin(member) or member
     if isinstance(value.data, list):
@@ -94,7 +94,7 @@ def describe_annotation(annotation: Any, article: bool = False) -> str:
     """Return an annotation in words: ``int or null``, ``a list of float``, ``'min' or 'max'``.
 
     Args:
-        annotation: The annotation.
+        annotation: The type annotation to describe.
         article: Whether to add articles for use in a sentence, as in ``an integer or null``. Default: False.
     """
     annotation = simplify(annotation)

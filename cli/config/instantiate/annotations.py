@@ -62,9 +62,9 @@ class Checker:
         """Add an error message to ``problems``.
 
         Args:
-            value: The value, with whose source the message begins.
+            value: The value. The message begins with its source.
             path: The value's path in the configuration.
-            words: The message after the path.
+            words: The rest of the message, after the value's source and path.
         """
         self.problems.append(hide_secrets(f"{value.source}: {format_path(path)}{words}", self.secrets))
 
@@ -281,7 +281,7 @@ class Checker:
             base: The base class that the named class must extend.
             path: The value's path in the configuration.
             supplied: Names of arguments that are passed only when the object is built.
-            target: The class if the value names none. Default: ``base``.
+            target: Class to build if the value does not name one. Default: ``base``.
         """
         data = value.data
         named = (
@@ -377,7 +377,7 @@ class Checker:
         """Return recipes by argument name, or report invalid, unknown and missing arguments and return None.
 
         Args:
-            value: The value that contains the arguments.
+            value: The value that contains the arguments. Messages name its source.
             argument_values: The values by argument name.
             takes: The signature of the class or function.
             name: The name of the class or function, for messages.

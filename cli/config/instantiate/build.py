@@ -69,7 +69,7 @@ class CheckedConfig:
         model: Recipe of the task.
         data: Recipe of the data module, or None.
         optimizers: The replacement for ``configure_optimizers``, or None.
-        seed: The seed. None leaves the RNG state unchanged.
+        seed: Seed of the run. None leaves the RNG state unchanged.
         ckpt_path: The checkpoint to resume from or to evaluate, or None.
         schedule: Source of the learning rates and schedule after a resume, ``"saved"`` or ``"script"``; None if not
             set.

@@ -152,7 +152,7 @@ def suggest_short_name(name: str, base: type = object) -> str:
 
     Args:
         name: The name of the class, without a module.
-        base: The class that the result must extend.
+        base: The class that the known class must extend. Default: ``object``, any class.
     """
     return f" Use the short name {name!r}." if name in list_short_names(base) else ""
 

@@ -20,7 +20,7 @@ class Recipe:
     """Checked value that can be built repeatedly.
 
     Attributes:
-        value: The value in the configuration.
+        value: The value as the configuration contains it, with its source.
     """
 
     value: Value
@@ -29,8 +29,8 @@ class Recipe:
         """Build the value.
 
         Args:
-            supplied: Arguments that are not in the configuration, such as a model's parameters. All objects that accept
-                them receive them.
+            supplied: Arguments that are not in the configuration, such as a model's parameters. Each object receives
+                those that its signature accepts.
         """
         raise NotImplementedError
 
@@ -102,10 +102,10 @@ class ObjectRecipe(Recipe):
 
     Attributes:
         name: The class's name in the configuration; empty if the configuration does not name a class.
-        target: The class or function.
+        target: Class or function that is called.
         path: The value's path in the configuration.
-        signature: The signature of the target.
-        arguments: Recipes of the arguments.
+        signature: The signature of ``target``.
+        arguments: Recipes of the arguments that the configuration sets, by name.
         base: Required class of a function's return value. Default: ``object``, any class.
         later: Whether to build a ``functools.partial`` of the target instead of calling it.
     """

@@ -22,14 +22,14 @@ _AT_ONCE = 4  # files downloaded concurrently; a large one already takes several
 class Download:
     """Downloaded files of a checkpoint, each fetched once and compared with its digest.
 
-    The folder is deleted when this object is no longer used.
+    The folder is deleted when this object is garbage-collected.
 
     Args:
         source: The checkpoint's URL.
         manifest: The parsed manifest of this checkpoint.
 
     Attributes:
-        folder: The folder with the files.
+        folder: The local folder with the downloaded files.
     """
 
     def __init__(self, source: RemotePath, manifest: Manifest) -> None:
@@ -76,7 +76,7 @@ class Download:
         """Link or copy files that another process of this machine has downloaded and compared, and may delete later.
 
         Args:
-            folder: The folder of the other process.
+            folder: The download folder of the other process.
             names: Names of the files, as listed in the manifest.
         """
         for name in names:

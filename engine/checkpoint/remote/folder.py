@@ -1,9 +1,9 @@
 """Checkpoints in a folder of an object store: listing, checks, deletion, and removal of leftover objects.
 
-Under a checkpoint's URL there are ``manifest.json`` and one folder of files, ``data-<random>``, which the manifest
-names. A new save to the same URL therefore does not change the existing one: its files go to a new folder, and one
-request that replaces the manifest is the commit. Folders that the manifest does not name are left over from a save that
-was killed, or from the previous save. Other objects are foreign and are not deleted.
+A checkpoint's URL contains ``manifest.json`` and one folder of files, ``data-<random>``, which the manifest names. A
+new save to the same URL writes its files to a new folder and does not change the existing checkpoint. The one request
+that replaces the manifest is the commit. Folders that the manifest does not name are left over from a save that was
+killed, or from the previous save. Other objects are foreign and are not deleted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_target(target: RemotePath) -> None:
 
 
 def check_writable(directory: RemotePath) -> None:
-    """Check before a run that checkpoints can be saved, by writing an object and deleting it.
+    """Check before a run that checkpoints can be saved, by writing an object and deleting it again.
 
     Args:
         directory: The URL of the checkpoints.
@@ -116,8 +116,8 @@ def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, in
     Args:
         path: The checkpoint's URL.
         manifest: The parsed manifest of this checkpoint.
-        objects: The sizes by name.
-        fix: The end of the error message.
+        objects: The sizes in bytes of the objects below ``path``, by relative path.
+        fix: The advice at the end of the error message.
 
     Raises:
         ValueError: If an object is missing or has the wrong size.
@@ -137,7 +137,7 @@ def remove(path: RemotePath) -> None:
         path: The checkpoint's URL.
 
     Raises:
-        ValueError: If it is not a checkpoint, or contains foreign objects. In that case, nothing is changed.
+        ValueError: If the URL is not a checkpoint's, or contains foreign objects. In that case, nothing is changed.
         OSError: If the store rejects a request.
     """
     manifest, objects = read_manifest(path), path.sizes()
@@ -167,7 +167,7 @@ def delete_superseded(target: RemotePath, folder: str) -> None:
 
     Args:
         target: The checkpoint's URL.
-        folder: The folder of the new checkpoint.
+        folder: The name of the new checkpoint's folder, which is kept.
     """
     try:
         delete(target, (name for name in target.sizes() if _is_data(name) and name.partition("/")[0] != folder))

@@ -42,14 +42,14 @@ class Upload:
 
     @staticmethod
     def new_folder() -> str:
-        """Return a folder name that no other save uses."""
+        """Return a random folder name, ``data-<random>``, that no other save uses."""
         return f"data-{os.urandom(8).hex()}"
 
     def write(self, files: Files) -> dict[str, filesystem.Entry]:
         """Write and upload this process's files, and return their entries for the manifest.
 
         Args:
-            files: The content of each file.
+            files: The content of each file, by file name.
 
         Raises:
             OSError: If a disk operation fails, or the store rejects a request several times.
@@ -73,9 +73,9 @@ class Upload:
         """Commit the files that all processes uploaded as the URL's checkpoint; see `store.commit`.
 
         Args:
-            files: The entries of all processes.
+            files: The entries that `write` returned on all processes, by file name.
             info: Metadata for the manifest.
-            others: Include files that hooks wrote.
+            others: Include the files that hooks wrote to `staging`.
 
         Raises:
             ValueError: If a file is not in the store, or has the wrong size.
@@ -142,7 +142,7 @@ def open_staging(target: RemotePath) -> Path:
 
 
 def clear_staging(target: RemotePath) -> None:
-    """Delete the folder of `open_staging`.
+    """Delete this process's folder for a checkpoint's URL, which `open_staging` returned.
 
     Args:
         target: The checkpoint's URL.
