@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class BestEffortCallback(Callback):
-    """Callback that is not essential for training. An error causes a warning and disables it for the rest of the stage.
+    """Callback that is not essential for training. An error disables the callback for the stage, with a warning.
 
     Attributes:
         strict: Whether errors in the callback are raised instead of reported as a warning. Default: False.

@@ -26,7 +26,7 @@ class Callback:
         searches: Whether the callback runs trials before the stage begins (`BatchSizeFinder`, `LearningRateFinder`).
             Default: False.
         exchanges: Whether the callback's hooks use collectives (`ModelCheckpoint`). Every rank must have such a
-            callback, which is checked when a stage begins. Other callbacks may exist on only some ranks. Default:
+            callback. Treadle checks this when a stage begins. Other callbacks may exist on only some ranks. Default:
             False.
 
     Example:
@@ -287,7 +287,8 @@ class Callback:
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Run after each optimizer step, including the schedulers' steps and a validation if one is due.
 
-        Checkpoints are saved here.
+        `ModelCheckpoint` saves in this hook, except after the last step of an epoch, which is saved in
+        `on_train_epoch_end`.
 
         Args:
             trainer: The Trainer that runs the stage.

@@ -42,6 +42,6 @@ class Checkpoint(Callback):
     def resume_path(self) -> str | None:
         """Return the path of the checkpoint for ``ckpt_path="last"`` and ``"auto"``; None if there is no checkpoint.
 
-        Called on all ranks. Must return the same value on all of them.
+        The Trainer calls this method on all ranks. The result must be the same on every rank.
         """
         return None

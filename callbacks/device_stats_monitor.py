@@ -132,7 +132,7 @@ def read_device_stats(device: torch.device) -> dict[str, float]:
         device: Device to query.
 
     Returns:
-        Values by name; empty for a CPU.
+        Statistics by name, such as ``"allocated_bytes.all.current"`` on CUDA; empty for a CPU.
     """
     if device.type == "cuda":
         return dict(torch.cuda.memory_stats(device))

@@ -269,7 +269,7 @@ class BaseFinetuning(Callback):
         return {"made": self._layout}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing. `on_fit_start` restores the state, because the optimizer state needs the parameter groups."""
+        """Do nothing. `on_fit_start` restores the parameter groups before the optimizer state is loaded."""
 
 
 class BackboneFinetuning(BaseFinetuning):

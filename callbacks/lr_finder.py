@@ -32,10 +32,10 @@ class _LRFinder:
 
     Attributes:
         results: ``"lr"`` holds the rates that were tried, and ``"loss"`` the smoothed loss at each rate. The smoothed
-            loss is the running mean ``m[k] = 0.98 * m[k-1] + 0.02 * loss[k]``, divided by ``1 - 0.98 ** (k + 1)``, so
-            the first smoothed loss equals the first loss. Each loss covers all micro-batches and processes of a step
-            and is measured before the optimizer step. A loss that is not finite becomes NaN and is excluded from the
-            mean.
+            loss is the running mean ``m[k] = 0.98 * m[k-1] + 0.02 * loss[k]``, divided by ``1 - 0.98 ** (k + 1)``. The
+            first smoothed loss therefore equals the first loss. Each loss covers all micro-batches and processes of a
+            step and is measured before the optimizer step. A loss that is not finite becomes NaN and is excluded from
+            the mean.
 
     Example:
         >>> from treadle.callbacks import _LRFinder
@@ -174,7 +174,7 @@ class LearningRateFinder(Callback):
     ``attr_name`` before ``configure_optimizers`` runs, so optimizers and schedulers start from this rate. With several
     parameter groups, all rates rise in proportion, and the highest rate is reported. Requires automatic optimization.
 
-    A run that is resumed from a checkpoint keeps its rate and does not search again.
+    A run that is resumed from a checkpoint keeps its learning rate and does not search again.
 
     Args:
         min_lr: The first rate to try. Default: 1e-8.

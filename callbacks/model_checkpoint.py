@@ -48,9 +48,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     A checkpoint is saved after its step's validation and scheduler updates. For the last step of an epoch, it is saved
     after the end of the epoch. It is ranked by a value that was measured on the saved weights. If ``monitor`` is logged
-    once per validation or per epoch, and a save by steps or by time is due in between, the ranked save waits for the
-    next value, but ``last.ckpt`` is saved without waiting. If ``monitor`` is logged by training steps, its latest value
-    is used, which may be several steps old if it is not logged in every step.
+    once per validation or per epoch, a save by steps or by time may be due before the next value. The ranked save then
+    waits for this value, but ``last.ckpt`` is saved without waiting. If ``monitor`` is logged by training steps, its
+    latest value is used, which may be several steps old if it is not logged in every step.
 
     Args:
         dirpath: Directory of the checkpoints, or a URL such as ``s3://bucket/run``. Default: ``checkpoints`` in the
@@ -610,7 +610,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Return the path of a checkpoint with these values, or only its name before ``dirpath`` is known.
 
         Args:
-            metrics: Values by name. A missing value that the template uses counts as 0.
+            metrics: Values for the fields of the template, by name. A missing value counts as 0, with a warning.
             filename: The template. Default: the callback's ``filename``.
             ver: Number of a suffix such as ``-v1``. Default: no suffix.
 

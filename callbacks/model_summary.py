@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class ModelSummary(BestEffortCallback):
     """Callback that prints a table of the model's modules when ``fit`` begins.
 
-    If the task has an ``example_input_array``, the task is run on it once, and the table also shows the shapes of
-    inputs and outputs and the floating-point operations of each module. For a sharded model, the table also shows the
+    If the task has an ``example_input_array``, the task is run once with this input. The table then also shows each
+    module's input and output shapes and its floating-point operations. For a sharded model, the table also shows the
     number of parameters that one process holds. Override `show` to print the table differently.
 
     Args:

@@ -157,7 +157,7 @@ def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: 
         trainer: The running Trainer.
         name: The name that was never logged.
         consumer: Description of the object that needs the value, such as ``"the scheduler's monitor"``.
-        logged: The logged names.
+        logged: Names that were logged, for the message.
     """
     names = sorted(logged)
     validation = "" if trainer.has_validation else " This run has no validation."

@@ -70,7 +70,7 @@ class NonFiniteWatch(Callback):
                 self._handles.append(part.register_forward_hook(partial(self._look, label)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Discard the results of checks before this micro-batch."""
+        """Discard results that were recorded before this micro-batch."""
         self._forget()
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:

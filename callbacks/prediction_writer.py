@@ -112,7 +112,7 @@ class BasePredictionWriter(Callback):
         """
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Reset the collected predictions."""
+        """Discard the collected predictions of an earlier stage."""
         loaders = _get_loaders(trainer)
         self._predictions, self._indices = [[] for _ in loaders], [[] for _ in loaders]
 

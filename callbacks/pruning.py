@@ -66,8 +66,8 @@ class ModelPruning(Callback):
 
     Raises:
         ValueError: If arguments are invalid or contradict each other. Before the first step, if a parameter is not in
-            the model, if the model is sharded, or if the model would be pruned while it contains the averages of an
-            averaging callback.
+            the model, if the model is sharded, or if pruning would run while the model contains the averages of another
+            callback.
         TypeError: If an argument has the wrong type.
 
     References:

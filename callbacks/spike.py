@@ -27,9 +27,10 @@ _DEVIATION = 1.4826  # standard deviation of a normal distribution in median abs
 class SpikeWatch(Callback):
     """Callback that detects a sudden increase of the loss or of the gradient norm compared with the preceding steps.
 
-    A step is a spike if its value is not finite, or exceeds the median of the ``window`` preceding steps by more than
-    ``threshold`` robust standard deviations (1.4826 times the median absolute deviation) and by more than ``rise``
-    times the median. Spikes are not added to the window.
+    A step is a spike if its value is not finite. A step is also a spike if its value exceeds the median of the
+    ``window`` preceding steps by more than ``threshold`` robust standard deviations and by more than ``rise`` times the
+    median. A robust standard deviation is 1.4826 times the median absolute deviation. Spikes are not added to the
+    window.
 
     Values stay on the device and are checked together every ``every_n_steps`` steps. A loss is averaged over the
     processes, and a gradient norm covers all gradients. All processes therefore react after the same step, and no step

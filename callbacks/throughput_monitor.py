@@ -25,7 +25,7 @@ class ThroughputMonitor(BestEffortCallback):
     In training, rank zero measures every ``log_every_n_steps`` steps. For a measurement, it synchronizes with the
     device once and reads the clock. Other steps have no overhead, apart from calls of ``batch_size_fn`` and
     ``length_fn``. Time in validations is excluded. A rate covers the latest measurements that span ``window_size``
-    batches. Each evaluation is logged as a whole when it ends.
+    batches. The throughput of an evaluation is logged once, when the evaluation ends.
 
     The samples that the dataloaders of all processes return are counted. Operations are counted if the task has an
     attribute ``flops_per_batch``, which `measure_flops` computes. If the device's peak performance is known, the

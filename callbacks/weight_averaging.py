@@ -125,7 +125,7 @@ class WeightAveraging(Averaging):
     # -- in the model --------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages into the model."""
+        """Put the averages into the model for the validation."""
         self._begin(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:

@@ -1,4 +1,4 @@
-"""Types that scripts use in annotations."""
+"""Types that scripts import from ``lightning.fabric.utilities.types`` for their annotations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEVICE = torch.device | str | int
 _MAP_LOCATION_TYPE = _DEVICE | Callable[[Any, str], Any] | dict[Any, Any] | None
 _PARAMETERS = Iterator[nn.Parameter]
 CollectibleGroup = torch.distributed.ProcessGroup
-"""A group of processes; `torch.distributed.new_group` makes one."""
+"""Process group, such as the return value of ``torch.distributed.new_group``."""
 
 
 @runtime_checkable
@@ -23,10 +23,10 @@ class Steppable(Protocol):
     """Protocol of objects with the ``step`` method of an optimizer."""
 
     def step(self, closure: Callable[[], float] | None = ...) -> float | None:
-        """Take one step and return the closure's value.
+        """Update the parameters once, and return the closure's value.
 
         Args:
-            closure: Function that computes the loss again. Default: None.
+            closure: Function that recomputes the gradients and returns the loss. Default: None.
         """
 
 
@@ -39,13 +39,13 @@ class Optimizable(Steppable, Protocol):
     state: Any
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for `load_state_dict`."""
+        """Return the optimizer's state, which `load_state_dict` restores."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned.
+        """Restore the optimizer's state.
 
         Args:
-            state_dict: The state to restore.
+            state_dict: The return value of `state_dict`.
         """
 
 

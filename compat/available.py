@@ -26,10 +26,10 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Return the result of comparing two versions.
+    """Return whether a version, or the version of an installed library, satisfies a comparison.
 
     Args:
-        library_or_version: The name of an installed library, or a version.
+        library_or_version: The left-hand side: a ``packaging`` ``Version``, or the name of an installed library.
         operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
         requirement_version: The version on the right-hand side.
 
@@ -44,7 +44,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Return the result of comparing torch's version with another version.
+    """Return whether torch's version, without suffixes such as ``+cu128``, satisfies a comparison.
 
     Args:
         operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
@@ -102,10 +102,10 @@ def is_pippy_available() -> bool:
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Return whether NumPy is installed in version ``min_version`` or a later one.
+    """Return whether NumPy ``min_version`` or later is installed.
 
     Args:
-        min_version: The minimum version. Default: ``"1.25.0"``.
+        min_version: Minimum version of NumPy. Default: ``"1.25.0"``.
     """
     return _is_version_installed("numpy", min_version)
 

@@ -27,8 +27,8 @@ class CheckpointIO(ABC):
 
         Args:
             checkpoint: The content of the checkpoint.
-            path: The path to write to.
-            storage_options: Options of the storage.
+            path: The path of the file or directory to write.
+            storage_options: Options that the subclass defines. Default: None.
         """
 
     @abstractmethod
@@ -38,7 +38,7 @@ class CheckpointIO(ABC):
         """Load a checkpoint and return its content.
 
         Args:
-            path: The path to read from.
+            path: The path of the file or directory to read.
             map_location: See ``torch.load``.
             weights_only: See ``torch.load``.
         """
@@ -52,13 +52,13 @@ class CheckpointIO(ABC):
         """
 
     def teardown(self) -> None:  # noqa: B027  a subclass may have nothing to finish
-        """Finish pending work."""
+        """Wait for pending writes. The base class does nothing."""
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """Checkpoints written atomically with ``torch.save`` and read with ``torch.load``.
+    """`CheckpointIO` that writes atomically with ``torch.save`` and reads with ``torch.load``.
 
-    Checkpoints of a run can be read, too.
+    It also reads the checkpoint directories of a run.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
@@ -120,7 +120,9 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Checkpoints written in a thread, one after the other. Tensors are copied first, so that training can continue.
+    """`CheckpointIO` that copies the tensors and then writes checkpoints one after the other in a thread.
+
+    Training can continue during the write.
 
     Args:
         checkpoint_io: The `CheckpointIO` that writes the checkpoints. Default: a `TorchCheckpointIO`.
@@ -135,7 +137,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._writes: list[Future[None]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Copy the tensors and write them in the thread; see `CheckpointIO.save_checkpoint`."""
+        """Copy the tensors and write the checkpoint in the thread; see `CheckpointIO.save_checkpoint`."""
         self._raise_failures(Future.done)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1)

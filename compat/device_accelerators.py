@@ -50,21 +50,21 @@ class _Kind(type):
 
 
 class Accelerator(str, metaclass=_Kind):
-    """Base class of device types. An object equals the name that the flag ``accelerator`` accepts."""
+    """Base class of device types. An instance equals its name, such as ``"cpu"``, for ``Trainer(accelerator=...)``."""
 
     kind = ""
 
     def __new__(cls) -> Accelerator:
-        """Return the name as an object of this class."""
+        """Return the device type's name as an instance of this class."""
         return super().__new__(cls, cls.name())
 
     @classmethod
     def name(cls) -> str:
-        """Return the value of the flag ``accelerator``."""
+        """Return the device type's name, which ``Trainer(accelerator=...)`` accepts."""
         return cls.kind
 
     def setup_device(self, device: torch.device) -> None:
-        """Check the type of a device, and make it the current device if the type has one.
+        """Check the type of a device. `CUDAAccelerator` also makes it the current device.
 
         Args:
             device: A device of this type.
@@ -79,7 +79,7 @@ class Accelerator(str, metaclass=_Kind):
         """Do nothing, because the Trainer sets up its device.
 
         Args:
-            trainer: The Trainer.
+            trainer: Accepted and ignored.
         """
 
     def teardown(self) -> None:
@@ -95,10 +95,10 @@ class Accelerator(str, metaclass=_Kind):
 
     @classmethod
     def parse_devices(cls, devices: Devices) -> list[int]:
-        """Return the indices of the devices that the flag ``devices`` names.
+        """Return the indices of the devices that a value of ``Trainer(devices=...)`` selects.
 
         Args:
-            devices: The value of the flag: a number, -1, a list of indices, or ``"auto"``.
+            devices: A number of devices, -1 for all, a list of indices, a string such as ``"0,2"``, or ``"auto"``.
         """
         indices = parse_devices(cls.kind, devices)
         return list(range(cls.auto_device_count())) if indices is None else indices
@@ -141,10 +141,10 @@ class CPUAccelerator(Accelerator):
 
     @classmethod
     def parse_devices(cls, devices: Devices) -> int:  # type: ignore[override]
-        """Return the number of processes that the flag ``devices`` requests.
+        """Return the number of processes that a value of ``Trainer(devices=...)`` requests.
 
         Args:
-            devices: The value of the flag.
+            devices: A number of processes, a list of indices, or ``"auto"`` or -1, which mean one process.
         """
         return len(super().parse_devices(devices))
 

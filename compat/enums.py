@@ -32,11 +32,11 @@ class BaseEnum(enum.Enum, metaclass=EnumWithContains):
 
 
 class _TextEnum(enum.StrEnum):
-    """Enum whose members equal their values and print as them, like `DistributedType`."""
+    """Enum whose members are equal to their values and print as their values, like those of `DistributedType`."""
 
 
 class SageMakerDistributedType(_TextEnum):
-    """Kinds of distribution on SageMaker. Treadle supports none of them."""
+    """Kinds of distributed training on SageMaker. Treadle supports none of them."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -125,7 +125,7 @@ class RNGType(BaseEnum):
 
 
 class CustomDtype(enum.Enum):
-    """Number formats in device maps for which torch does not have a dtype."""
+    """Number formats that `dtype_byte_size` accepts in addition to torch's dtypes."""
 
     FP8 = "fp8"
     INT4 = "int4"

@@ -148,21 +148,21 @@ _FALSE_WORDS = ("n", "no", "f", "false", "off", "0")
 
 
 def parse_flag_from_env(key: str, default: Any = False) -> bool:
-    """Return the truth value of an environment variable, or of ``default`` if it is not set.
+    """Return the truth value of an environment variable, or of ``default`` if the variable is not set.
 
     Args:
-        key: The name of the variable.
-        default: The value if it is not set.
+        key: The name of the environment variable.
+        default: The value to use if the variable is not set.
     """
     return _parse_truth(key, os.environ.get(key, str(default)))
 
 
 def parse_choice_from_env(key: str, default: Any = "no") -> str:
-    """Return the value of an environment variable, or ``default`` as text if it is not set.
+    """Return the value of an environment variable, or ``default`` as text if the variable is not set.
 
     Args:
-        key: The name of the variable.
-        default: The value if it is not set.
+        key: The name of the environment variable.
+        default: The value to use if the variable is not set.
     """
     return os.environ.get(key, str(default))
 
@@ -171,8 +171,8 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
     """Return the value of the first environment variable with a number of at least 0, or ``default``.
 
     Args:
-        env_keys: Names of variables.
-        default: The value to return if none of them has such a number.
+        env_keys: Names of environment variables, in order of precedence.
+        default: The value to return if no variable contains such a number.
     """
     return next((number for key in env_keys if (number := int(os.environ.get(key, -1))) >= 0), default)
 
@@ -299,7 +299,7 @@ def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
     """Return the value of a path variable, such as ``PYTHONPATH``, with a path appended. The variable is not modified.
 
     Args:
-        env_var_name: The name of the variable.
+        env_var_name: The name of the environment variable.
         path_to_add: The path to append.
     """
     return ":".join([path for path in os.environ.get(env_var_name, "").split(":") if path] + [str(path_to_add)])
@@ -309,7 +309,7 @@ def is_port_in_use(port: int | None = None) -> bool:
     """Return whether a port of this machine, by default 29500, accepts connections.
 
     Args:
-        port: The port. Default: 29500.
+        port: The port's number. Default: None, which means 29500.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
         return connection.connect_ex(("localhost", 29500 if port is None else port)) == 0

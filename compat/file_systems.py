@@ -14,7 +14,7 @@ def get_filesystem(path: str | Path, **kwargs: Any) -> AbstractFileSystem:
 
     Args:
         path: Path or URL of a file or folder.
-        **kwargs: Settings of the file system.
+        **kwargs: Arguments of fsspec's file system, such as credentials.
 
     Raises:
         ValueError: If fsspec does not support the protocol.

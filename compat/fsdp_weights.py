@@ -40,7 +40,7 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries with the prefixes of compilation and activation checkpointing removed from their names.
 
     Args:
-        named_params: Entries, keyed by name.
+        named_params: Parameters, or other values, keyed by parameter name.
     """
     return {
         strip_compile_prefix(name.replace("._checkpoint_wrapped_module", "")).replace("._orig_mod", ""): value
@@ -51,7 +51,7 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
 ) -> set[nn.Parameter]:
-    """Return the parameters of modules.
+    """Return the set of parameters of modules that are passed, or that a regular expression selects by name.
 
     Args:
         modules: The modules, or a regular expression for their full names. Modules that are selected by name are moved
@@ -68,12 +68,12 @@ def get_parameters_from_modules(
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], nn.Module], model: nn.Module, device: torch.device | str
 ) -> Callable[[nn.Module], nn.Module]:
-    """Return an initializer of modules that also ties the model's tied weights again.
+    """Return a function that calls ``param_init_fn`` and then ties the module's tied weights again.
 
     Args:
         param_init_fn: Function that initializes a module, and may replace its parameters.
         model: The model. Its ``_tied_weights_keys`` names the tied weights.
-        device: Not used.
+        device: Accepted and ignored.
     """
     names: Iterable[str] = getattr(model, "_tied_weights_keys", None) or ()  # type: ignore[assignment]
     first: dict[int, Tensor | None] = {id(model.get_parameter(name)): None for name in names}
@@ -170,9 +170,9 @@ def save_fsdp_model(
     """Write a sharded model's weights in Accelerate's format. Must be called on all ranks.
 
     Args:
-        fsdp_plugin: Its ``state_dict_type`` selects the format: the full state in ``pytorch_model_fsdp.bin``, or shards
-            in a folder ``pytorch_model_fsdp_0`` of ``torch.distributed.checkpoint``. Default: shards with
-            ``fsdp_version=2``, otherwise the full state.
+        fsdp_plugin: Plugin whose ``state_dict_type`` selects the format. ``FULL_STATE_DICT`` writes the full state to
+            ``pytorch_model_fsdp.bin``. ``SHARDED_STATE_DICT`` writes shards to a folder ``pytorch_model_fsdp_0`` of
+            ``torch.distributed.checkpoint``. Default: shards with ``fsdp_version=2``, otherwise the full state.
         accelerator: The accelerator that sharded the model.
         model: The sharded model.
         output_dir: The folder, which is created if it is missing.
@@ -267,14 +267,14 @@ def merge_fsdp_weights(
     """Merge a sharded checkpoint into one file, ``output_path/model.safetensors``, on rank zero. The other ranks wait.
 
     Args:
-        checkpoint_dir: A folder of ``torch.distributed.checkpoint``, or a checkpoint of Treadle. torch unpickles the
-            index of the former, which may run code. No code of the latter is run.
+        checkpoint_dir: A folder of ``torch.distributed.checkpoint``, or a checkpoint of Treadle. The index of a
+            ``torch.distributed.checkpoint`` is unpickled, which may run code. A checkpoint of Treadle never runs code.
         output_path: The folder, which is created if it is missing.
         safe_serialization: Whether to write safetensors. False writes ``pytorch_model.bin`` in torch's format.
         remove_checkpoint_dir: Whether to delete the sharded checkpoint once the file is complete.
 
     Raises:
-        ValueError: If the folder is not a checkpoint. If a subfolder is one, the error names it.
+        ValueError: If the folder is not a checkpoint. If a subfolder is a checkpoint, the error names the subfolder.
     """
     folder, world = Path(checkpoint_dir), current_world()
     if not folder.is_dir():

@@ -15,7 +15,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
-    """Delete values that cannot be pickled, with a warning for each.
+    """Delete hyperparameters that cannot be pickled, with a warning for each.
 
     Args:
         hparams: Hyperparameters by name, which are changed in place.
@@ -64,12 +64,13 @@ def _read_frame(frame: FrameType) -> tuple[Any, dict[str, Any]]:
 def collect_init_args(
     frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Return the arguments of the ``__init__`` calls that a frame belongs to, the outermost class last.
+    """Return the arguments of the nested ``__init__`` calls around a frame, from the innermost to the outermost call.
 
     Args:
         frame: Frame in which the search starts.
         path_args: List to which the arguments are appended.
-        inside: Whether ``frame`` belongs to such a call, so that any other frame ends the search.
+        inside: Whether ``frame`` is inside such a call, so the search ends at the first frame that is not. By default,
+            the search first skips frames until it reaches such a call.
         classes: Classes whose ``__init__`` counts. Default: all. The method must refer to ``__class__``, as ``super()``
             does.
     """
@@ -95,7 +96,7 @@ def save_hyperparameters(
     """Call ``obj.save_hyperparameters``; see `HyperparametersMixin`.
 
     Args:
-        obj: A task, a data module, or another object with that method.
+        obj: A task, a data module, or another object with the method ``save_hyperparameters``.
         *args: Names, or one object that holds all hyperparameters.
         ignore: Names to omit.
         frame: The frame whose arguments are saved. Default: the caller's.
@@ -110,7 +111,7 @@ def save_hyperparameters(
 
 
 def _find_holders(model: Any, attribute: str) -> list[Any]:
-    """Return those that have the attribute: the task, its hyperparameters, the data module, its hyperparameters."""
+    """Return the holders of an attribute, in order: task, its hyperparameters, data module, its hyperparameters."""
     trainer = model.__dict__.get("_trainer")
     holders = []
     for owner in (model, None if trainer is None else trainer.datamodule):
@@ -142,22 +143,22 @@ def lightning_hasattr(model: Any, attribute: str) -> bool:
 def lightning_getattr(model: Any, attribute: str) -> Any:
     """Return an attribute of a task, its data module, or the hyperparameters of either.
 
-    If several of them have it, the last one of these applies: task, its hyperparameters, data module, its
-    hyperparameters.
+    If several of these objects have the attribute, the last one in this order applies: the task, the task's
+    hyperparameters, the data module, the data module's hyperparameters.
 
     Args:
         model: The task.
         attribute: The attribute's name.
 
     Raises:
-        AttributeError: If none of them has it.
+        AttributeError: If no object has the attribute.
     """
     holder = _get_holders(model, attribute)[-1]
     return holder[attribute] if isinstance(holder, Mapping) else getattr(holder, attribute)
 
 
 def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
-    """Set an attribute of all of these that have it: task, hyperparameters, data module, its hyperparameters.
+    """Set an attribute wherever it exists: in a task, in its data module, and in the hyperparameters of both.
 
     Args:
         model: The task.
@@ -165,7 +166,7 @@ def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
         value: The new value.
 
     Raises:
-        AttributeError: If none of them has it.
+        AttributeError: If no object has the attribute.
     """
     for holder in _get_holders(model, attribute):
         if isinstance(holder, MutableMapping):

@@ -24,7 +24,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     """Return the norm of each parameter's gradient and of all gradients together, without a device sync.
 
     Args:
-        module: The module after a backward pass. If its gradients are sharded, all ranks must call this.
+        module: The module after a backward pass. If the gradients are sharded, all ranks must call this function.
         norm_type: 2 for the Euclidean norm, ``"inf"`` for the largest element, or another number above 0.
         group_separator: Text between the kind of norm and the parameter's name.
 
@@ -65,7 +65,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """Tie parameters to each other again, as `find_shared_parameters` reported them.
+    """Tie again each group of parameters that `find_shared_parameters` returned.
 
     Args:
         module: The module, which is changed in place.

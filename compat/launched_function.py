@@ -14,13 +14,13 @@ from ..strategies.distributed import DistributedType
 class PrepareForLaunch:
     """Callable for ``torch.multiprocessing`` that sets this process's rank and runs a function.
 
-    `treadle.notebook_launcher` does not need it.
+    `treadle.notebook_launcher` does not need this class.
 
     Args:
         launcher: Function to run.
-        distributed_type: The kind of distribution. With ``MULTI_*``, the rank follows from the variables ``NODE_RANK``
-            and ``NPROC``.
-        debug: Whether to connect through the file that ``ACCELERATE_DEBUG_RDV_FILE`` names.
+        distributed_type: A `DistributedType` or its value. With ``MULTI_*``, the rank is computed from ``index`` and
+            the environment variables ``NODE_RANK`` and ``NPROC``. Default: ``"NO"``, which sets no rank.
+        debug: Whether to connect the processes with gloo through the file that ``ACCELERATE_DEBUG_RDV_FILE`` names.
     """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: Any = "NO", debug: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Sizes of one layer, and number formats of a summary."""
+"""Lightning's summaries of a model and of one layer, and their number formats."""
 
 from __future__ import annotations
 

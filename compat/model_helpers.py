@@ -79,7 +79,7 @@ def _compile_parts(module: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile each repeated block, and the modules between them, in place and return the model.
+    """Compile each repeated block and each remaining part of the model in place, and return the model.
 
     Args:
         module: Model to compile.
@@ -207,7 +207,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Load a file of ``torch.save``; by default only tensors, NumPy arrays and plain values are unpickled.
+    """Load a ``torch.save`` file. By default, only tensors, NumPy arrays and plain values are unpickled.
 
     Args:
         f: Path of the file.

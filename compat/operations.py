@@ -96,7 +96,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
 
 def wait_for_everyone() -> None:
-    """Wait until every rank has called this."""
+    """Wait until every rank has called this function."""
     current_world().barrier()
 
 
@@ -105,7 +105,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: Seed from 0 to 2**32 - 1.
-        device_specific: Whether to add the rank to the seed, so that each rank has a different one.
+        device_specific: Whether to add the rank to the seed, so each rank has a different seed.
         deterministic: Whether torch must use deterministic algorithms, and raise an error if an operation has none.
     """
     if device_specific:
@@ -124,7 +124,8 @@ def synchronize_rng_states(rng_types: list[Any], generator: torch.Generator | No
         generator: Generator to which ``"generator"`` refers.
 
     Raises:
-        ValueError: If a kind is unknown, needs CUDA on a process without it, or needs a generator.
+        ValueError: If a kind is unknown, is ``"cuda"`` on a process without CUDA, or is ``"generator"`` and
+            ``generator`` is None.
     """
     for kind in rng_types:
         synchronize_rng_state(kind, generator)
@@ -138,7 +139,8 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
         generator: Generator to which ``"generator"`` refers.
 
     Raises:
-        ValueError: If the kind is unknown, needs CUDA on a process without it, or needs a generator.
+        ValueError: If the kind is unknown, is ``"cuda"`` on a process without CUDA, or is ``"generator"`` and
+            ``generator`` is None.
     """
     name = choose("rng_type", getattr(rng_type, "value", rng_type), ("torch", "cuda", "generator"))
     world = current_world()

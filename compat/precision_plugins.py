@@ -14,7 +14,7 @@ __all__ = ["DoublePrecision", "FSDPPrecision", "HalfPrecision", "MixedPrecision"
 
 
 class _Named(Precision):
-    """Precision built from its name."""
+    """Precision that is built from its name, such as ``"bf16-mixed"``."""
 
     names: tuple[str, ...] = ()
 
@@ -56,7 +56,7 @@ class MixedPrecision(_Named):
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
         device: The device of `forward_context`. The Trainer ignores it and uses its own device.
-        scaler: Must be None, because a run scales the loss of float16 itself.
+        scaler: Must be None, because a run with float16 creates its own gradient scaler.
     """
 
     names = ("16-mixed", "bf16-mixed")
@@ -83,7 +83,7 @@ class HalfPrecision(_Named):
         super().__init__(precision)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context for computations."""
+        """Return a context for the forward pass, in which new tensors have the storage dtype."""
         return self.tensor_init_context()
 
 
@@ -96,7 +96,7 @@ class DoublePrecision(_Named):
         super().__init__("64-true")
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context for computations."""
+        """Return a context for the forward pass, in which new tensors have the storage dtype."""
         return self.tensor_init_context()
 
 
@@ -105,7 +105,7 @@ class FSDPPrecision(_Named):
 
     Args:
         precision: ``"32-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``.
-        scaler: Must be None, because a run scales the loss of float16 itself.
+        scaler: Must be None, because a run with float16 creates its own gradient scaler.
     """
 
     names = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")

@@ -34,7 +34,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         """Log ``msg`` at ``level`` on the requested ranks.
 
         Args:
-            level: The level of `logging`.
+            level: The record's level, such as ``logging.INFO``.
             msg: The message, a format string for ``args``.
             *args: Arguments of the message.
             main_process_only: Whether only rank zero logs.

@@ -69,8 +69,8 @@ class BatchSamplerShard(BatchSampler):
         num_processes: Number of ranks that share the batches.
         process_index: Rank that the share belongs to.
         split_batches: Whether the share is a slice of every batch instead of every ``num_processes``-th batch.
-        even_batches: Whether to fill the last round with indices from the beginning, so that all ranks have the same
-            number of batches, all of the same size. Otherwise, the last batches may be short or missing.
+        even_batches: Whether to fill the last round with indices from the beginning, so all ranks have equally many
+            batches of the same size. Otherwise, the last batches may be short or missing.
 
     Raises:
         ValueError: With ``split_batches``, if the batch size is not a multiple of ``num_processes``.
@@ -101,7 +101,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Number of batches of all ranks."""
+        """Number of batches of the batch sampler, before they are distributed among the ranks."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """Accelerate's dataloaders for one of several ranks, without an Accelerator; see `prepare_data_loader`.
 
-They yield exactly Accelerate's samples: last batches are filled with samples from the beginning. A dataloader prepared
-by `treadle.Accelerator` does not repeat samples.
+These dataloaders yield exactly Accelerate's samples: last batches are filled with samples from the beginning. A
+dataloader prepared by `treadle.Accelerator` does not repeat samples.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class DataLoaderStateMixin:
 class DataLoaderAdapter:
     """Base class of dataloaders that wrap a ``DataLoader`` (or torchdata's ``StatefulDataLoader``).
 
-    It is an instance of the dataloader's class and has its attributes.
+    An adapter counts as an instance of the wrapped dataloader's class, and has the attributes of the wrapped
+    dataloader.
 
     Args:
         dataset: Dataset of the wrapped dataloader.
@@ -142,7 +143,7 @@ class DataLoaderAdapter:
         return self.dl_state_dict
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restore a position.
+        """Restore a position in the data, from which the next pass starts.
 
         Args:
             state_dict: The position that `state_dict` returned.
@@ -155,7 +156,7 @@ class DataLoaderAdapter:
             self.dl_state_dict["_iterator_finished"] = getattr(self, "end_of_dataloader", False)
 
     def get_sampler(self) -> Any:
-        """See `get_sampler`."""
+        """Return the sampler that draws this dataloader's indices, or None."""
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
@@ -218,15 +219,15 @@ def _set_sampler_epoch(sampler: Any, epoch: int) -> bool:
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
-    """Dataloader that yields one rank's batches on its device.
+    """Dataloader that yields one rank's batches and moves them to the rank's device.
 
     Args:
         dataset: Dataset from which samples are read.
         device: Device to which batches are moved; None to leave them in place.
-        rng_types: RNG states that all ranks take from rank zero before each iteration; see `synchronize_rng_states`.
+        rng_types: RNG states that are copied from rank zero before each pass; see `synchronize_rng_states`.
         synchronized_generator: Generator to which ``"generator"`` in ``rng_types`` refers.
-        skip_batches: Number of batches to skip in each iteration.
-        use_stateful_dataloader: Whether to build torchdata's dataloader.
+        skip_batches: Number of batches to skip at the start of each pass over the data.
+        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
         iteration: Number of the first epoch. Default: 0.
         kwargs: Arguments of the ``DataLoader``.
     """
@@ -277,7 +278,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration and of the samplers or, if none has ``set_epoch``, of the dataset.
+        """Set the epoch of the next pass and of the samplers, or of the dataset if no sampler has ``set_epoch``.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -302,14 +303,14 @@ _NOTHING: tuple[Any, ...] = ()
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
-    """Dataloader that only rank zero reads from. It sends every rank its rows, so all ranks iterate together.
+    """Dataloader that reads only on rank zero, which sends every rank its rows. All ranks must iterate together.
 
     Args:
         dataset: Dataset from which rank zero reads samples.
         split_batches: Whether the ranks share each batch of the dataloader, rather than ``num_processes`` concatenated
             batches.
-        skip_batches: Number of batches to skip in each iteration.
-        use_stateful_dataloader: Whether to build torchdata's dataloader.
+        skip_batches: Number of batches to skip at the start of each pass over the data.
+        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
         slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` returns rows of a batch. Default:
             `slice_tensors`.
         iteration: Number of the first epoch. Default: 0.
@@ -406,7 +407,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration and of the samplers or, if none has ``set_epoch``, of the dataset.
+        """Set the epoch of the next pass and of the samplers, or of the dataset if no sampler has ``set_epoch``.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -432,12 +433,12 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """Dataloader without its first batches, which are still read; see `skip_first_batches`.
+    """Dataloader that skips its first batches, which are still read; see `skip_first_batches`.
 
     Args:
         dataset: Dataset from which samples are read.
         skip_batches: Number of batches to skip.
-        use_stateful_dataloader: Whether to build torchdata's dataloader.
+        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
         kwargs: Arguments of the ``DataLoader``.
     """
 
@@ -485,20 +486,21 @@ def prepare_data_loader(
     Args:
         dataloader: A ``DataLoader``.
         device: Device to which batches are moved if ``put_on_device`` is set.
-        num_processes: Number of ranks that share the batches. Default: all.
+        num_processes: Number of ranks that share the batches. Default: the world size.
         process_index: Rank whose share is read. Default: the rank of this process.
         split_batches: Whether the ranks share each batch, so that the dataloader's batch size is the global one.
         put_on_device: Whether to move batches to ``device``.
-        rng_types: RNG states that all ranks take from rank zero before each iteration.
+        rng_types: RNG states that are copied from rank zero before each pass; see `synchronize_rng_states`.
         dispatch_batches: Whether only rank zero reads. Default: True for an ``IterableDataset`` with ``put_on_device``,
             else False.
         even_batches: Whether to fill the last batches with samples from the beginning.
         slice_fn_for_dispatch: See `DataLoaderDispatcher`.
         use_seedable_sampler: Whether to draw a random order with `SeedableRandomSampler`.
-        data_seed: Seed of that sampler.
+        data_seed: Seed of the `SeedableRandomSampler`. Default: the seed of torch's generator.
         non_blocking: Whether to move batches without waiting for the copy.
         use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
-        torch_device_mesh: Ranks that differ only in its dimensions ``"tp"`` and ``"cp"`` read the same batches.
+        torch_device_mesh: Device mesh. Ranks that differ only in the dimensions ``"tp"`` and ``"cp"`` read equal
+            batches.
 
     Raises:
         ValueError: If the batch size cannot be split, or ``dispatch_batches`` is set without ``put_on_device``.
@@ -543,7 +545,7 @@ def _decide_dispatch(dataloader: Any, dispatch_batches: bool | None, put_on_devi
 
 
 def _place(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
-    """Return the rank and the number of ranks that share the batches."""
+    """Return this process's index among the ranks that share the batches, and the number of these ranks."""
     state = PartialState()
     count = state.num_processes if num_processes is None else num_processes
     rank = state.process_index if process_index is None else process_index
@@ -603,7 +605,7 @@ def _copy_settings(dataloader: Any) -> dict[str, Any]:
 
 
 def _place_in_mesh(mesh: Any, rank: int) -> tuple[int, int]:
-    """Return the rank and the number of ranks with different data."""
+    """Return this process's index among the ranks that read different batches, and the number of these ranks."""
 
     def measure(*names: str) -> int:
         return math.prod(mesh[name].size() for name in names if name in mesh.mesh_dim_names)
@@ -639,7 +641,7 @@ def _shard_stream(dataloader: Any, count: int, rank: int, split_batches: bool) -
 
 
 def _seed_generator(sampler: Any) -> torch.Generator | None:
-    """Return the generator of a sampler, created and seeded from torch's if missing; None if it cannot have one."""
+    """Return a sampler's generator, or None if the sampler cannot have one. A new generator is seeded from torch's."""
     if not hasattr(sampler, "generator"):
         return None
     if sampler.generator is None:

@@ -62,7 +62,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the batch size of ``data``, or None if it contains no tensor.
+    """Return the batch size of ``data``, or None if ``data`` contains no tensor, or only 0-d tensors.
 
     Args:
         data: Tensors in nested dicts, lists and tuples.
@@ -87,7 +87,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
     Args:
         tensor: A tensor, or tensors in nested dicts, lists and tuples, each with ``batch_size`` rows.
-        batch_size: The number of rows.
+        batch_size: The current number of rows.
         num_processes: The divisor of the new number of rows.
         dim: The dimension of the rows.
     """
@@ -120,13 +120,13 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
 
 
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a collective to compare shapes of all ranks first, if ``ACCELERATE_DEBUG_MODE`` is set.
+    """Decorate a collective to compare tensor shapes across ranks first if ``ACCELERATE_DEBUG_MODE`` is set.
 
     Args:
         function: Collective to decorate.
 
     Raises:
-        DistributedOperationException: On every rank, if the shapes differ.
+        DistributedOperationException: On every rank, if shapes or device types differ.
     """
 
     @wraps(function)
@@ -149,7 +149,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an operation to be named in a `DistributedOperationException` that is raised inside it.
+    """Decorate an operation so that a `DistributedOperationException` raised inside the operation names it.
 
     Args:
         function: Operation to decorate.

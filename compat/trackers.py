@@ -1,4 +1,4 @@
-"""Accelerate's helpers for trackers."""
+"""Functions of Accelerate that select trackers, and a decorator for methods of trackers."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def get_available_trackers() -> list[LoggerType]:
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
-    """Return the trackers in ``log_with`` without duplicates. ``"all"`` selects all that are installed.
+    """Return the trackers in ``log_with`` without duplicates. ``"all"`` selects all installed trackers.
 
     Args:
-        log_with: Names, members of `LoggerType`, trackers, or a list of them.
+        log_with: A name, a member of `LoggerType`, a tracker, or a list of these.
         logging_dir: Folder for trackers that write files.
 
     Raises:

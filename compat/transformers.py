@@ -37,7 +37,7 @@ _BY_THE_SCRIPT = (
     *("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing"),
     *("activation_checkpointing_kwargs",),
 )
-"""Fields that are not the Trainer's: the script's, the dataloaders', the task's."""
+"""Fields that the script, the dataloaders or the task use, not the Trainer."""
 
 _WITHOUT_EFFECT = (
     *("log_level", "log_level_replica", "log_on_each_node", "logging_nan_inf_filter", "logging_first_step"),
@@ -48,7 +48,7 @@ _WITHOUT_EFFECT = (
     *("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
     *("enable_jit_checkpoint", "length_column_name"),
 )
-"""Fields without effect: numbers are exact over all tokens and ranks, and everything is saved."""
+"""Fields without effect: metrics are exact over all tokens and ranks, and checkpoints are always complete."""
 
 _REFUSED = {
     "push_to_hub": "call task.save_pretrained(folder) after fit, and upload the folder",
@@ -68,7 +68,7 @@ _REFUSED = {
     "optim_args": "override configure_optimizers of the task",
     "optim_target_modules": "override configure_optimizers of the task",
 }
-"""Fields that are refused unless they have their default, with the replacement."""
+"""Fields that raise an error unless they have their default value, with their replacements."""
 
 _DEFAULT_TIMEOUT = 1800  # seconds
 
@@ -166,7 +166,7 @@ def task_arguments(args: Any) -> dict[str, Any]:
 
 
 def _read(args: Any, name: str) -> Any:
-    """Return a field, or the value of an enum's member."""
+    """Return the value of a field, or None if it is missing. A member of an enum is replaced by its value."""
     value = getattr(args, name, None)
     return getattr(value, "value", value)
 
@@ -217,10 +217,11 @@ def _count_accumulated(args: Any) -> int:
 
 
 def _read_steps(args: Any, name: str) -> int:
-    """Return a number of optimizer steps.
+    """Return a field that is a number of optimizer steps.
 
     Raises:
-        ValueError: If the field is a fraction of the run, whose length only the dataloader determines.
+        ValueError: If the field is not a whole number of at least 1. A fraction of the run is not supported, because
+            only the dataloader determines the length of the run.
     """
     value = getattr(args, name)
     if not 0 < value < math.inf or value != int(value):

@@ -146,7 +146,7 @@ class Accelerator(Process):
         precision: The dtypes of weights and computation.
         models, optimizers, schedulers, loaders: The prepared objects, in the order in which they were prepared.
         accumulation: Gradient accumulation over the micro-batches of an optimizer step.
-        checkpointer: Saves and loads checkpoints.
+        checkpointer: The object that saves and loads checkpoints.
         tracking: The trackers that ``log_with`` named.
         rng: The RNG state that ranks share, and the stream from which the order of the data is drawn.
         watchdog: Monitor that ends the run if a rank hangs, or None.
@@ -338,12 +338,10 @@ class Accelerator(Process):
 
         Args:
             model: The user's module. A prepared one is wrapped again if its set of trainable parameters has changed.
-            device_placement: Whether to move the model. If False, the model must already be on the device. Default: the
-                Accelerator's ``device_placement``.
+            device_placement: If False, the model must be on the device already. Default: the Accelerator's setting.
             evaluation_mode: Move the model, but do not wrap it for training.
             step: Name of the method that returns the training loss, if not ``forward``; call it through `method`.
-            by_hand: Wrap the model for manual optimization: gradients are reduced when an optimizer steps, not in the
-                backward pass. Call its methods through `local_method`.
+            by_hand: Reduce gradients in optimizer steps, not in backward passes; call methods through `local_method`.
             by_parts: Compile the submodules and not the model itself, for loops that call methods other than
                 ``forward``.
 
@@ -390,10 +388,10 @@ class Accelerator(Process):
     def compare_settings(self, settings: Mapping[str, Any] | None = None) -> None:
         """Check that all ranks have the same settings.
 
-        Called automatically when the first model or loader is prepared.
+        This method is called automatically when the first model or loader is prepared.
 
         Args:
-            settings: The values to compare. Default: the Accelerator's own arguments.
+            settings: The values to compare, by name. Default: the Accelerator's own arguments.
 
         Raises:
             ValueError: If settings differ. Every rank raises the error, which lists these settings, their values and
@@ -559,16 +557,16 @@ class Accelerator(Process):
         Until the first batch, random draws of the script (a split of the data, initial weights) are therefore the same
         on all ranks. With the first batch, `draw_apart` is called.
 
-        Called automatically when the first loader is prepared. Call it yourself for a new run with the same
-        Accelerator.
+        This method is called automatically when the first loader is prepared. Call it yourself for a new run with the
+        same Accelerator.
         """
         self.rng.start(self.dataloader_config.data_seed)
 
     def draw_apart(self) -> None:
         """Give each rank its own RNG state, so that dropout does not drop the same units on every rank.
 
-        Ranks that process the same sample together keep the same RNG state. Called automatically with the first batch
-        of a prepared loader.
+        Ranks that process the same sample together keep the same RNG state. This method is called automatically with
+        the first batch of a prepared loader.
         """
         self.rng.draw_apart()
 
@@ -607,7 +605,7 @@ class Accelerator(Process):
             TypeError: If ``joinables`` is not a list of models and optimizers, or if ``even_batches`` is not a bool or
                 None.
             ValueError: If a model is not prepared, or if ``backward(weight=...)`` is called on a batch that does not
-                come from a prepared DataLoader, because a rank without further batches passes no weight.
+                come from a prepared DataLoader. A rank without further batches could not pass its weight.
 
         Example:
             >>> import torch, treadle
@@ -638,7 +636,7 @@ class Accelerator(Process):
 
         Args:
             model: A prepared model.
-            name: The name of the method.
+            name: The method's name, such as ``"generate"``.
         """
         return self.strategy.method(model, name)
 
@@ -647,7 +645,7 @@ class Accelerator(Process):
 
         Args:
             model: A prepared model.
-            name: The name of the method.
+            name: The method's name, such as ``"generate"``.
         """
         return self.strategy.local_method(model, name)
 
@@ -777,13 +775,13 @@ class Accelerator(Process):
     ) -> None:
         """Run the backward pass of one micro-batch, with the loss weighted and scaled.
 
-        Pass the plain mean loss. It is weighted by the number of samples that the loader put into the micro-batch, so
-        that the gradient of the step is the mean over the samples of the group on all processes.
+        Pass the plain mean loss. It is weighted by the number of samples that the loader put into the micro-batch. The
+        gradient of the step is therefore the mean over all samples of the group on all processes.
 
         Args:
-            loss: 0-d tensor.
-            weight: The number of items, such as tokens, over which the loss is averaged; not needed if they are the
-                samples. The gradient of the step is then the mean over all items. Pass it in every micro-batch of a
+            loss: The mean loss of the micro-batch, as a 0-d tensor.
+            weight: The number of items, such as tokens, over which the loss is averaged; not needed if the items are
+                the samples. The gradient of the step is then the mean over all items. Pass it in every micro-batch of a
                 group, or in none.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
             kwargs: Arguments of ``Tensor.backward``.
@@ -797,7 +795,7 @@ class Accelerator(Process):
 
         Args:
             parameters: The parameters whose gradients are clipped.
-            max_norm: The largest norm.
+            max_norm: The norm to which gradients with a larger total norm are scaled down.
             norm_type: The p of the p-norm; ``inf`` is the maximum norm. Default: 2.
 
         Returns:
@@ -920,8 +918,8 @@ class Accelerator(Process):
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` before `save_state` writes.
 
-        State that the hook removes from ``weights`` is not saved. Files that it writes to ``output_dir`` become part of
-        the checkpoint.
+        ``models`` and ``weights`` are lists of the prepared models and of their state dicts. State that the hook
+        removes from ``weights`` is not saved. Files that it writes to ``output_dir`` become part of the checkpoint.
 
         Args:
             hook: The function to call.
@@ -976,7 +974,8 @@ class Accelerator(Process):
             The path of the checkpoint.
 
         Raises:
-            ValueError: If no directory is given, or if the call is inside an accumulation group.
+            ValueError: If ``output_dir`` is missing without automatic naming, or if the call is inside an accumulation
+                group.
             TypeError: If a state is not plain data.
             OSError: If a disk operation fails. The files of the attempt are removed, and an earlier checkpoint at this
                 path remains.
@@ -1160,7 +1159,7 @@ class Accelerator(Process):
 
         Args:
             project_name: The project that the run belongs to.
-            config: The configuration of the run by name, which trackers store.
+            config: The values of the run's configuration by name. Trackers store this configuration.
             init_kwargs: Further arguments of the loggers, by the tracker's name.
 
         Raises:
@@ -1190,7 +1189,7 @@ class Accelerator(Process):
         """Return a tracker by name.
 
         Args:
-            name: The tracker's name.
+            name: The tracker's ``name``, such as ``"wandb"`` for ``log_with="wandb"``.
             unwrap: Return the underlying object that the tracker writes with. On processes where the tracker is not
                 called, return an object whose methods have no effect.
 

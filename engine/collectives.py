@@ -43,7 +43,7 @@ def check_equal_shapes(name: str, value: Any, world: World) -> None:
 
     Args:
         name: The name of the call, for the error.
-        value: The value of this rank.
+        value: The value that this rank passes to the call.
         world: The processes that take part.
 
     Raises:
@@ -136,9 +136,9 @@ class _AllGather(torch.autograd.Function):
     """Autograd function that stacks the tensors of all processes.
 
     The gradient of each tensor is the sum over the losses of all processes. DDP and FSDP average the parameters'
-    gradients over the processes. The gradient of a run is therefore that of the mean of the processes' losses, each of
-    which is a function of all tensors. If each process computes the loss of the whole global batch, this gradient
-    equals that of a single process with the whole batch, and no correction factor is needed.
+    gradients over the processes. A run therefore follows the gradient of the processes' mean loss, in which each loss
+    may depend on all tensors. If each process computes the loss of the whole global batch, this gradient equals that of
+    a single process with the whole batch, and no correction factor is needed.
     """
 
     @staticmethod

@@ -65,8 +65,8 @@ class ProjectConfiguration:
     """Directories of a run and names of its checkpoints.
 
     Args:
-        project_dir: Directory of the run.
-        logging_dir: Directory of the trackers. Default: ``project_dir``.
+        project_dir: Directory for the files of the run. Default: none.
+        logging_dir: Directory for the files of the trackers. Default: ``project_dir``.
         automatic_checkpoint_naming: Let `Accelerator.save_state` name checkpoints
             ``project_dir/checkpoints/checkpoint_N``.
         total_limit: The number of automatically named checkpoints to keep; the oldest is deleted once a new one is
@@ -100,7 +100,7 @@ class ProjectConfiguration:
         """Set ``project_dir``, and ``logging_dir`` if it is None.
 
         Args:
-            project_dir: Directory of the run.
+            project_dir: Directory for the files of the run, or None.
         """
         self.project_dir = project_dir
         if self.logging_dir is None:
@@ -256,7 +256,7 @@ class ProfileKwargs(KwargsHandler):
     Args:
         activities: A list of ``"cpu"``, ``"cuda"`` and ``"xpu"``. Default: those that this machine has.
         schedule_option: Arguments of ``torch.profiler.schedule``: ``{"wait": 1, "warmup": 1, "active": 3, ...}``.
-        on_trace_ready: Called with the profiler when a trace is ready.
+        on_trace_ready: Function that is called with the profiler whenever a trace is ready.
         record_shapes: Record the shapes of the operators' inputs.
         profile_memory: Record allocations.
         with_stack: Record the source lines of operators.
@@ -493,7 +493,7 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
     """Return the handlers by kind (autocast, scaler, group, profile, replicas), with None for a missing handler.
 
     Args:
-        handlers: The value of ``kwargs_handlers``.
+        handlers: The Accelerator's ``kwargs_handlers``, or None.
 
     Raises:
         ValueError: If two handlers are of one kind.
@@ -632,7 +632,7 @@ def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batc
     """Return the loader settings of ``config``, with ``split_batches`` applied.
 
     Args:
-        config: The user's settings.
+        config: The user's settings, or None.
         split_batches: The Accelerator's argument. True overrides the setting of ``config``.
     """
     config = config or DataLoaderConfiguration()
@@ -645,7 +645,7 @@ def resolve_project(
     """Return the project configuration, with ``directory`` applied.
 
     Args:
-        config: The user's settings.
+        config: The user's settings, or None.
         directory: The Accelerator's ``project_dir``, or None.
 
     Raises:
@@ -668,7 +668,7 @@ def resolve_precision(mixed_precision: Any, autocast: AutocastKwargs | None) -> 
 
     Args:
         mixed_precision: A name that `Precision.parse` accepts.
-        autocast: The user's autocast settings.
+        autocast: The user's autocast settings, or None.
 
     Raises:
         ValueError: If the name is unknown.
@@ -689,7 +689,7 @@ def build_scaler(
     """Return torch's gradient scaler, or None if the precision does not need one or the handler disables it.
 
     Args:
-        scaling: The user's settings.
+        scaling: The user's settings of the gradient scaler, or None.
         precision: The precision of the run.
         device: The device to compute on.
     """
@@ -701,7 +701,7 @@ def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) 
     """Return ``plugin``, or the accumulation settings for ``steps`` micro-batches.
 
     Args:
-        plugin: The user's settings.
+        plugin: The user's ``gradient_accumulation_plugin``, or None.
         steps: Micro-batches per optimizer step.
 
     Raises:
@@ -722,8 +722,8 @@ def resolve_compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> Torch
     """Return ``plugin``, or the compilation settings for ``backend``.
 
     Args:
-        plugin: The user's settings.
-        backend: A backend of ``torch.compile``.
+        plugin: The user's ``dynamo_plugin``, or None.
+        backend: The user's ``dynamo_backend``, or None.
 
     Raises:
         ValueError: If ``plugin`` and ``backend`` are both set, or if torch does not have the backend.

@@ -202,7 +202,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
     """Return a wrapper of ``model_forward`` that converts its half-precision outputs to float32.
 
     Args:
-        model_forward: The function to wrap.
+        model_forward: The ``forward`` of a model, or any other function.
     """
 
     @wraps(model_forward)

@@ -214,7 +214,7 @@ class Process:
         return None
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce tensors over the processes.
+        """Reduce tensors over the processes to their sum, mean, maximum or minimum.
 
         Args:
             tensor: A tensor, or tensors nested in collections, with the same shapes on all processes.
@@ -412,7 +412,7 @@ class PartialState(Process):
     an existing process group if there is one. Otherwise, it connects the processes that a launcher started.
 
     Args:
-        cpu: Compute on the CPU.
+        cpu: Compute on the CPU even if there is a GPU. Default: False.
         kwargs: Settings of the process group: ``backend`` (``"gloo"`` or ``"nccl"``) and ``timeout`` (a ``timedelta``,
             a dict of its arguments, or ``"DD:HH:MM:SS"``).
 
@@ -503,8 +503,9 @@ class AcceleratorState(PartialState):
     ``AcceleratorState()`` describes the latest Accelerator. Without an Accelerator, it has default values.
 
     Args:
-        mixed_precision: Precision to report, as for the Accelerator. Default: that of the latest Accelerator.
-        cpu: Compute on the CPU.
+        mixed_precision: Precision to report, under one of the Accelerator's names, such as ``"bf16"``. Default: that of
+            the latest Accelerator.
+        cpu: Compute on the CPU even if there is a GPU. Default: False.
         kwargs: Further arguments of `PartialState`.
 
     Attributes:

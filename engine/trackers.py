@@ -147,7 +147,7 @@ class TensorBoardTracker(LoggerTracker):
     """Tracker that writes TensorBoard event files below ``logging_dir/run_name``.
 
     Args:
-        run_name: The name of the project.
+        run_name: The project's name, passed to `Accelerator.init_trackers`.
         logging_dir: The parent directory; each project has a subdirectory in it.
         kwargs: Further arguments of `treadle.loggers.TensorBoardLogger`.
     """
@@ -182,7 +182,7 @@ class WandBTracker(RunTracker):
     """Tracker for a run of Weights & Biases.
 
     Args:
-        run_name: The name of the project.
+        run_name: The project's name, passed to `Accelerator.init_trackers`.
         kwargs: Further arguments of `treadle.loggers.WandbLogger`.
     """
 
@@ -220,7 +220,7 @@ class WandBTracker(RunTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Upload a table, given by columns and rows or by a data frame.
+        """Upload a table, passed as columns and rows or as a data frame.
 
         Args:
             table_name: The name of the table.
@@ -244,7 +244,7 @@ class MLflowTracker(LoggerTracker):
     """Tracker for a run of MLflow.
 
     Args:
-        experiment_name: The name of the project.
+        experiment_name: The project's name, passed to `Accelerator.init_trackers`.
         logging_dir: A local directory for the runs. Default: that of `treadle.loggers.MLFlowLogger`.
         kwargs: Further arguments of `treadle.loggers.MLFlowLogger`, such as ``run_name``, ``run_id``, ``tags``.
     """
@@ -306,7 +306,7 @@ class CometMLTracker(RunTracker):
     """Tracker for an experiment of Comet.
 
     Args:
-        run_name: The name of the project.
+        run_name: The project's name, passed to `Accelerator.init_trackers`.
         kwargs: Further arguments of `treadle.loggers.CometLogger`, which accepts those of ``comet_ml.start``.
     """
 
@@ -373,7 +373,7 @@ class ClearMLTracker(RunTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Upload a table, given by columns and rows or by a data frame.
+        """Upload a table, passed as columns and rows or as a data frame.
 
         Args:
             table_name: The name of the table.
@@ -402,7 +402,7 @@ class SwanLabTracker(RunTracker):
     """Tracker for a run of SwanLab.
 
     Args:
-        run_name: The name of the project.
+        run_name: The project's name, passed to `Accelerator.init_trackers`.
         kwargs: Further arguments of `treadle.loggers.SwanLabLogger`, which accepts those of ``swanlab.init``.
     """
 
@@ -436,7 +436,7 @@ class TrackioTracker(RunTracker):
     """Tracker for a run of Trackio.
 
     Args:
-        run_name: The name of the project.
+        run_name: The project's name, passed to `Accelerator.init_trackers`.
         kwargs: Further arguments of `treadle.loggers.TrackioLogger`, which accepts those of ``trackio.init``.
     """
 
@@ -663,7 +663,7 @@ class Trackers:
         """Return a started tracker by name.
 
         Args:
-            name: The name of the tracker.
+            name: The tracker's ``name``, such as ``"wandb"``.
             unwrap: Return the object that the tracker writes with instead of the tracker.
         """
         for tracker in self.started:

@@ -43,7 +43,7 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
 
     Args:
         name: Name of the flag, for messages.
-        limit: The checked limit.
+        limit: Result of `check_limit`: a number of batches (int) or a fraction (float).
         total: Number of batches, or None if the dataloader has no length.
 
     Raises:
@@ -100,7 +100,7 @@ def check_directory(name: str, value: Any) -> str:
 
     Args:
         name: Name of the flag, for messages.
-        value: Value of the flag.
+        value: Path of the directory, or None.
 
     Raises:
         TypeError: If the value is not a path.
@@ -113,10 +113,10 @@ def check_clipping(name: str, value: float | None) -> float | None:
 
     Args:
         name: Name of the flag, for messages.
-        value: Value of the flag.
+        value: Maximum norm or absolute value of the gradients; 0 or None disables clipping.
 
     Raises:
-        ValueError: If the value is invalid.
+        ValueError: If the value is not a number, or is negative.
     """
     if value is None or (value == 0 and not isinstance(value, bool)):
         return None
@@ -128,10 +128,10 @@ def check_batches(name: str, value: int | bool) -> int:
 
     Args:
         name: Name of the flag, for messages.
-        value: Value of the flag.
+        value: Number of batches, or a bool.
 
     Raises:
-        TypeError, ValueError: If the value is invalid.
+        ValueError: If the value is neither a bool nor an integer of at least 0.
     """
     return int(value) if isinstance(value, bool) else check_int(name, value, 0)
 
@@ -141,7 +141,7 @@ def check_interval(name: str, value: int | float | None) -> int | float:
 
     Args:
         name: Name of the flag, for messages.
-        value: Value of the flag.
+        value: Number of batches (int), a fraction (float), or None for 1.0.
 
     Raises:
         ValueError, TypeError: If the value is invalid; the message states the flag, its value and the rule.
@@ -152,15 +152,15 @@ def check_interval(name: str, value: int | float | None) -> int | float:
 
 
 def check_epochs(name: str, value: int | None, interval: int | float | None) -> int | None:
-    """Return a number of epochs. None counts batches across epochs, which needs an interval in batches or in time.
+    """Return a valid ``check_val_every_n_epoch``. None counts batches across epochs, not from the start of each epoch.
 
     Args:
         name: Name of the flag, for messages.
-        value: Value of the flag.
+        value: Number of epochs between validations, or None.
         interval: ``val_check_interval``; None if it is a duration.
 
     Raises:
-        ValueError: If the value is invalid; the message states the flag, its value and the rule.
+        ValueError: If the value is not an integer of at least 1, or it is None and ``interval`` is a fraction.
     """
     if value is not None:
         return check_int(name, value, 1)
@@ -241,7 +241,7 @@ _ABSENT = {
 
 
 def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:
-    """Raise a TypeError that names all arguments that the Trainer does not accept.
+    """Raise a TypeError for arguments that the Trainer does not accept; the message names each with advice.
 
     Args:
         arguments: The unknown arguments by name.
@@ -259,12 +259,12 @@ def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, An
     """Return the flags that differ from their defaults, by name.
 
     Args:
-        arguments: All arguments of the Trainer's constructor by name, and those that it does not have under
-            ``"unknown"``.
+        arguments: All arguments passed to the Trainer's constructor, by name. Those that it does not accept are in a
+            dict under ``"unknown"``.
         defaults: Default of each constructor argument, by name.
 
     Raises:
-        TypeError: If ``"unknown"`` holds an argument.
+        TypeError: If the dict under ``"unknown"`` is not empty.
     """
     defaults = defaults or {}
     refuse_unknown(arguments["unknown"], defaults)
@@ -292,9 +292,9 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
     """Return the precision and ``sync_batchnorm`` that ``plugins`` or the flags of the same names set.
 
     Args:
-        plugins: The flag ``plugins``.
-        precision: The flag ``precision``.
-        sync_batchnorm: The flag ``sync_batchnorm``.
+        plugins: Value of the flag ``plugins``: one object, several or None.
+        precision: Value of the flag ``precision``; None if it is not set.
+        sync_batchnorm: Value of the flag ``sync_batchnorm``.
 
     Raises:
         TypeError: If an object is not a plugin.
@@ -327,7 +327,7 @@ def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:
 
     Args:
         strategy: Strategy of the run.
-        enabled: The flag ``sync_batchnorm``.
+        enabled: Value of the flag ``sync_batchnorm``.
 
     Raises:
         ValueError: If a strategy with several processes does not support it.

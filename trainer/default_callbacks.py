@@ -37,7 +37,7 @@ def choose_callbacks(
     """Return the requested callbacks, and the default callback of each kind that is enabled and missing.
 
     Args:
-        requested: One callback, several or None.
+        requested: Callbacks that the user passed: one, several or None.
         checkpointing: Whether to add a `ModelCheckpoint`; None means True.
         progress_bar: Whether to add a `TQDMProgressBar`; None means True.
         model_summary: Whether to add a `ModelSummary`; None means True.
@@ -118,7 +118,7 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
 
     Args:
         requested: A bool, None, one `Logger`, or several.
-        root: Directory of a default logger.
+        root: Directory in which the default logger writes.
         silent: Replace the loggers with one that stores nothing.
 
     Raises:

@@ -38,7 +38,7 @@ class LightningAliases:
 
     @property
     def node_rank(self) -> int:
-        """Rank of this machine."""
+        """Rank of this machine among the machines of the run, from 0."""
         return self._trainer.accelerator.world.node_rank
 
     @property
@@ -88,7 +88,7 @@ class LightningAliases:
 
     @property
     def _running_stage(self) -> RunningStage | None:
-        """Current activity, or None."""
+        """Current activity; None between stages."""
         trainer = self._trainer
         if trainer.stage != "fit":
             return None if trainer.stage is None else RunningStage(trainer.stage)

@@ -8,7 +8,7 @@ from lightning_utilities.core.enums import StrEnum
 
 
 class TrainerStatus(StrEnum):
-    """Status of the last stage."""
+    """Status of the Trainer's current or last stage."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -52,10 +52,10 @@ class RunningStage(StrEnum):
 
 @dataclass
 class TrainerState:
-    """State of a Trainer.
+    """State of a Trainer, in Lightning's form; see `Trainer.state`.
 
     Attributes:
-        status: Status of the last stage.
+        status: Status of the current or last stage.
         fn: The current or last entry point; None before the first.
         stage: The current activity; None between stages.
     """

@@ -73,14 +73,16 @@ class Trainer(LightningAliases):
         num_nodes: Number of machines. Default: 1.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``, or
             ``"float8"``: bf16-mixed with linear layers that multiply in float8 (needs ``treadle[quantization]``).
+            Default: ``"32-true"``.
         logger: True (TensorBoard), False, a `Logger`, or several. Default: True.
-        callbacks: One callback or several.
+        callbacks: A `Callback`, or several, whose hooks run during the stages. Default: none.
         fast_dev_run: Run this many batches (True: one) of each stage, without loggers and checkpoints. Default: False.
         max_epochs: Epochs to train; -1 sets no limit. Default: 1000 if no other flag limits the run, else no limit.
-        min_epochs: Epochs that must complete before an early stop takes effect.
+        min_epochs: Epochs that must complete before an early stop takes effect. Default: 0.
         max_steps: Optimizer steps to train; -1 sets no limit. Default: -1.
-        min_steps: Optimizer steps that must complete before an early stop takes effect.
-        max_time: Time limit of the training: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments.
+        min_steps: Optimizer steps that must complete before an early stop takes effect. Default: 0.
+        max_time: Time limit of the training: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments. Default: no
+            limit.
         limit_train_batches: Batches per epoch on each process: a number (int) or a fraction (float). Default: all.
         limit_val_batches: The same for validation.
         limit_test_batches: The same for testing.
@@ -92,7 +94,8 @@ class Trainer(LightningAliases):
             1.0.
         check_val_every_n_epoch: Validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
             Default: 1.
-        num_sanity_val_steps: Validation batches to run before training; -1 runs all. Default: 2.
+        num_sanity_val_steps: Batches of each validation dataloader to run before training, to find errors early; -1
+            runs all. Default: 2.
         log_every_n_steps: Optimizer steps between writes to the loggers; 0 writes none. Default: 50.
         enable_checkpointing: Add a `ModelCheckpoint` if ``callbacks`` has none. Default: True.
         enable_progress_bar: Add a `TQDMProgressBar` if ``callbacks`` has no progress bar. Default: True.
@@ -103,8 +106,10 @@ class Trainer(LightningAliases):
         gradient_clip_val: Maximum norm or absolute value of the gradients in each optimizer step; None or 0 disables
             clipping.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
-        deterministic: Use deterministic algorithms only; ``"warn"`` warns about operations without one.
-        benchmark: Let cuDNN benchmark its algorithms.
+        deterministic: Use deterministic algorithms only; ``"warn"`` warns about operations without one. Default:
+            torch's current setting.
+        benchmark: Let cuDNN measure its algorithms and use the fastest. Default: False if ``deterministic`` is set,
+            else torch's current setting.
         float32_matmul_precision: Precision of float32 matrix products: ``"highest"``, ``"high"`` or ``"medium"``. The
             latter two use fewer bits (TF32 or bfloat16 on GPUs that support it) and are several times faster. The
             setting applies to the whole process. Default: the current setting, ``"highest"`` unless the script has
@@ -118,16 +123,20 @@ class Trainer(LightningAliases):
         detect_anomaly: Report the operation that produced a NaN gradient. This slows training down. Default: False.
         barebones: Disable everything that adds overhead: logging, checkpoints, progress bar, summary and sanity check.
             Default: False.
-        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a `Profiler`.
+        profiler: Measure the time of the calls in each stage: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a
+            `Profiler`. Default: no profiling.
         compile: Compile the model's modules; a dict passes arguments to ``torch.compile``. Default: False.
-        plugins: A `Precision`, or ``TorchSyncBatchNorm()``; one or several.
+        plugins: A `Precision` instead of ``precision``, ``TorchSyncBatchNorm()`` instead of ``sync_batchnorm``, or both
+            in a list. Default: none.
         enable_autolog_hparams: Send hyperparameters to the loggers when a stage begins. Default: True.
         default_root_dir: Folder for logs and checkpoints for which no other folder is set. Default: the working
             directory.
-        on_nonfinite: Policy for a loss or a gradient that is not finite on any process: ``"raise"`` (on accelerators
-            one step later), ``"skip"`` the step on all processes (which synchronizes with the device in every step), or
-            ``"ignore"``. With float16, the loss scaler handles gradients. Default: ``"raise"``.
-        timeout: Time that a rank may spend without progress, in the forms of ``max_time``; see `Accelerator`.
+        on_nonfinite: Policy for a loss or a gradient that is not finite on any process. ``"raise"`` raises an error,
+            one step later on accelerators. ``"skip"`` skips the step on all processes, and synchronizes with the device
+            in every step. ``"ignore"`` disables the check. With float16, the loss scaler handles gradients. Default:
+            ``"raise"``.
+        timeout: Time that a rank may spend without progress before the run is ended, in the forms of ``max_time``; see
+            `Accelerator`.
         grace: Time that a stage may take to end after a signal, in the forms of ``max_time``. After that, all ranks
             exit, even if a save is incomplete; the run then resumes from the latest complete checkpoint. Default: no
             limit.
@@ -506,9 +515,9 @@ class Trainer(LightningAliases):
         Args:
             filepath: Path of the checkpoint, a directory.
             weights_only: Save only the task's weights and hyperparameters. Default: False.
-            trainable_only: See `Accelerator.save_state`. Default: False.
-            blocking: See `Accelerator.save_state`. Default: True.
-            also: See `Accelerator.save_state`.
+            trainable_only: Omit frozen weights; see `Accelerator.save_state`. Default: False.
+            blocking: Wait until the checkpoint is written; see `Accelerator.save_state`. Default: True.
+            also: Further paths under which the checkpoint is saved; see `Accelerator.save_state`. Default: none.
 
         Raises:
             ValueError: If no stage has run, so there is no task to save; if an optimizer step is in progress and
@@ -544,12 +553,12 @@ class Trainer(LightningAliases):
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
+        """Number of processes in the run, on all machines."""
         return self.accelerator.num_processes
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process."""
+        """Rank of this process in the run, from 0."""
         return self.accelerator.process_index
 
     @property
@@ -564,12 +573,12 @@ class Trainer(LightningAliases):
 
     @property
     def precision(self) -> str:
-        """Name of the precision."""
+        """Name of the run's precision, such as ``"bf16-mixed"``."""
         return self.accelerator.precision.name
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Loss scaler of float16, or None if none is in use."""
+        """Gradient scaler of float16 precision; None if the run uses none."""
         return self.accelerator.scaler
 
     @property
@@ -706,7 +715,7 @@ class Trainer(LightningAliases):
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """First checkpoint callback that saves during a successful run; it is inactive with ``fast_dev_run``."""
+        """First `ModelCheckpoint`, preferably one that also saves without an error; inactive with ``fast_dev_run``."""
         callbacks = self.checkpoint_callbacks or [c for c in self.idle_callbacks if isinstance(c, ModelCheckpoint)]
         return min(callbacks, key=lambda callback: isinstance(callback, OnExceptionCheckpoint), default=None)
 
@@ -738,7 +747,7 @@ class Trainer(LightningAliases):
             log_to(self.task, before)
 
     def rewrap(self) -> None:
-        """Tell the strategy that the set of trained parameters has changed.
+        """Wrap the task with the strategy again after the set of trained parameters has changed.
 
         Call it between two steps, on all processes.
         """

@@ -29,7 +29,7 @@ def locate(trainer: Trainer) -> tuple[str, Any]:
 
 
 def find_directory(trainer: Trainer) -> Any:
-    """Return the run's folder.
+    """Return the run's folder, or the Trainer's ``default_root_dir`` if it has no folder.
 
     Args:
         trainer: The running Trainer.

@@ -35,7 +35,8 @@ class Averaging(Callback):
         """Create the averages, once the model is prepared for training.
 
         Raises:
-            ValueError: If the run does not support averaging, or another callback also averages.
+            ValueError: If another callback also averages weights, or if `resolve_averages_device` rejects the run or
+                ``device``.
         """
         names = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, Averaging)]
         if len(names) > 1:

@@ -21,7 +21,7 @@ def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str
 
     Args:
         template: Text with fields. A field is a name in braces, optionally with a format after a colon.
-        values: Values by name. A missing value counts as 0, with a warning.
+        values: Values for the fields, by name. A missing value counts as 0, with a warning.
         equals: Text between a field's name and its value; None omits the name. A ``/`` in the name becomes ``_``,
             because otherwise the checkpoint would end up in a subfolder.
 
@@ -95,7 +95,7 @@ class CheckpointFilenames:
     Attributes:
         template: Template of ranked checkpoints.
         template_of_last: Template of the latest checkpoint.
-        extension: Extension of each checkpoint.
+        extension: Extension of each name, such as ``".ckpt"``.
         separator: Text between a name and its version.
         equals: Text between a field's name and its value; None omits the name.
     """
@@ -115,7 +115,7 @@ class CheckpointFilenames:
         """Return the file name of a checkpoint, with values in the fields of the template.
 
         Args:
-            values: Values by name.
+            values: Values for the fields of the template, by name.
             template: Template to fill in. Default: the attribute ``template``.
             version: Number in a suffix such as ``-v1``; None adds no suffix. Default: None.
         """

@@ -172,10 +172,10 @@ def summarize(
 ) -> Summary:
     """Return a summary of a model's modules.
 
-    If the model has an ``example_input_array`` (a tensor, a list or tuple of arguments, or a dict of arguments by
-    name), the model is run on it once, in evaluation mode and without gradients, to record shapes and count operations.
-    The RNG state and the modules' modes are restored afterwards. A model with parameters that have no shape yet is not
-    run.
+    If the model has an ``example_input_array``, the model is run once with this input to record shapes and count
+    operations. The run is in evaluation mode and without gradients. The input may be a tensor, a list or tuple of
+    arguments, or a dict of arguments by name. The RNG state and the modules' modes are restored afterwards. A model
+    with parameters that have no shape yet is not run.
 
     Args:
         module: The model.

@@ -101,7 +101,7 @@ class DrawnBar(ProgressBar):
         raise NotImplementedError
 
     def _show_epoch(self, done: int, values: dict[str, Any]) -> None:
-        """Redraw the epoch's bar."""
+        """Redraw the epoch's bar after ``done`` batches, with the logged ``values``."""
         raise NotImplementedError
 
     def _close_epoch(self) -> None:
@@ -109,11 +109,11 @@ class DrawnBar(ProgressBar):
         raise NotImplementedError
 
     def _open_evaluation(self, kind: str, text: str, total: int | None) -> None:
-        """Draw the bar of an evaluation."""
+        """Draw the bar of an evaluation: ``"sanity"``, ``"validation"``, ``"test"`` or ``"predict"``."""
         raise NotImplementedError
 
     def _show_evaluation(self, done: int) -> None:
-        """Redraw the evaluation's bar."""
+        """Redraw the evaluation's bar after ``done`` batches."""
         raise NotImplementedError
 
     def _close_evaluation(self, done: int) -> None:
@@ -322,7 +322,7 @@ def is_terminal(stream: Any) -> bool:
     """Return whether a stream is a terminal.
 
     Args:
-        stream: The stream, or None.
+        stream: A text stream, such as ``sys.stderr``, or None.
     """
     try:
         return bool(stream.isatty())

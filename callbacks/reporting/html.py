@@ -53,7 +53,7 @@ class Page:
         ended_well: Whether the run succeeded; None if this is not known yet.
         notes: The announced settings, line by line.
         tiles: Key figures as text, by name.
-        charts: Lines of each chart by name, by title of the chart. A line consists of steps and values.
+        charts: For each chart, by title, its lines by name. A line consists of steps and values.
         times: For each activity, its duration in seconds and the seconds spent waiting for batches.
         tables: Rows of each table, by heading. A row consists of a name and a value.
         folded: Additional rows of the tables, by heading, with the label that unfolds them.
@@ -265,7 +265,7 @@ def make_chart_script(charts: Sequence[Chart]) -> str:
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """Return the name under which identical lines are drawn once; more than three names are abbreviated."""
+    """Return the joint name of identical lines, which are drawn once. More than three names are abbreviated."""
     return " = ".join(names) if len(names) <= 3 else f"{names[0]} = ... = {names[-1]} ({len(names)} are the same)"
 
 
@@ -327,7 +327,7 @@ def pad_range(low: float, high: float, logarithmic: bool) -> tuple[float, float]
 
 
 def choose_ticks(low: float, high: float, logarithmic: bool) -> list[float]:
-    """Return round numbers between the ends of an axis.
+    """Return the values at which an axis has ticks: round numbers between its ends.
 
     Args:
         low: Lower end of the axis.

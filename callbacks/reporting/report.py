@@ -26,10 +26,10 @@ class RunReport(BestEffortCallback):
     The page opens in any browser, without a server or a network. It shows the error that ended the run, if any, the
     curves of `trainer.history` with learning rates and throughput, and the time spent by activity. It also lists the
     announced settings, the checkpoints, the environment, and the hyperparameters of the trained task and data module.
-    The Trainer's flags are divided into those that were set and those with their default. If the run was profiled, the
-    page ends with the profile. Once training has begun, rank zero writes the page at the end of each stage, even if the
-    stage failed, and at the end of epochs and validations. The page therefore also exists for a run that is still
-    running or was killed.
+    The Trainer's flags are divided into those that were set and those with their default. With a `SimpleProfiler`, the
+    page of an ended run also shows the profile. Once training has begun, rank zero writes the page at the end of each
+    stage, even if the stage failed, and at the end of epochs and validations. The page therefore also exists for a run
+    that is still running or was killed.
 
     Args:
         dirpath: Folder of the page, or its URL. Default: the run's folder, as for `ModelCheckpoint`.
@@ -202,7 +202,7 @@ def describe_ending(trainer: Trainer, stage: str) -> str:
 
 
 def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str]:
-    """Return key figures by name. The rate excludes the given samples and seconds, which preceded this ``fit``."""
+    """Return key figures by name. The throughput excludes the ``samples`` and ``seconds`` before this ``fit``."""
     from .html import format_duration, format_number
 
     progress, history = trainer.progress, trainer.history
@@ -247,10 +247,14 @@ def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def find_best(trainer: Trainer) -> dict[str, Any] | None:
-    """Return the best value of a `ModelCheckpoint` or, if there is none, of an `EarlyStopping`; None without either.
+    """Return the best value that a `ModelCheckpoint` recorded or, without such a value, that of an `EarlyStopping`.
 
     Args:
         trainer: The Trainer.
+
+    Returns:
+        The entries ``"metric"``, ``"mode"`` and ``"value"``, and for a `ModelCheckpoint` also the path as
+        ``"checkpoint"``; None if neither callback has a best value.
     """
     for saved in trainer.checkpoint_callbacks:
         if saved.monitor and saved.best_model_score is not None:

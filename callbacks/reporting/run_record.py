@@ -88,7 +88,7 @@ class RunRecord(BestEffortCallback):
             self._safely(self._tell, trainer, {})
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Report the error immediately on every rank. Rank zero's error may only result from another rank's error."""
+        """Report the error immediately on every rank, because rank zero's error may result from another rank's."""
         self._end = describe_error(exception)
         self._safely(self._write, self._end, None)
 

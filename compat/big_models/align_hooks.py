@@ -72,7 +72,7 @@ class _MappedPiece:
 
 
 class AlignDevicesHook(ModelHook):
-    """Hook that moves a module's inputs to its device, and its weights, too, if they are offloaded.
+    """Hook that moves a module's inputs and its offloaded weights to the device on which the module runs.
 
     Args:
         execution_device: The device on which the module runs. Default: None, which moves nothing.
@@ -82,7 +82,7 @@ class AlignDevicesHook(ModelHook):
         offload_buffers: Whether to offload buffers, too, except non-persistent ones.
         place_submodules: Whether the hook also handles the weights of submodules.
         skip_keys: Names of keyword arguments, and of entries of the output, that are not moved.
-        tied_params_map: As in `set_module_tensor_to_device`.
+        tied_params_map: See `set_module_tensor_to_device`.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _goes_away(self, module: nn.Module, tensor: Tensor, name: str) -> bool:
-        """Return whether a tensor is offloaded."""
+        """Return whether the hook offloads a tensor: a parameter or, with ``offload_buffers``, a persistent buffer."""
         if isinstance(tensor, nn.Parameter):
             return True
         return self.offload_buffers and name not in get_non_persistent_buffers(module, self.place_submodules, fqns=True)
@@ -159,7 +159,7 @@ class AlignDevicesHook(ModelHook):
         set_tensor_by_names(module, names, stand_in)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Load the weights and move the inputs.
+        """Load the offloaded weights, and move the inputs to ``execution_device``.
 
         Args:
             module: The module that has the hook.
@@ -183,7 +183,7 @@ class AlignDevicesHook(ModelHook):
         return move(args, device, ()), move(kwargs, device, self._get_skip_keys())
 
     def _read(self, loan: Loan) -> Tensor:
-        """Return the values of an offloaded tensor. Modules that run at the same time share those of tied tensors."""
+        """Return an offloaded tensor's values. Modules that run at the same time share the values of tied tensors."""
         device = self._get_device()
         if self.tied_params_map is None:
             return loan.read(device)
@@ -196,7 +196,7 @@ class AlignDevicesHook(ModelHook):
         return copies[device]
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Release the weights and move the output.
+        """Release the offloaded weights and, with ``io_same_device``, move the output to the device of the inputs.
 
         Args:
             module: The module that has the hook.
@@ -265,9 +265,9 @@ def attach_execution_device_hook(
     Args:
         module: The module to start from.
         execution_device: The device on which the modules run.
-        skip_keys: As in `AlignDevicesHook`.
+        skip_keys: See `AlignDevicesHook`.
         preload_module_classes: Names of classes. The submodules of a module of such a class do not get hooks.
-        tied_params_map: As in `set_module_tensor_to_device`.
+        tied_params_map: See `set_module_tensor_to_device`.
     """
     if not hasattr(module, "_hf_hook") and module.state_dict():
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
@@ -293,15 +293,15 @@ def attach_align_device_hook(
 
     Args:
         module: The module to start from.
-        execution_device: As in `AlignDevicesHook`.
+        execution_device: See `AlignDevicesHook`.
         offload: Whether weights are offloaded except during the forward pass.
         weights_map: Values of offloaded weights by names that begin with ``module_name``.
         offload_buffers: Whether buffers are offloaded, too.
         module_name: The module's name in ``weights_map``.
-        skip_keys: As in `AlignDevicesHook`.
+        skip_keys: See `AlignDevicesHook`.
         preload_module_classes: Names of classes whose modules load all offloaded weights of their submodules when
             called.
-        tied_params_map: As in `set_module_tensor_to_device`.
+        tied_params_map: See `set_module_tensor_to_device`.
     """
     whole = offload and type(module).__name__ in (preload_module_classes or ())
     prefix = f"{module_name}." if module_name else ""
@@ -341,18 +341,18 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Add an `AlignDevicesHook` to each block that a map of devices or offloading names; without a map, to the model.
+    """Add an `AlignDevicesHook` to each block that a dict names. Without a dict, add hooks for the whole model.
 
     Args:
         module: The model to which hooks are added.
-        execution_device: The device on which the model runs, or devices by block name.
-        offload: Whether weights are offloaded except during the forward pass, for all blocks or by block name.
-        weights_map: As in `attach_align_device_hook`.
+        execution_device: The device on which the model runs, or a dict of devices by block name.
+        offload: Whether weights are offloaded except during the forward pass: a bool, or a dict of bools by block name.
+        weights_map: See `attach_align_device_hook`.
         offload_buffers: Whether buffers are offloaded, too.
-        module_name: The module's name in the maps.
-        skip_keys: As in `AlignDevicesHook`.
-        preload_module_classes: As in `attach_align_device_hook`.
-        tied_params_map: As in `set_module_tensor_to_device`.
+        module_name: Name of ``module``, with which block names and the names in ``weights_map`` begin.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: See `attach_align_device_hook`.
+        tied_params_map: See `set_module_tensor_to_device`.
     """
     shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     away: dict[str, Any] = {"weights_map": weights_map, "offload_buffers": offload_buffers, **shared}
@@ -456,7 +456,7 @@ def attach_layerwise_casting_hooks(
         module: The model to which hooks are added.
         storage_dtype: The dtype between forward passes.
         compute_dtype: The dtype during the forward pass.
-        skip_modules_pattern: Regular expressions that are searched in the names of modules to skip.
+        skip_modules_pattern: Regular expressions. A module is skipped if its name contains a match.
         skip_modules_classes: Classes of modules to skip.
         non_blocking: Whether to cast asynchronously, if possible.
     """

@@ -33,7 +33,7 @@ _QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes: moving o
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return whether a model is a peft model, even inside ``torch.compile`` or a wrapper with ``module``.
+    """Return whether a model is a ``PeftModel``, even in ``torch.compile`` or a wrapper with a ``module`` attribute.
 
     Args:
         model: The model to examine.
@@ -55,8 +55,8 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     """Return whether two devices are the same. An accelerator without an index has index 0.
 
     Args:
-        first_device: A device.
-        second_device: Another device.
+        first_device: The device to compare.
+        second_device: The device to compare with ``first_device``.
     """
     first, second = (
         (device.type, 0 if device.type != "cpu" and device.index is None else device.index)
@@ -66,10 +66,11 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Convert a size to bytes. Text may be ``"5MB"`` (10**6 bytes each), ``"1GiB"`` (2**30) or ``"8Gb"`` (bits).
+    """Convert a size to bytes.
 
     Args:
-        size: The size, in bytes or as text.
+        size: A number of bytes, or text such as ``"5MB"`` (5 * 10**6 bytes), ``"1GiB"`` (2**30 bytes) or ``"8Gb"`` (8 *
+            10**9 bits).
 
     Raises:
         ValueError: If the size is negative or cannot be parsed.
@@ -83,7 +84,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def dtype_byte_size(dtype: Any) -> float:
-    """Return the size of one element in bytes. As in Accelerate, it is 1/8 for bool, and a fraction for int4 and int2.
+    """Return the size of one element in bytes, as in Accelerate: 1/8 for bool, 1/2 for int4 and 1/4 for int2.
 
     Args:
         dtype: A ``torch.dtype`` or a member of `CustomDtype`.
@@ -101,7 +102,7 @@ def dtype_byte_size(dtype: Any) -> float:
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Return the identity of the memory of a tensor: device, address and size in bytes.
+    """Return the device, address and size in bytes of a tensor's storage, which identify the storage.
 
     Args:
         tensor: The tensor to identify.
@@ -113,7 +114,7 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over names and tensors of a module's parameters, then of its buffers. A tied tensor is yielded once.
+    """Yield the name and tensor of each parameter, then of each buffer. A tied tensor is yielded only once.
 
     Args:
         module: The module that has the tensors.
@@ -128,7 +129,7 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of the non-persistent buffers, which are not in the state dict.
+    """Return the names of a module's non-persistent buffers, which are not in the state dict.
 
     Args:
         module: The module that has the buffers.
@@ -237,7 +238,7 @@ def get_max_layer_size(
     A layer is a tensor, a module without submodules, or a module of a class that must not be split.
 
     Args:
-        modules: Modules and tensors by name.
+        modules: Pairs of a name and a module or tensor.
         module_sizes: The return value of `compute_module_sizes`.
         no_split_module_classes: Names of classes whose modules are not split.
     """
@@ -292,14 +293,14 @@ def set_module_tensor_to_device(
         device: The target device.
         value: The new values. Default: None, which keeps the current ones.
         dtype: The dtype to which ``value`` is converted, unless it contains integers. Default: the tensor's dtype.
-        fp16_statistics: Statistics of an 8-bit weight. Not supported.
+        fp16_statistics: Must be None, because statistics of 8-bit weights are not supported.
         tied_params_map: Copies of tied tensors by address and device. An existing copy is used; a new copy is added.
         non_blocking: Whether to copy asynchronously, if possible.
         clear_cache: Whether to release unused cached memory of the accelerator.
 
     Raises:
-        ValueError: If the tensor does not exist, has no values, or is a weight of bitsandbytes, if ``value`` has
-            another shape, or if ``fp16_statistics`` is passed.
+        ValueError: If the tensor does not exist, has no values to move, or is a weight of bitsandbytes. If ``value``
+            has another shape, or ``fp16_statistics`` is passed.
     """
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path)
@@ -387,12 +388,12 @@ def _get_offload_hook(module: nn.Module) -> Any:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Move a module's direct parameters to a device within a ``with`` block, and move or offload them again afterwards.
+    """Move a module's direct parameters to a device within a ``with`` block, then move them back or offload them again.
 
     Args:
         module: The module whose parameters are moved.
-        execution_device: The device. Default: None, which moves only offloaded parameters, to the device on which the
-            module runs.
+        execution_device: The device for the block. Default: None, which moves only offloaded parameters, to the device
+            on which the module runs.
     """
     hook = _get_offload_hook(module)
     if hook is not None:
@@ -450,7 +451,8 @@ def get_state_dict_from_offload(
 
     Args:
         module: The module that has the tensors.
-        module_name: The name of one of its tensors in ``state_dict``.
+        module_name: The full name of any of the module's tensors, such as ``"encoder.weight"`` for the module
+            ``encoder``.
         state_dict: The state dict, which is modified in place.
         device_to_put_offload: The device for offloaded values.
 
@@ -491,7 +493,7 @@ def load_offloaded_weights(
 
     Args:
         model: The model to load the weights into.
-        index: The folder's index: dtype and shape by name.
+        index: The folder's index: each tensor's dtype and shape, by name. None loads nothing.
         offload_folder: A folder that `offload_state_dict` wrote.
     """
     for name, info in (index or {}).items():

@@ -28,7 +28,7 @@ def offload_weight(
     Args:
         weight: The tensor to write.
         weight_name: The tensor's name.
-        offload_folder: An existing folder.
+        offload_folder: An existing folder to write to.
         index: An index, to which the tensor's dtype and shape are added. Default: None.
 
     Returns:
@@ -68,7 +68,7 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
     """Add entries to a folder's ``index.json``. No file is written for an empty index.
 
     Args:
-        index: The entries by name.
+        index: Entries to add: each tensor's dtype and shape, by name.
         offload_folder: The folder that contains the index.
     """
     if not index:
@@ -99,7 +99,7 @@ def extract_submodules_state_dict(
 
     Args:
         state_dict: The state dict to select from.
-        submodule_names: Names of modules or tensors.
+        submodule_names: Names of the modules or tensors to select.
     """
     return {
         name: tensor
@@ -114,7 +114,7 @@ class PrefixedDataset(Mapping[str, Any]):
 
     Args:
         dataset: The underlying mapping.
-        prefix: The prefix of each key.
+        prefix: The text that is put before each key.
     """
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
@@ -139,8 +139,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     Args:
         state_dict: Tensors in memory, which take precedence over those on disk.
         save_folder: A folder that `offload_state_dict` wrote.
-        index: Tensors on disk by name: dtype and shape of each, or ``"safetensors_file"`` and ``"weight_name"``.
-            Default: the folder's index.
+        index: Tensors on disk. Each name has a dict with ``"dtype"`` and ``"shape"``, or with ``"safetensors_file"``
+            and ``"weight_name"``. Default: the folder's index.
         device: The device for tensors from safetensors files. Default: the CPU.
 
     Raises:

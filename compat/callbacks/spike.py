@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class TrainingSpikeException(RuntimeError):
-    """Error raised on every rank when the loss spikes on any of them.
+    """Error raised on every rank when the loss spikes on any rank.
 
     Args:
-        batch_idx: The index of the batch.
+        batch_idx: The index, within the epoch, of the batch whose loss spiked.
     """
 
     def __init__(self, batch_idx: int, *args: Any) -> None:
@@ -47,7 +47,7 @@ class SpikeDetection(Callback):
         finite_only: Whether a loss that is not finite counts as a spike.
 
     Attributes:
-        bad_batches: Indices of the batches in the file.
+        bad_batches: Indices that were written to the file: those of each spiking batch and of the batch before it.
 
     Raises:
         ValueError: If ``mode`` is unknown, or ``window`` is below 1.

@@ -73,10 +73,10 @@ def save_hparams_to_tags_csv(tags_csv: _File, hparams: Mapping[str, Any] | Names
 
     Args:
         tags_csv: Path of the CSV file.
-        hparams: The values by name.
+        hparams: Hyperparameters by name.
 
     Raises:
-        RuntimeError: If the folder does not exist.
+        RuntimeError: If the folder of the file does not exist.
     """
     _check_folder(tags_csv)
     with open(tags_csv, "w", newline="", encoding="utf-8") as file:
@@ -104,11 +104,11 @@ def save_hparams_to_yaml(
 
     Args:
         config_yaml: Path of the YAML file.
-        hparams: The values by name. A value that is not plain data is written as text.
+        hparams: Hyperparameters by name. A value that is not plain data is written as text.
         use_omegaconf: Accepted and ignored. The references (``${...}``) of a ``DictConfig`` are always resolved.
 
     Raises:
-        RuntimeError: If the folder does not exist.
+        RuntimeError: If the folder of the file does not exist.
         TypeError: If ``hparams`` is neither a mapping nor a ``Namespace``.
     """
     _check_folder(config_yaml)

@@ -83,7 +83,7 @@ class BoringModel(TaskModule):
 
         Args:
             preds: The predictions.
-            labels: The targets, of the same shape.
+            labels: The targets, of the same shape as ``preds``. Default: ones.
         """
         return nn.functional.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
 
@@ -196,7 +196,7 @@ class BoringDataModule(_BoringData):
 
 
 class BoringDataModuleNoLen(_BoringData):
-    """Data module with an iterable dataset without a length for each stage."""
+    """Data module that has, for each stage, an iterable dataset without a length."""
 
     COUNTS = {"train": 512, "val": 128, "test": 256, "predict": 64}
 
@@ -225,7 +225,7 @@ class DemoModel(TaskModule):
         self.learning_rate = learning_rate
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output after ReLU, for inputs of any shape."""
+        """Return the layer's output after ReLU. Each sample is flattened first and must have 32 elements."""
         return torch.relu(self.l1(x.view(x.size(0), -1)))
 
     def training_step(self, batch: Any, batch_nb: int) -> Any:

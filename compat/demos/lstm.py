@@ -39,18 +39,19 @@ class SimpleLSTM(nn.Module):
         nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
 
     def forward(self, input: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:
-        """Return log-probabilities, shape ``(batch * length, vocab_size)``, and the next hidden state.
+        """Return log-probabilities, shape ``(batch * length, vocab_size)``, and the new hidden and cell states.
 
         Args:
             input: Word indices, shape ``(batch, length)``.
-            hidden: The hidden state after the previous batch.
+            hidden: The LSTM's hidden state and cell state after the previous batch, each of shape ``(nlayers, batch,
+                nhid)``.
         """
         output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
         scores = self.decoder(self.drop(output)).view(-1, self.vocab_size)
         return nn.functional.log_softmax(scores, dim=1), hidden
 
     def init_hidden(self, batch_size: int) -> Hidden:
-        """Return the hidden state at the start of a text, which is zero.
+        """Return the hidden state and cell state at the start of a text, which are zeros.
 
         Args:
             batch_size: Texts per batch.
@@ -77,7 +78,7 @@ class SequenceSampler(Sampler[list[int]]):
 
 
 class LightningLSTM(TaskModule):
-    """Task that trains a `SimpleLSTM` and carries the hidden state from batch to batch within an epoch."""
+    """Task that trains a `SimpleLSTM` and passes the hidden state from batch to batch within an epoch."""
 
     def __init__(self, vocab_size: int = 33278) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class LightningLSTM(TaskModule):
         self.hidden = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss of the predicted next words."""
+        """Return the negative log-likelihood of the next words."""
         inputs, target = batch
         if self.hidden is None:
             self.hidden = self.model.init_hidden(inputs.size(0))
@@ -100,11 +101,11 @@ class LightningLSTM(TaskModule):
         return loss
 
     def prepare_data(self) -> None:
-        """Download the text."""
+        """Download WikiText-2's training text, unless the file exists."""
         WikiText2(download=True)
 
     def train_dataloader(self) -> Any:
-        """Return a dataloader of the text in order, with a batch size of 20."""
+        """Return a dataloader of WikiText-2 in order, with a batch size of 20."""
         dataset = WikiText2()
         return DataLoader(dataset, batch_sampler=SequenceSampler(dataset, batch_size=20))
 

@@ -17,8 +17,8 @@ def MNIST(*args: Any, **kwargs: Any) -> Dataset[Any]:
     """Return ``torchvision.datasets.MNIST(*args, **kwargs)``.
 
     Args:
-        *args: Positional arguments.
-        **kwargs: Keyword arguments.
+        *args: Positional arguments of the dataset.
+        **kwargs: Keyword arguments of the dataset.
 
     Raises:
         ModuleNotFoundError: If torchvision is not installed.
@@ -58,7 +58,7 @@ class MNISTDataModule(DataModule):
         self.normalize, self.seed, self.batch_size = normalize, seed, batch_size
 
     def prepare_data(self) -> None:
-        """Download the files."""
+        """Download MNIST's files, unless they exist."""
         for train in (True, False):
             MNIST(self.data_dir, train=train, download=True)
 
@@ -93,7 +93,7 @@ class MNISTDataModule(DataModule):
 
     @property
     def default_transforms(self) -> Callable[[Any], Any]:
-        """Transform that converts an image to a tensor."""
+        """Transform that converts an image to a tensor and, with ``normalize``, scales the tensor."""
         from torchvision import transforms
 
         parts = [transforms.ToTensor()] + [transforms.Normalize((0.5,), (0.5,))] * self.normalize

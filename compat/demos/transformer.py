@@ -20,7 +20,7 @@ _URL = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_mo
 
 
 class Transformer(nn.Module):
-    """Language model that consists of torch's encoder and decoder with embeddings."""
+    """Language model that consists of embeddings, torch's ``nn.Transformer`` and a linear layer."""
 
     def __init__(
         self,
@@ -60,7 +60,8 @@ class Transformer(nn.Module):
         Args:
             inputs: Word indices, shape ``(batch, length)``.
             target: Word indices of the targets, of the same shape.
-            mask: The mask of later words. Default: None, which hides all of them.
+            mask: The mask that is added to the decoder's self-attention scores. Default: None, which hides all later
+                words.
         """
         if mask is None:
             mask = self.generate_square_subsequent_mask(inputs.shape[1]).to(inputs.device)
@@ -70,7 +71,7 @@ class Transformer(nn.Module):
 
 
 class PositionalEncoding(nn.Module):
-    """Layer that adds a sinusoidal encoding (https://arxiv.org/abs/1706.03762) and applies dropout."""
+    """Layer that adds a sinusoidal positional encoding (https://arxiv.org/abs/1706.03762) and applies dropout."""
 
     def __init__(self, dim: int, dropout: float = 0.1, max_len: int = 5000) -> None:
         super().__init__()
@@ -166,10 +167,10 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
     @staticmethod
     def download(destination: Path) -> None:
-        """Download the text, unless the file exists.
+        """Download WikiText-2's training text, unless the file exists.
 
         Args:
-            destination: The file to write.
+            destination: Path of the file to write. Its folder is created if it is missing.
         """
         if destination.exists():
             return
@@ -192,7 +193,7 @@ class LightningTransformer(TaskModule):
         return output
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss of the predicted next words."""
+        """Return the negative log-likelihood of the target words."""
         inputs, target = batch
         return nn.functional.nll_loss(self(inputs, target), target.view(-1))
 
@@ -201,9 +202,9 @@ class LightningTransformer(TaskModule):
         return torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def prepare_data(self) -> None:
-        """Download the text."""
+        """Download WikiText-2's training text, unless the file exists."""
         WikiText2(download=True)
 
     def train_dataloader(self) -> Any:
-        """Return a dataloader with a batch size of one block."""
+        """Return a dataloader of WikiText-2 with a batch size of one block."""
         return DataLoader(WikiText2())

@@ -47,7 +47,7 @@ class Fabric:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``) or ``"mps"``.
         strategy: ``"auto"``, ``"ddp"``, ``"fsdp"``, another registered name, or a `Strategy`. With ``"ddp_spawn"``,
             ``"ddp_fork"`` and ``"ddp_notebook"``, `launch` starts the processes.
-        devices: Processes on this machine: a number, -1, a list of device indices, or ``"auto"``.
+        devices: Processes on this machine: a number, -1 for all devices, a list of device indices, or ``"auto"``.
         num_nodes: Number of machines.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``.
         plugins: A precision plugin, as an alternative to ``precision``.
@@ -55,7 +55,7 @@ class Fabric:
         loggers: A logger, or a list of loggers.
 
     Raises:
-        ValueError: If a value is not supported.
+        ValueError: If an argument has a value that is not supported.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Fabric:
 
     @property
     def is_global_zero(self) -> bool:
-        """Return whether this is rank zero."""
+        """Return whether this process is rank zero."""
         return self._accelerator.is_main_process
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -289,7 +289,7 @@ class Fabric:
         move_to_device: bool = True,
         _reapply_compile: bool = True,
     ) -> Any:
-        """Prepare a model and its optimizers.
+        """Prepare a model and its optimizers for the device, precision and strategy.
 
         Args:
             module: The model to prepare.
@@ -308,7 +308,7 @@ class Fabric:
         return (prepared, *rest) if scheduler is None else (prepared, *rest, scheduler)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> Any:
-        """Prepare a model. Create its optimizers afterwards, for `setup_optimizers`.
+        """Prepare a model without optimizers. Create them afterwards, and pass them to `setup_optimizers`.
 
         Args:
             module: The model to prepare.
@@ -357,10 +357,10 @@ class Fabric:
     def setup_dataloaders(
         self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Prepare dataloaders.
+        """Prepare dataloaders: distribute their samples over the ranks, and move batches to the device.
 
         Args:
-            *dataloaders: The dataloaders.
+            *dataloaders: The dataloaders, which are not changed.
             use_distributed_sampler: Whether to distribute the samples over the ranks with ``DistributedSampler``. This
                 does not apply to an ``IterableDataset`` or to a dataloader that has such a sampler.
             move_to_device: Whether to move batches to the device.
@@ -411,7 +411,7 @@ class Fabric:
             optimizer: The optimizer whose parameters' gradients are clipped.
             clip_val: The maximum absolute value of each element.
             max_norm: The maximum norm of all gradients.
-            norm_type: The order of the norm.
+            norm_type: The order of the norm. Default: 2.0, the Euclidean norm.
             error_if_nonfinite: Whether to raise an error if the norm is not finite.
 
         Returns:
@@ -467,7 +467,7 @@ class Fabric:
         """Return a model, a tensor or a nested structure of tensors on the device.
 
         Args:
-            obj: The model or the tensors.
+            obj: A model, a tensor, or a nested structure of tensors.
         """
         return obj.to(self.device) if isinstance(obj, nn.Module) else move_data_to_device(obj, self.device)
 
@@ -483,7 +483,7 @@ class Fabric:
 
     @contextmanager
     def init_tensor(self) -> Iterator[None]:
-        """Create tensors on the device and in the storage dtype within a ``with`` block."""
+        """Create tensors on the device and in the dtype of the weights within a ``with`` block."""
         storage = self._accelerator.precision.storage
         before = torch.get_default_dtype()
         torch.set_default_dtype(storage or before)
@@ -514,7 +514,8 @@ class Fabric:
             filter: Functions ``function(key, value)`` by name, which return whether an entry of the state is saved.
 
         Raises:
-            TypeError: If a value is not data (the error names its place), or a filter is not a function.
+            TypeError: If a value is not plain data (the error gives its location in ``state``), or a filter is not a
+                function.
             ValueError: If a filter's name is not in ``state``, or ``state`` has the optimizer of a sharded model.
         """
         filters = {} if filter is None else filter
@@ -559,8 +560,8 @@ class Fabric:
 
         Args:
             path: Path of the file.
-            state: Objects by name to restore in place with ``load_state_dict``; other values are replaced in this dict.
-                Default: None, which restores nothing.
+            state: Objects by name. An object with ``load_state_dict`` is restored in place, and any other value is
+                replaced in this dict. Default: None, which restores nothing.
             strict: Whether all names, and all keys of models, must be present.
             weights_only: Accepted and ignored. False issues a warning, because code in a file is never run.
 
@@ -599,7 +600,7 @@ class Fabric:
 
         Args:
             path: Path of the file.
-            obj: The model or optimizer.
+            obj: The model or optimizer to restore in place.
             strict: Whether all keys of a model must be present.
             weights_only: See `load`.
         """
@@ -666,7 +667,7 @@ class Fabric:
         """Log a number to all loggers.
 
         Args:
-            name: The name of the value.
+            name: The metric's name.
             value: A number, or a one-element tensor.
             step: The step of the value. Default: None, which lets each logger count the steps.
         """

@@ -34,13 +34,13 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class FabricModule(nn.Module):
     """Model whose ``forward`` runs in the precision and on the processes of a `Fabric`.
 
-    It has the attributes and methods of the user's model. With several processes or a smaller dtype, a method other
-    than ``forward`` that calls layers must be marked with `mark_forward_method`.
+    It has the attributes and methods of the user's model. With several processes, or a precision other than
+    ``"32-true"``, a method that calls layers and is not ``forward`` must be marked with `mark_forward_method`.
 
     Args:
         forward_module: The prepared model.
         original_module: The user's model.
-        accelerator: The Accelerator that prepared it.
+        accelerator: The Accelerator that prepared ``forward_module``.
     """
 
     def __init__(self, forward_module: nn.Module, original_module: nn.Module, accelerator: Accelerator) -> None:
@@ -78,7 +78,7 @@ class FabricModule(nn.Module):
         return apply_to_collection(output, Tensor, lambda t: t.to(default) if t.is_floating_point() else t)
 
     def mark_forward_method(self, method: MethodType | str) -> None:
-        """Make a method run like ``forward``.
+        """Make calls of a method run through the strategy and in the precision, as calls of ``forward`` do.
 
         Args:
             method: A method of the model, or its name.
@@ -103,7 +103,7 @@ class FabricModule(nn.Module):
         self._forward_methods.add(name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the user's model under its own names.
+        """Return the state dict of the user's model, without the prefixes of wrappers.
 
         Args:
             *args: Positional arguments of ``Module.state_dict``.
@@ -112,10 +112,10 @@ class FabricModule(nn.Module):
         return self._original_module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the state of the user's model.
+        """Load a state dict into the user's model.
 
         Args:
-            state_dict: State of the user's model.
+            state_dict: State dict with the names of the user's model.
             *args: Positional arguments of ``Module.load_state_dict``.
             **kwargs: Keyword arguments of ``Module.load_state_dict``.
         """
@@ -167,15 +167,15 @@ def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) ->
 
 
 class FabricDataLoader:
-    """Dataloader that moves batches to the device and shares samples with the other ranks.
+    """Dataloader that yields this rank's share of the samples and moves batches to the device.
 
     It has the attributes of the user's dataloader.
 
     Args:
         loader: The user's dataloader, which is not changed.
-        world: All ranks.
+        world: The ranks among which the samples are distributed.
         device: Device to which batches are moved; None to leave them in place.
-        shared: Whether the ranks share the samples.
+        shared: Whether to distribute the samples among the ranks. Otherwise, every rank reads all of the samples.
 
     Raises:
         TypeError: If the argument is not a ``DataLoader``, or has a batch sampler without a sampler.
@@ -225,7 +225,7 @@ class FabricDataLoader:
 
 
 class _SharedSampler(DistributedSampler[Any]):
-    """Sampler of this rank's share of a user-defined sampler's samples, which are the same on every rank."""
+    """Distributed sampler of the values that a user-defined sampler yields, which must be the same on every rank."""
 
     def __iter__(self) -> Iterator[Any]:
         yielded: Any = self.dataset
@@ -263,7 +263,7 @@ def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
 
 
 def _find_seed() -> int:
-    """Return the seed of the order: that of ``seed_everything``, otherwise 0, as in Lightning."""
+    """Return the seed of the sample order: that of ``seed_everything`` or ``torch.manual_seed``, otherwise 0."""
     seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
     return seed if seed < 2**32 else 0  # torch's own initial seed is larger
 
@@ -278,7 +278,7 @@ def is_wrapped(obj: object) -> bool:
 
 
 def unwrap(obj: Any) -> Any:
-    """Return the user's model, optimizer or dataloader.
+    """Return the user's model, optimizer or dataloader inside an object that `Fabric` returned.
 
     Args:
         obj: The object that `Fabric` returned, or the user's own.

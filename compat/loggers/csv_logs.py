@@ -1,4 +1,4 @@
-"""CSV files of metrics."""
+"""CSV logger, and Lightning's writer of the files ``metrics.csv`` and ``hparams.yaml``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ExperimentWriter:
         self.hparams: dict[str, Any] = {}
 
     def log_hparams(self, params: Mapping[str, Any]) -> None:
-        """Add hyperparameters and write all of them.
+        """Add hyperparameters, and write all of them to ``hparams.yaml``.
 
         Args:
             params: Hyperparameters by name.
@@ -55,7 +55,7 @@ class ExperimentWriter:
         self.metrics.append({**plain(metrics_dict), "step": len(self.metrics) if step is None else step})
 
     def save(self) -> None:
-        """Write the rows that have not been saved."""
+        """Write the unsaved rows to ``metrics.csv``."""
         for row in self.metrics:
             self._file.log_metrics({name: value for name, value in row.items() if name != "step"}, row["step"])
         self._file.save()
@@ -63,7 +63,7 @@ class ExperimentWriter:
 
     @property
     def metrics_keys(self) -> list[str]:
-        """Columns of the file."""
+        """Columns of ``metrics.csv``; empty if the file does not exist."""
         if not os.path.exists(self.metrics_file_path):
             return []
         with open(self.metrics_file_path, newline="", encoding="utf-8") as file:

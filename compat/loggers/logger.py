@@ -21,7 +21,7 @@ def merge_dicts(
     """Merge dicts into one with all keys, aggregating the values of each key.
 
     Args:
-        dicts: Dicts, which may be nested. A key may be missing from some of them, or its value may be None.
+        dicts: Dicts, which may be nested. A key may be missing from some dicts, or its value may be None.
         agg_key_funcs: Functions that aggregate a list of values, by key. For a nested dict, a dict of such functions.
         default_func: Function for all other keys. Default: the mean.
 

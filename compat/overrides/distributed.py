@@ -34,7 +34,7 @@ def prepare_for_backward(model: DistributedDataParallel, output: Any) -> None:
 class UnrepeatedDistributedSampler(DistributedSampler[Any]):
     """Sampler for evaluation that yields every ``num_replicas``-th sample, starting with sample ``rank``.
 
-    Ranks may differ by one sample. Prepared dataloaders already distribute samples in this way.
+    The number of samples may differ by one between ranks. Prepared dataloaders already distribute samples in this way.
 
     Args:
         args, kwargs: See ``torch.utils.data.DistributedSampler``.

@@ -1,4 +1,4 @@
-"""Layers that use the samples of all ranks."""
+"""Plugins that replace layers with layers that use the samples of all ranks."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ __all__ = ["PyTorchProfiler", "RegisterRecordFunction"]
 
 
 class RegisterRecordFunction:
-    """Context in which each call of a submodule is a range with the submodule's name.
+    """Context manager that records each call of a submodule as a profiler range with the submodule's name.
 
-    A `PyTorchProfiler` does this itself unless ``record_module_names=False``.
+    A `PyTorchProfiler` records these ranges unless ``record_module_names=False``.
 
     Args:
         model: Model whose submodules are recorded.

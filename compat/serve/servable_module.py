@@ -20,7 +20,7 @@ class ServableModule(ABC, nn.Module):
 
     @abstractmethod
     def configure_serialization(self) -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
-        """Return functions by name: from request values to arguments of `serve_step`, and from its results to data."""
+        """Return two dicts of functions by name: deserializers of a request's values, and serializers of results."""
 
     @abstractmethod
     def serve_step(self, *args: Tensor, **kwargs: Tensor) -> dict[str, Tensor]:

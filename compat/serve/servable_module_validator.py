@@ -35,7 +35,7 @@ class Response:
         self.status_code, self.text = status_code, text
 
     def json(self) -> Any:
-        """Return the parsed body."""
+        """Return the body, parsed as JSON."""
         return json.loads(self.text)
 
 
@@ -44,7 +44,7 @@ class ServableModuleValidator(Callback):
 
     Args:
         optimization: Must be None.
-        server: Must be ``"fastapi"``. Python's own server is used and gives the same responses.
+        server: Must be ``"fastapi"``. Python's ``http.server``, which gives the same responses, is used instead.
         host: Address on which the server listens.
         port: Port on which the server listens; 0 for any free port.
         timeout: Seconds to wait for the response.
@@ -54,8 +54,8 @@ class ServableModuleValidator(Callback):
         resp: The response, with ``status_code`` and ``json()``; None before training.
 
     Raises:
-        ValueError: If an argument is not supported; at the start of training, if the response differs from the expected
-            one.
+        ValueError: If an argument is not supported. At the start of training, if the request fails and
+            ``exit_on_failure`` is True, or if the response differs from the expected one.
         TypeError: At the start of training, if the task is not a `ServableModule`.
     """
 
@@ -78,7 +78,7 @@ class ServableModuleValidator(Callback):
         self.resp: Response | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Serve the task, send the request and compare the response."""
+        """Serve the task on rank zero, send its example request, and compare the response with the expected one."""
         with trainer.accelerator.world.together():
             if trainer.is_global_zero:
                 self._validate(pl_module)

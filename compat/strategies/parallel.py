@@ -24,6 +24,6 @@ class _Distributed(type):
 
 
 class ParallelStrategy(Strategy, metaclass=_Distributed):
-    """Base class of strategies for several processes. Every `Strategy` whose ``distributed`` is True counts as one."""
+    """Base class of strategies for several processes. Each `Strategy` with ``distributed = True`` is an instance."""
 
     distributed = True

@@ -12,7 +12,9 @@ __all__ = ["from_compiled", "to_uncompiled"]
 
 
 def from_compiled(model: Any) -> TaskModule:
-    """Return the task inside the result of ``torch.compile(task)``. A Trainer compiles the task's parts.
+    """Return the task inside the result of ``torch.compile(task)``.
+
+    A Trainer compiles the submodules of the returned task with the arguments of ``torch.compile``.
 
     Args:
         model: The compiled task.
@@ -48,7 +50,7 @@ def to_uncompiled(model: Any) -> TaskModule:
 
 
 def _describe(model: Any) -> str:
-    """Return the type of a value, with its article and whether it is a compiled module."""
+    """Return the type of a value for an error message, such as ``"a compiled Linear"``."""
     inner = getattr(model, "_modules", {}).get("_orig_mod")
     if inner is not None:
         return f"a compiled {type(inner).__name__}"

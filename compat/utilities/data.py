@@ -57,7 +57,7 @@ def _iter_sizes(batch: Any) -> Iterator[int]:
 
 
 def has_iterable_dataset(dataloader: object) -> bool:
-    """Return whether a dataloader reads a stream.
+    """Return whether a dataloader's dataset is an ``IterableDataset``.
 
     Args:
         dataloader: Dataloader to inspect.
@@ -78,7 +78,7 @@ def sized_len(dataloader: object) -> int | None:
 
 
 def has_len(dataloader: object) -> bool:
-    """Return whether a dataloader has a length. Warn about a length of 0 and about the length of a stream.
+    """Return whether a dataloader has a length. Warn if it is 0 or if the dataset is an ``IterableDataset``.
 
     Args:
         dataloader: Dataloader to inspect.
@@ -93,7 +93,7 @@ def has_len(dataloader: object) -> bool:
 
 
 def _warn_of_claimed_length(dataloader: object) -> bool:
-    """Warn if a stream has a length, and return True."""
+    """Warn if the dataset is an ``IterableDataset``, whose length may be wrong, and return True."""
     if has_iterable_dataset(dataloader):
         name = type(dataloader).__name__
         warn(
@@ -111,7 +111,7 @@ def has_len_all_ranks(
     Args:
         dataloader: Dataloader of this rank.
         strategy: The run's strategy.
-        allow_zero_length_dataloader_with_multiple_devices: Whether a rank's dataloader may be empty.
+        allow_zero_length_dataloader_with_multiple_devices: Whether some ranks' dataloaders may be empty.
 
     Raises:
         RuntimeError: If this rank's dataloader is empty and that of another rank is not, unless this is allowed.

@@ -18,7 +18,7 @@ class GradClipAlgorithmType(LightningEnum):
         """Return whether an algorithm of this name exists.
 
         Args:
-            val: Name of the algorithm.
+            val: Name to look up, such as ``"norm"``.
         """
         return val in GradClipAlgorithmType.supported_types()
 

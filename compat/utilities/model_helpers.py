@@ -41,7 +41,7 @@ def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
     """Return ``torchvision.models.get_model(model_name, **kwargs)``.
 
     Args:
-        model_name: The name of the model.
+        model_name: Name of a torchvision model, such as ``"resnet18"``.
         **kwargs: Keyword arguments of the model.
     """
     from torchvision import models

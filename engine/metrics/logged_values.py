@@ -94,7 +94,7 @@ class Metrics:
 
     @property
     def entries(self) -> list[Entry]:
-        """All entries, those of steps before those of the epoch, each in the order in which they were first logged."""
+        """All entries in the order in which they were first logged, those of steps before those of the epoch."""
         return [*self._in_step.values(), *self._in_epoch.values()]
 
     def log(
@@ -452,7 +452,7 @@ def _compute_number(entry: Entry) -> float:
 
 
 def _check_names_match(names: list[str], world: World) -> None:
-    """Raise an error on every process if names differ, because exchanging different vectors could hang or mix them."""
+    """Raise an error on every process if names differ, because the exchange could then hang or mix up values."""
     digest = hashlib.sha256("\0".join(names).encode()).digest()
     mark = torch.tensor([int.from_bytes(digest[:7], "little")], dtype=torch.int64, device=world.device)
     if len(set(torch.cat(world.all_gather(mark)).tolist())) == 1:
@@ -599,7 +599,7 @@ class Entry:
         return (0.0, 0.0) if self.last is None else (_plain(self.last), float(self.last_weight))
 
     def take_latest(self, parts: Iterable[tuple[float, float]]) -> None:
-        """Restore the latest value from results of `latest`, of one process or of several.
+        """Restore the latest value from the results of `latest` on one or several processes.
 
         Args:
             parts: Results of `latest`, one per process.
@@ -614,7 +614,7 @@ class Entry:
             self.last = FOLDS[self.reduction](stack_numbers([value for value, _ in weighted_pairs])).item()
 
     def take(self, parts: Iterable[Any]) -> None:
-        """Restore the values from results of `part`, of one process or of several.
+        """Restore the values of the epoch from the results of `part` on one or several processes.
 
         Args:
             parts: Results of `part`, one per process.

@@ -1,4 +1,4 @@
-"""Saving and restoring of the state of metric objects in the middle of an epoch.
+"""Functions that save and restore the state of metric objects in the middle of an epoch.
 
 Objects of torchmetrics and compatible objects are recognized by their attributes ``_defaults`` and ``_reductions``.
 Their ``_update_count`` is saved with their states. Other objects are supported if they have the methods ``compute``,
@@ -24,7 +24,7 @@ _MOST = 256  # a longer list among a task's attributes holds data, not metrics
 
 
 def find(owner: nn.Module) -> dict[str, Any]:
-    """Return a module's metric objects by place, such as ``"head.accuracy"`` or ``"scores['top1']"``.
+    """Return a module's metric objects by place, such as ``"head.accuracy"``, including those in lists and dicts.
 
     Args:
         owner: The module to search, usually the task.
@@ -125,7 +125,7 @@ def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: Wor
 
     Args:
         objects: Metric objects by place.
-        saved: The states by place.
+        saved: A result of `collect_states`.
         world: The processes of the current run.
 
     Raises:

@@ -52,8 +52,8 @@ class Agreement:
         signal_vote: Whether this process received a signal that requests the end of the run; see `signal`.
         signaled: Whether some process received such a signal and all processes have agreed on it.
         has_voted: Whether this process has cast its votes for the current step.
-        not_finite: Flag on the device, 1.0 if the device must skip the step because the host learns of the problem only
-            one step later. None if the host learns of it in the same step, or if nothing is checked.
+        not_finite: Flag on the device, 1.0 if the device must skip the step because the host reads the result only one
+            step later. None if the host reads it in the same step, or if nothing is checked.
     """
 
     def __init__(self, world: World, strategy: Strategy, cursor: Cursor) -> None:

@@ -154,7 +154,7 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
     """Run one attempt, and agree with the other processes whether it fit into memory.
 
     Args:
-        attempts: The attempts of all processes.
+        attempts: Record of the attempts, through which the processes report success or failure.
         call: Function that runs the attempt.
 
     Returns:

@@ -89,7 +89,7 @@ def to_plain(value: Any) -> Any:
     """Return an option as plain data: a number for a one-element tensor, None for a larger one, a list for a tuple.
 
     Args:
-        value: The value of the option.
+        value: A number, a text, a tensor, or a list or tuple of these.
     """
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None

@@ -61,7 +61,7 @@ def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings
     """Combine the evidence of every rank into the parts of a message.
 
     Args:
-        evidence: The evidence by rank.
+        evidence: The `Evidence` of each rank, by rank.
         first: The number of the first micro-batch of the step.
         last: The number of the last micro-batch of the step.
     """
@@ -87,7 +87,7 @@ def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
     """Return descriptions of the non-finite gradient closest to the origin, and of its position among such gradients.
 
     Args:
-        evidence: The evidence by rank.
+        evidence: The `Evidence` of each rank, by rank.
     """
     keys = sorted(key for known in evidence.values() for key in known.gradients)
     names = list(dict.fromkeys(name for *_, name in keys))
@@ -105,7 +105,7 @@ def list_samples(evidence: Mapping[int, Evidence]) -> str:
     """Return a sentence for each rank about its samples, each preceded by a space; at most eight ranks are listed.
 
     Args:
-        evidence: The evidence by rank.
+        evidence: The `Evidence` of each rank, by rank.
     """
     known = [f" On rank {rank}: {known.samples}." for rank, known in evidence.items() if known.samples]
     left_out = format_count(len(known) - _MOST_RANKS, "more rank")
@@ -189,7 +189,7 @@ def describe_group(loader: Any, batch: Any, number: int) -> tuple[str, bool]:
     """Describe a group of micro-batches of which only the last one is still in memory; see `describe_batch`.
 
     Args:
-        loader: The prepared loader.
+        loader: The prepared loader that yielded the group.
         batch: The last micro-batch; None if it is not available.
         number: Its index in the group, from 0.
     """

@@ -97,7 +97,7 @@ def list_differences(saved: OptimizerState, optimizer: Optimizer, names: list[st
     """Return the differences between a state returned by `encode_by_name` and this optimizer, one line each.
 
     Args:
-        saved: The state from the checkpoint.
+        saved: A result of `encode_by_name`, from the checkpoint.
         optimizer: The optimizer of this run.
         names: The result of `name_parameters`.
     """
@@ -142,7 +142,7 @@ def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]
     rate.
 
     Args:
-        saved: The state from the checkpoint.
+        saved: A result of `encode_by_name`, from the checkpoint.
         optimizer: The optimizer to load the state into.
         names: The result of `name_parameters`.
     """
@@ -173,7 +173,7 @@ def keep_formats(optimizer: Optimizer, state: State) -> None:
 
     Args:
         optimizer: The optimizer, after ``load_state_dict``.
-        state: The state that was loaded.
+        state: The state that was passed to ``load_state_dict``.
     """
     for index, parameter in enumerate(list_parameters(optimizer)):
         slots = optimizer.state.get(parameter, {})

@@ -94,12 +94,12 @@ class BeforeValidation:
 
 
 def _copy_buffers(task: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return the buffers with their copies."""
+    """Return each buffer of a task, with a copy of its values."""
     return [(buffer, buffer.clone()) for buffer in task.buffers()]
 
 
 def _restore_buffers(copies: list[tuple[Tensor, Tensor]]) -> None:
-    """Restore the buffers from their copies."""
+    """Restore the values of the buffers from their copies."""
     for buffer, before in copies:
         buffer.copy_(before)
 

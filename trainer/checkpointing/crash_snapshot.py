@@ -119,7 +119,7 @@ class LastStep:
         self._moving, self._changed, self._sums = False, False, None
 
     def _collect_registered(self) -> dict[str, Any]:
-        """Return the states of callbacks, logged values and registered objects."""
+        """Return the states of callbacks, logged values and objects registered for checkpointing, by name."""
         trainer = self._trainer
         callback_states = copy.deepcopy(collect_callback_states(trainer.callbacks))
         states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=callback_states, added={}), "metrics": {}}
@@ -132,7 +132,7 @@ class LastStep:
         return states
 
     def amend(self, callback: Callback, **values: Any) -> None:
-        """Update a callback's recorded state.
+        """Update a callback's state in the recorded step, for example the path of a checkpoint that it has saved.
 
         Args:
             callback: Callback whose state changed.

@@ -1,4 +1,4 @@
-"""Resolution of ``ckpt_path``, which is a path or a word, such as "last", for a checkpoint to search for."""
+"""Resolution of ``ckpt_path``: the path of a checkpoint, or a word, such as "last", that selects a checkpoint."""
 
 from __future__ import annotations
 
@@ -44,9 +44,11 @@ class SearchReport:
     """Findings of a search for a checkpoint. Rank zero fills in the report and sends it to all ranks.
 
     Attributes:
-        steps_reached: Optimizer steps that the run had taken when it ended, if its folder records them.
+        steps_reached: Number of optimizer steps that the run had taken when it ended, as recorded in its folder; 0 if
+            unknown.
         skipped: One sentence for each checkpoint that cannot be used.
-        other_runs: Checkpoints of other runs, latest first, by their difference from this run.
+        other_runs: Paths of the checkpoints from other runs, latest first, grouped by a text that states how they
+            differ from this run.
         searched: Directories that were searched.
     """
 
@@ -75,7 +77,8 @@ class CheckpointResolver:
         trainer: The Trainer, whose ModelCheckpoints determine where to look.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         ckpt_path: None; a path, which must be an intact checkpoint; ``"last"``, the latest intact checkpoint of this
-            run; ``"best"``; or ``"auto"``, in ``fit`` only: ``"last"``, or a fresh start if there is none.
+            run; ``"best"``, the best checkpoint according to the ModelCheckpoint; or ``"auto"``. In ``fit`` only,
+            ``"auto"`` selects ``"last"``, or a fresh start if there is no checkpoint.
     """
 
     def __init__(self, trainer: Trainer, stage: str, ckpt_path: Any) -> None:
@@ -84,13 +87,13 @@ class CheckpointResolver:
         self.report = SearchReport()
 
     def resolve(self) -> OpenCheckpoint | None:
-        """Return the opened and verified checkpoint, which is the same on every rank, or None for a fresh start.
+        """Return the opened and verified checkpoint, the same on every rank; None if no checkpoint is loaded.
 
         Call it on all ranks. Rank zero searches, all ranks verify, and one message announces the choice and the skipped
         checkpoints.
 
         Raises:
-            ValueError: If there is no such checkpoint, or it is damaged.
+            ValueError: If no checkpoint matches ``ckpt_path``, or the checkpoint is damaged.
             TypeError: If ``ckpt_path`` is neither a string nor a path.
         """
         trainer, ckpt_path = self.trainer, self.ckpt_path
@@ -339,12 +342,12 @@ class CheckpointResolver:
 
 
 def _run_record(folder: AnyPath) -> AnyPath | None:
-    """Return the path of the record of the run whose folder is or contains ``folder``; None if there is no record."""
+    """Return the path of ``run.json`` in ``folder`` or one of the two folders above it; None if none has the file."""
     return next((path for parent in (folder, *folder.parents[:2]) if (path := parent / RECORD).is_file()), None)
 
 
 def _steps_reached(folder: AnyPath) -> int:
-    """Return the number of optimizer steps in the record of the run that a folder belongs to; 0 without a record."""
+    """Return the number of optimizer steps recorded for the run that a folder belongs to; 0 without a record."""
     record = _run_record(folder)
     return 0 if record is None else int(read_run(record.parent).facts.get("steps", 0))
 

@@ -94,7 +94,7 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
 
     Args:
         trainer: Trainer with the task and the data module.
-        opened: The opened checkpoint.
+        opened: Opened checkpoint to compare with the run.
 
     Raises:
         ValueError: If the checkpoint is damaged.
@@ -149,7 +149,7 @@ def _is_place(value: Any) -> bool:
 
 
 def _exists(value: str) -> bool:
-    """Return whether a path exists."""
+    """Return whether a path exists; False if it is not a valid path."""
     try:
         return os.path.exists(value)
     except ValueError:  # a null character

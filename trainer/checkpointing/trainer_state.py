@@ -62,21 +62,21 @@ class HookedState:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Stateful object made of a save and a load function, and a third that returns tensors sharded like its state."""
+    """Stateful object made of functions that save its state, load it, and return tensors sharded like the state."""
 
     save: Callable[[], Any]
     load: Callable[[Any], None]
     like: Callable[[], Any] = dict
 
     def state_dict(self) -> Any:
-        """Return the state to save."""
+        """Return the state to save, which is the result of the function ``save``."""
         return self.save()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Restore the state that `state_dict` returned.
 
         Args:
-            state_dict: The saved state.
+            state_dict: Result of `state_dict`, as read from the checkpoint.
         """
         self.load(state_dict)
 
@@ -92,7 +92,8 @@ class TrainerCheckpointer:
         trainer: Trainer whose state is saved and restored.
 
     Attributes:
-        earlier_callback_states: States to save in place of some callbacks' current ones, by their ``state_key``.
+        earlier_callback_states: Callback states by ``state_key``, which are saved instead of the current states of
+            these callbacks.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -110,11 +111,11 @@ class TrainerCheckpointer:
         trainable_only: bool = False,
         blocking: bool = True,
     ) -> None:
-        """Save the run between two optimizer steps.
+        """Save a checkpoint of the run. Call it on all processes, between two optimizer steps.
 
         Args:
             task: Task to save.
-            paths: Paths of the checkpoint, which is saved under each of them.
+            paths: Paths under which the checkpoint is saved.
             weights_only: Omit everything that is needed only to resume.
             trainable_only: Omit frozen weights. Default: False.
             blocking: Wait until the checkpoint is written. Default: True.
@@ -172,7 +173,7 @@ class TrainerCheckpointer:
             )
 
     def info(self, progress: Progress, task: TaskModule) -> dict[str, Any]:
-        """Return the description of the run for a checkpoint's manifest.
+        """Return the counters, the task's class and the hyperparameters that a checkpoint's manifest records.
 
         Args:
             progress: Counters of the run.
@@ -187,7 +188,7 @@ class TrainerCheckpointer:
         }
 
     def parts(self, task: TaskModule) -> dict[str, Any]:
-        """Return the entries of a checkpoint other than the states of prepared and registered objects.
+        """Return the hyperparameters and the YAML configuration of the run, by their names in a checkpoint.
 
         Args:
             task: Task whose hyperparameters are saved.
@@ -208,7 +209,7 @@ class TrainerCheckpointer:
         return parts
 
     def register(self) -> None:
-        """Register the Trainer's own state for every checkpoint."""
+        """Register the Trainer's own state with the accelerator, which then saves it in every checkpoint."""
         trainer, metrics, world = self._trainer, self._trainer.metrics, self._trainer.accelerator.data_world
         collect_callback_states(trainer.callbacks)  # so that a duplicate name is an error now, not at the first save
         states = TrainerStates(
@@ -236,7 +237,7 @@ class TrainerCheckpointer:
     def _collect_callback_layouts(self) -> CallbackStates:
         """Return tensors with the sharding of the callbacks' states.
 
-        It calls no hook, because a hook might change state.
+        Hooks are not called, because they might change state.
         """
         callbacks = self._trainer.callbacks
         layouts = {name: value for callback in callbacks for name, value in callback.added_layout().items()}
@@ -271,7 +272,7 @@ class TrainerCheckpointer:
         """Apply the hooks' entries and weights to the checkpoint that is saved inside this context manager.
 
         Args:
-            hooked: Result of the hooks.
+            hooked: Result of `call_save_hooks`.
             task: Task to save.
         """
 
@@ -290,7 +291,7 @@ class TrainerCheckpointer:
                 handle.remove()
 
     def _get_counts(self) -> dict[str, int]:
-        """Return the epoch and the step under their names in checkpoints."""
+        """Return the epoch and the optimizer step, under the names that they have in checkpoints."""
         return {"epoch": self._trainer.progress.epoch, "global_step": self._trainer.progress.step}
 
     def _get_hparams(self) -> dict[str, Any]:
@@ -305,7 +306,7 @@ class TrainerCheckpointer:
         """Restore the data module and the counters, on which dataloaders may depend; on an error, revert the counters.
 
         Args:
-            opened: The checkpoint, or None.
+            opened: The opened checkpoint; None restores nothing.
         """
         progress = self._trainer.progress
         counters_before = progress.state_dict()
@@ -324,7 +325,7 @@ class TrainerCheckpointer:
 
         Args:
             task: Task to load the weights into.
-            opened: The opened checkpoint.
+            opened: Opened checkpoint to load the weights from.
 
         Raises:
             ValueError: If the weights do not fit the task.
@@ -359,7 +360,7 @@ class TrainerCheckpointer:
         Call it on all processes.
 
         Args:
-            opened: The opened checkpoint.
+            opened: Opened checkpoint to restore the data module from.
         """
         datamodule = self._trainer.datamodule
         with self._trainer.accelerator.world.together():
@@ -369,7 +370,7 @@ class TrainerCheckpointer:
         return registered
 
     def _is_strict(self) -> bool:
-        """Return whether all models require exactly matching states."""
+        """Return whether no model sets ``strict_loading`` to False, so all states must match exactly."""
         models = self._trainer.accelerator.unwrapped_models
         return all(getattr(model, "strict_loading", True) for model in models)
 
@@ -378,7 +379,7 @@ class TrainerCheckpointer:
 
         Args:
             opened: The opened checkpoint, or None, which restores nothing.
-            schedule: See `Accelerator.load_state`. Default: None.
+            schedule: ``"saved"``, ``"script"`` or None; see `Accelerator.load_state`. Default: None.
         """
         if opened is None:
             return None
@@ -419,13 +420,13 @@ class TrainerCheckpointer:
 
 
 def collect_callback_states(callbacks: list[Callback]) -> dict[str, Any]:
-    """Return the callbacks' states by name.
+    """Return the states of all callbacks that have one, by ``state_key``.
 
     Args:
         callbacks: Callbacks of the Trainer.
 
     Raises:
-        ValueError: If two callbacks have the same name.
+        ValueError: If two of these callbacks have the same ``state_key``.
     """
     states: dict[str, Any] = {}
     for callback in callbacks:

@@ -28,12 +28,14 @@ class SchedulerConfig:
     """Learning rate scheduler and the settings that determine when it steps.
 
     Attributes:
-        scheduler: An object with ``step`` and ``state_dict``.
-        interval: ``"epoch"`` or ``"step"`` (optimizer steps). Default: ``"epoch"``.
-        frequency: Number of intervals between steps. Default: 1.
+        scheduler: Learning rate scheduler: any object with ``step`` and ``state_dict``.
+        interval: Unit of ``frequency``: ``"epoch"`` or ``"step"`` (optimizer steps). Default: ``"epoch"``.
+        frequency: Number of epochs or optimizer steps between the scheduler's steps. Default: 1.
         monitor: Name of the logged value that is passed to a plateau scheduler's ``step``. Default: None.
-        strict: Whether a monitored value that was not logged is an error. Default: True.
-        name: Name for `LearningRateMonitor`. Default: None.
+        strict: Whether to raise an error if the monitored value was never logged. False skips the scheduler's step.
+            Default: True.
+        name: Name under which `LearningRateMonitor` logs the learning rate. Default: None, which uses the optimizer's
+            class.
         reduce_on_plateau: Whether ``step`` receives the monitored value. Default: False; always True for
             ``ReduceLROnPlateau``.
     """
@@ -137,7 +139,7 @@ def _check_optimizer(value: Any) -> Optimizer:
 
 
 def _parse_dict(config: Mapping[str, Any]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizer and the scheduler in a dict of `configure_optimizers`."""
+    """Return the optimizer and the scheduler in a dict that ``configure_optimizers`` returned."""
     _check_keys("configure_optimizers returned a dict", config, ("optimizer", "lr_scheduler", "monitor"))
     if "optimizer" not in config:
         raise ValueError("configure_optimizers returned a dict without 'optimizer'. Add this key.")
@@ -161,7 +163,8 @@ def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) ->
     """Warn about unknown keys, which some published code contains.
 
     Raises:
-        ValueError: If a key is probably a misspelled valid one. Ignoring it would drop the scheduler.
+        ValueError: If a key is probably a misspelled valid key. Ignoring ``"lr_schedular"``, for example, would drop
+            the scheduler.
     """
     for key in config:
         if key in valid:

@@ -28,11 +28,11 @@ class TransferHooks:
     """
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change the batch on the host.
+        """Change the batch on the host, before it is moved to the device. Default: no change.
 
         Args:
             batch: The batch, as the dataloader returned it.
-            dataloader_idx: Index of the dataloader.
+            dataloader_idx: Index among the validation, test or predict dataloaders; 0 in training.
 
         Returns:
             The batch to transfer.
@@ -45,7 +45,7 @@ class TransferHooks:
         Args:
             batch: Batch on the host.
             device: Device of this process.
-            dataloader_idx: Index of the dataloader.
+            dataloader_idx: Index among the validation, test or predict dataloaders; 0 in training.
 
         Returns:
             The batch on the device.
@@ -53,11 +53,11 @@ class TransferHooks:
         return move_data_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change the batch on the device.
+        """Change the batch on the device, after it is moved there. Default: no change.
 
         Args:
             batch: Batch on the device.
-            dataloader_idx: Index of the dataloader.
+            dataloader_idx: Index among the validation, test or predict dataloaders; 0 in training.
 
         Returns:
             The batch for the step.
@@ -70,7 +70,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
 
     Attributes:
         trainer: The Trainer that uses the data module, or None.
-        name: A user-defined name.
+        name: User-defined label of the data module. Default: None.
         prepare_data_per_node: Run ``prepare_data`` on one process of each machine instead of one process in total.
             Default: True.
         allow_zero_length_dataloader_with_multiple_devices: Accepted for compatibility with Lightning, and ignored. A
@@ -113,7 +113,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
         """
 
     def train_dataloader(self) -> Any:
-        """Return the training dataloader."""
+        """Return the training dataloader, or several in a dict, list or tuple, which are read together."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
@@ -142,14 +142,14 @@ class DataModule(HyperparametersMixin, TransferHooks):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in a checkpoint."""
+        """Return the data module's state to save in checkpoints: plain data and tensors. Default: an empty dict."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
 
         Args:
-            state_dict: The saved state.
+            state_dict: Result of `state_dict`, as read from the checkpoint.
         """
 
     @classmethod
@@ -163,13 +163,13 @@ class DataModule(HyperparametersMixin, TransferHooks):
         num_workers: int = 0,
         **kwargs: Any,
     ) -> Self:
-        """Build a data module from existing datasets. The training set is shuffled.
+        """Build a data module from existing datasets. Map-style training datasets are shuffled.
 
         Args:
-            train_dataset: A dataset, or several in lists, tuples and dicts.
-            val_dataset: The same for validation.
-            test_dataset: The same for testing.
-            predict_dataset: The same for prediction.
+            train_dataset: Dataset for training, or several in lists, tuples and dicts.
+            val_dataset: Dataset or datasets for validation, in the same forms.
+            test_dataset: Dataset or datasets for testing, in the same forms.
+            predict_dataset: Dataset or datasets for prediction, in the same forms.
             batch_size: Batch size of each dataloader. Also passed to ``__init__`` if that accepts this argument.
                 Default: 1.
             num_workers: Worker processes of each dataloader. Also passed to ``__init__`` if that accepts this argument.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Exports(nn.Module):
-    """Base class of tasks that exports ``forward`` in evaluation mode, or the weights."""
+    """Base class of `TaskModule` with methods that export ``forward`` in evaluation mode, or the weights."""
 
     example_input_array: Any
 
@@ -38,7 +38,7 @@ class Exports(nn.Module):
         """Convert ``forward`` to an ONNX program. Requires the packages onnx and onnxscript.
 
         Args:
-            file_path: Path of the file, or an open file; None writes no file.
+            file_path: Path of the ONNX file, or a file that is open for binary writing; None writes no file.
             input_sample: Input of ``forward``: a tensor, a tuple of arguments, or a dict of keywords. Default:
                 ``example_input_array``.
             kwargs: Keyword arguments of ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` makes the batch
@@ -49,8 +49,8 @@ class Exports(nn.Module):
 
         Raises:
             ModuleNotFoundError: If a package is missing; the message names it.
-            ValueError: If there is no input, the model is sharded, or the shapes of the program's outputs differ from
-                those of the model.
+            ValueError: If no input is available, the model is sharded, or the shapes of the program's outputs differ
+                from those of the model.
         """
         require("to_onnx", "onnx", "onnxscript", extra="onnx")
         if (dynamo := kwargs.pop("dynamo", True)) is not True:
@@ -86,7 +86,7 @@ class Exports(nn.Module):
             The exported program.
 
         Raises:
-            ValueError: If ``file_path`` does not end in ``.pt2``, there is no input, the model is sharded, or the
+            ValueError: If ``file_path`` does not end in ``.pt2``, no input is available, the model is sharded, or the
                 shapes of the program's outputs differ from those of the model.
         """
         if file_path is not None and Path(file_path).suffix != ".pt2":
@@ -110,7 +110,7 @@ class Exports(nn.Module):
         Tied weights are written once, and the header lists them. `load_weights` loads the file.
 
         Args:
-            file_path: Path of the file.
+            file_path: Path or URL of the file.
 
         Raises:
             ValueError: If the model is sharded.
@@ -229,7 +229,7 @@ def _prepare_arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, 
 
 
 def _collect_tensors(output: Any) -> list[Tensor]:
-    """Return the tensors in an output, in order."""
+    """Return the tensors in a model's output, which may be nested, in order."""
     tensors: list[Tensor] = []
     apply_to_collection(output, Tensor, tensors.append)
     return tensors

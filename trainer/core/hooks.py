@@ -1,4 +1,4 @@
-"""Hooks of a task, which have the names of a callback's hooks and run at the same times."""
+"""Hooks that a task can override. Callbacks have most of them too, under the same names and at the same times."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TaskHooks:
         """Return callbacks that belong to this task. They replace the Trainer's callbacks of the same class.
 
         Returns:
-            One callback or several. Default: none.
+            A `Callback`, or a list of them. Default: an empty list.
         """
         return []
 
@@ -52,7 +52,7 @@ class TaskHooks:
         """Run once the model and the optimizers are set up."""
 
     def on_fit_end(self) -> None:
-        """Run after training."""
+        """Run at the end of ``fit``, after `on_train_end`."""
 
     def on_exception(self, exception: BaseException) -> None:
         """React to an exception on this process. Call no collectives: other ranks may not reach them.

@@ -40,7 +40,7 @@ class HyperparametersMixin:
     def save_hyperparameters(
         self, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None, logger: bool = True
     ) -> None:
-        """Keep the arguments of ``__init__`` in ``self.hparams``, unchanged.
+        """Keep the arguments of ``__init__`` in ``self.hparams``, with their original types.
 
         Checkpoints and loggers get the arguments that are plain data: numbers, text, lists, dicts, paths, dates,
         tensors, enum members, dataclasses and OmegaConf containers. They do not get other arguments, such as a module
@@ -49,13 +49,14 @@ class HyperparametersMixin:
         Args:
             args: Names of the arguments to keep, or one dict, namespace, dataclass or OmegaConf configuration to keep
                 instead. Default: all arguments.
-            ignore: Names to omit.
+            ignore: Name of an argument to omit, or several names. Default: none.
             frame: Stack frame of ``__init__``. Default: the caller's frame.
             logger: Whether loggers get the hyperparameters. Default: True.
 
         Raises:
             TypeError: If an object does not hold hyperparameters by name.
-            ValueError: If an argument does not exist, or the method is called outside of ``__init__``.
+            ValueError: If ``args`` names an argument that ``__init__`` does not have, or the method is called outside
+                of ``__init__``.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         caller = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
@@ -101,7 +102,7 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """Copy of `hparams` at the last call of `save_hyperparameters`, without later changes."""
+        """Copy of `hparams` as of the last call of `save_hyperparameters`, without later changes."""
         return _take_snapshot(self.__dict__.get("_hparams_initial", AttributeDict()))
 
     def stored_hparams(self) -> Stored:
@@ -173,7 +174,7 @@ def _take_snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
 
 
 def _select_arguments(instance: Any, arguments: dict[str, Any] | None, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the arguments with these names; all of them if no name is given."""
+    """Return the arguments that ``names`` lists, or all arguments if it is empty."""
     if arguments is None:
         raise ValueError(
             f"save_hyperparameters was called outside of {type(instance).__name__}.__init__. Call it in __init__, or "

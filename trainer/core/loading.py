@@ -168,8 +168,8 @@ def load_checkpoint(
         sha256: Expected SHA-256 digest of a file, verified before the file is parsed.
 
     Returns:
-        Dict with ``state_dict``, the weights by their names in the task, and with those of the following that the
-        checkpoint has: ``epoch``, ``global_step``, ``hyper_parameters`` and entries that ``on_save_checkpoint`` added.
+        Dict with the weights under ``state_dict``, by their names in the task. If the checkpoint has them, it also
+        holds ``epoch``, ``global_step``, ``hyper_parameters`` and the entries that ``on_save_checkpoint`` added.
 
     Raises:
         ValueError: If the path is not a checkpoint, or the checkpoint is damaged or harmful.
@@ -208,7 +208,7 @@ def load_checkpoint(
 
 
 def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments to build a task with: those in its checkpoint, and those in ``given`` that it lacks.
+    """Return the constructor arguments of a task: those in its checkpoint, completed by those in ``given``.
 
     Args:
         cls: Class of the task.
@@ -216,7 +216,7 @@ def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[s
         given: Arguments by name, used where the checkpoint has no value.
 
     Raises:
-        TypeError: If a required argument is in neither; the message names it.
+        TypeError: If neither the checkpoint nor ``given`` has a required argument; the message names the argument.
     """
     with open_source(source) as opened_source:
         saved, document = opened_source.checkpoint, {}
@@ -244,7 +244,7 @@ def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
     """Return the first model's state in a checkpoint, by name: memory-mapped weights and any extra state.
 
     Args:
-        opened: The opened checkpoint.
+        opened: Opened checkpoint to read from.
     """
     extra = extra_part(0)
     weights = {name: read_tensor(piece) for name, piece in opened.open_part(model_part(0)).items()}
@@ -255,7 +255,7 @@ def read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
     """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, and its epoch and step.
 
     Args:
-        opened: The opened checkpoint.
+        opened: Opened checkpoint to read from.
     """
     manifest = opened.manifest
     return load_into_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}
@@ -271,7 +271,7 @@ def _take_changed_hparams(document: dict[str, Any], hook_entries: dict[str, Any]
 
 
 def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
-    """Return the hyperparameters in a checkpoint; an empty dict if it has no such part."""
+    """Return the hyperparameters in a part of a checkpoint; an empty dict if the checkpoint lacks this part."""
     document = saved.read_part(part) if saved.has(part) else {}
     if not isinstance(document, dict):
         raise ValueError(
@@ -342,7 +342,8 @@ def _merge_arguments(
     """Return the arguments of ``__init__``: the saved ones that it accepts, and the caller's overrides.
 
     Raises:
-        TypeError: If a required argument is in neither; the message names it.
+        TypeError: If neither the checkpoint nor the caller provides a required argument; the message names the
+            argument.
     """
     saved: dict[str, Any] = {}
     for name in (*_OLD_NAMES, "hyper_parameters"):

@@ -19,7 +19,7 @@ _HAND_ON = ("treadle.trainer.core.task", "treadle.trainer.core.datamodule", "tor
 
 @dataclass(frozen=True)
 class Argument:
-    """Argument of a constructor.
+    """Argument of a constructor or a function, with its type and default.
 
     Attributes:
         name: Name of the argument.
@@ -40,7 +40,8 @@ class Signature:
 
     Attributes:
         arguments: Arguments by name, in order.
-        open: Whether the callable also accepts other names, whose use is unknown.
+        open: Whether the callable also accepts keyword arguments that ``arguments`` does not list, whose use is
+            unknown.
         positional: Names that may be passed by position, or must be if ``*args`` follows them.
         by_place_only: Number of arguments that must be passed by position.
     """
@@ -165,7 +166,7 @@ class _ForwardedArguments:
 
 
 def _find_forwarded(init: Any) -> _ForwardedArguments | None:
-    """Return the arguments passed along with ``**kwargs`` to ``super().__init__``; None if they have another use."""
+    """Return the arguments passed with ``**kwargs`` to ``super().__init__``; None if ``**kwargs`` has another use."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(init)))
     except (OSError, TypeError, SyntaxError):

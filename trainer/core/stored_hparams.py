@@ -68,7 +68,7 @@ class AttributeDict(dict[str, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Hyperparameters in their stored form.
+    """Hyperparameters in the form that checkpoints store, and the names of those that cannot be stored.
 
     Attributes:
         values: Values by name that `codec.encode` accepts; a mapping that can be stored only in part is reduced to that
@@ -81,7 +81,7 @@ class Stored:
 
 
 def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
-    """Return the stored form of hyperparameters.
+    """Return hyperparameters in the form that checkpoints store, without values that cannot be stored.
 
     Args:
         hparams: Values by name, as the user passed them.
@@ -196,7 +196,7 @@ class _Flattener:
         self._open: set[int] = set()  # the containers that are being flattened
 
     def mapping(self, value: Any, place: tuple[str, ...]) -> dict[Any, Any]:
-        """Return the entries of a mapping as data and record those that are not."""
+        """Return the entries of a mapping as data, and record in ``left_out`` those that cannot be stored."""
         flattened = {}
         for key in value:
             name = self.data(key, place)
@@ -320,7 +320,7 @@ def _list_fields(kind: type) -> list[str]:
 
 
 class CannotRebuild(ValueError):
-    """Error for an argument that the caller must pass; its text gives the reason."""
+    """Error for an argument that cannot be rebuilt, so the caller must pass it; the text gives the reason."""
 
 
 def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: bool = False) -> Any:
@@ -330,14 +330,17 @@ def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: boo
         value: Stored form of the argument.
         annotation: Annotation of the argument in the constructor.
         default: Default of the argument, whose class is treated as if the annotation named it.
-        home: Name of the module of the constructor's class, in which enums of a script are looked up.
-        from_text: Whether the data comes from a text file, so that the annotation determines the types. Default: False.
+        home: Name of the module that defines the constructor's class. An enum class that is missing from the module
+            named in the checkpoint, for example a script, is looked up here.
+        from_text: Whether the data comes from a text file, in which case the annotation determines the types. Default:
+            False.
 
     Returns:
         The argument.
 
     Raises:
-        CannotRebuild: If the argument contains an object of unknown class.
+        CannotRebuild: If the argument contains an object that cannot be built, for example because ``annotation`` does
+            not name its class.
     """
     allowed = [*_iterate_classes(annotation)]
     if isinstance(default, enum.Enum) or _is_dataclass(default):
@@ -441,7 +444,7 @@ class _Rebuilder:
 
 
 def build_config(content: Any) -> Any:
-    """Build an OmegaConf configuration. Text is escaped, because references were resolved before they were stored.
+    """Build an OmegaConf configuration. References were resolved when it was stored, so ``${`` is escaped in text.
 
     Args:
         content: A dict, a list or None.
@@ -461,7 +464,7 @@ def build_config(content: Any) -> Any:
 
 
 def _escape_references(content: Any) -> Any:
-    """Return the content with ``${`` escaped, so that OmegaConf reads it as text."""
+    """Return the content with ``${`` escaped, which OmegaConf then reads as text instead of a reference."""
     if isinstance(content, str):
         return _REFERENCE_START.sub(lambda match: match[1] * 2 + "\\${", content)
     if type(content) is dict:

@@ -34,7 +34,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
     Methods and attributes that Lightning also has keep their names. A task needs no code for processes or devices.
 
     Attributes:
-        automatic_optimization: Whether the Trainer runs the backward pass and the optimizer. Default: True.
+        automatic_optimization: Whether the Trainer runs the backward pass and steps the optimizer. Default: True.
         strict_loading: Whether checkpoints must hold exactly this task's weights. Default: True.
         example_input_array: An input of ``forward`` for graph logging and export. Default: None.
 
@@ -124,11 +124,17 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         return self(args[0])
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizers and, optionally, schedulers, in any form that Lightning accepts."""
+        """Return the optimizers and, optionally, learning rate schedulers, in any form that Lightning accepts.
+
+        Returns:
+            An optimizer; a list of optimizers; two lists, of optimizers and of schedulers; a dict with ``"optimizer"``
+            and optionally ``"lr_scheduler"``; a list of such dicts; or None to train without an optimizer. A scheduler
+            is an object with ``step``, or a dict with the attributes of ``SchedulerConfig``.
+        """
         raise NotImplementedError
 
     def train_dataloader(self) -> Any:
-        """Return the training dataloader. It is used if none is passed to ``fit``."""
+        """Return the training dataloader, or a collection of several. It is used if none is passed to ``fit``."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
@@ -396,7 +402,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
                     self._toggled.append(parameter)
 
     def untoggle_optimizer(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Undo `toggle_optimizer`.
+        """Enable the gradients that `toggle_optimizer` disabled.
 
         Args:
             optimizer: Accepted for compatibility with Lightning and ignored.
@@ -488,7 +494,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters; for a task without parameters, the Trainer's device."""
+        """Device of the first parameter or buffer; without one, the Trainer's device, or the CPU without a Trainer."""
         if (first := next(itertools.chain(self.parameters(), self.buffers()), None)) is not None:
             return first.device
         return torch.device("cpu") if self._trainer is None else self._trainer.accelerator.device
@@ -500,7 +506,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating-point dtype of the parameters."""
+        """Dtype of the first floating-point parameter; torch's default dtype if there is none."""
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     @property
@@ -530,7 +536,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def loggers(self) -> list[Any]:
-        """Loggers of the Trainer."""
+        """Loggers of the Trainer; an empty list without a Trainer."""
         return [] if self._trainer is None else self._trainer.loggers
 
     def __getstate__(self) -> dict[str, Any]:

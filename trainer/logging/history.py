@@ -86,7 +86,7 @@ class Curve:
         """Restore the state that `state_dict` returned.
 
         Args:
-            state_dict: The saved state.
+            state_dict: Result of `state_dict`, as read from the checkpoint.
         """
         self.steps, self.values = state_dict["steps"].tolist(), state_dict["values"].tolist()
         self.last = state_dict["last"] and tuple(state_dict["last"])
@@ -110,7 +110,7 @@ class History(Mapping[str, Curve]):
         spent: Seconds by activity: ``"setup"``, ``"training"``, ``"validation"``, ``"checkpoints"``, ``"test"``,
             ``"predict"``.
         waits: Seconds by activity in which the process waited for batches; ``spent`` includes them. An accelerator may
-            have been busy meanwhile.
+            have been computing during this time.
     """
 
     def __init__(self, cursor: Cursor) -> None:
@@ -146,7 +146,7 @@ class History(Mapping[str, Curve]):
         return f"History({', '.join(self.curves)})"
 
     def add(self, row: Mapping[str, float], step: int) -> None:
-        """Add logged values.
+        """Add logged values to the curves of their names.
 
         Args:
             row: Values by name.
@@ -196,7 +196,7 @@ class History(Mapping[str, Curve]):
             self._switch(outer)
 
     def tick(self) -> None:
-        """Bring ``spent`` and ``waits`` up to date."""
+        """Add the time since the last update to ``spent`` and ``waits``."""
         self._switch(self._part)
 
     def _switch(self, part: str | None) -> None:
@@ -220,7 +220,7 @@ class History(Mapping[str, Curve]):
         """Restore the state that `state_dict` returned.
 
         Args:
-            state_dict: The saved state.
+            state_dict: Result of `state_dict`, as read from the checkpoint.
         """
         for name in ("curves", "rates"):
             setattr(self, name, {key: _load_curve(state) for key, state in state_dict[name].items()})
@@ -272,7 +272,7 @@ class History(Mapping[str, Curve]):
 
 
 def _add(curves: dict[str, Curve], row: Mapping[str, float], step: int) -> None:
-    """Add values to curves by name."""
+    """Add each value of a row to the curve with its name, and create missing curves."""
     for name, value in row.items():
         curve = curves.get(name)
         if curve is None:

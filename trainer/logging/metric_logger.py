@@ -172,7 +172,7 @@ class Logbook:
         """Restore the state that `state_dict` returned.
 
         Args:
-            state_dict: The saved state.
+            state_dict: Result of `state_dict`, as read from the checkpoint.
         """
         self.callback_values.clear()
         self.callback_values.update(state_dict["values"])
@@ -211,7 +211,7 @@ class Logbook:
         self.call("log_metrics", {"epoch": epoch, **row}, step=step)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of every working logger, on rank zero.
+        """Call a method of every logger that has not failed, on rank zero.
 
         Args:
             method: Name of the method.
@@ -252,7 +252,7 @@ class Logbook:
         return list(dict.fromkeys(map(str, places)))
 
     def clear(self) -> None:
-        """Reset all values."""
+        """Clear the latest values, for example before a stage. The history is kept."""
         self.watch = LatestValidation()
         self.callback_values.clear()
         self.bar_values.clear()
@@ -324,7 +324,7 @@ class Logbook:
         return root if folder is None else str(folder)
 
     def folder_of_runs(self, root: str) -> str:
-        """Return the parent of run folders for loggers without one: a folder in ``root`` named after the experiment.
+        """Return the parent of run folders if no logger has a folder: a folder in ``root`` named after the experiment.
 
         Args:
             root: The Trainer's ``default_root_dir``.
@@ -332,7 +332,7 @@ class Logbook:
         return str(as_path(root) / (_make_file_name(self.loggers[0].name) or "treadle_logs"))
 
     def existing_folder(self, root: str) -> str | None:
-        """Return the run's folder for loggers without one; None if it is not known yet. Call it on rank zero only.
+        """Return the run's folder if no logger has one; None if it is not known yet. Call it on rank zero only.
 
         Args:
             root: The Trainer's ``default_root_dir``.

@@ -1,4 +1,4 @@
-"""One optimizer step: its micro-batches, the agreement of all processes, and the optimizer."""
+"""Loop body for automatic optimization, which takes one optimizer step for each group of micro-batches."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Steps:
         self.bad_batches: list[str] = []  # descriptions of the step's batches whose loss is not finite
 
     def use(self, model: Any) -> None:
-        """Replace the wrapped task.
+        """Use another wrapped form of the task, after the strategy has wrapped it again.
 
         Args:
             model: Task as wrapped by the strategy.
@@ -176,8 +176,8 @@ class Steps:
         """Check that every rank ends the epoch at this accumulation group.
 
         The caller then discards the group's gradients. A rank that does not leave is already in the group's
-        collectives, so this rank participates in them, with weight zero. Its vote is part of these collectives, so that
-        other steps have no overhead.
+        collectives, so this rank participates in them, with weight zero. This rank's vote is part of these collectives,
+        so other steps have no overhead.
 
         Args:
             batches: The remaining batches of the group.
@@ -212,7 +212,7 @@ class Steps:
         return not self.alone and self.accelerator.world.any(any(map(_is_users, self.hooks.on_train_batch_start)))
 
     def vote_to_leave(self, index: int) -> None:
-        """Check in a separate collective that all ranks leave or none does, for steps whose collectives carry no vote.
+        """Check with an extra collective that all ranks end the epoch or none does, for steps without a vote on it.
 
         Args:
             index: Index of the micro-batch.
@@ -252,7 +252,7 @@ class Steps:
         )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of ``manual_backward``.
+        """Refuse a call of ``manual_backward``; `ManualSteps` overrides this method.
 
         Args:
             loss: Loss of the batch, a 0-d tensor.
@@ -260,7 +260,7 @@ class Steps:
             kwargs: Keyword arguments of ``Tensor.backward``.
 
         Raises:
-            RuntimeError: If the loop runs the backward pass itself.
+            RuntimeError: Always, because the loop runs the backward pass itself.
         """
         raise RuntimeError(
             "manual_backward requires automatic_optimization=False. Otherwise, the Trainer runs the backward pass on "
@@ -281,7 +281,7 @@ class Steps:
         """Reset the gradients, with the task's hook if it is overridden.
 
         Args:
-            index: Index of the micro-batch.
+            index: Index of a micro-batch of the step, which the task's hook receives as ``batch_idx``.
         """
         assert self.optimizer is not None
         if self.custom_zero_grad is None:
@@ -290,7 +290,7 @@ class Steps:
             self.custom_zero_grad(self.progress.epoch, index, self.optimizer)
 
     def settle(self) -> None:
-        """Read the outcome of the last step, which accelerators report one step late; see `refuse`."""
+        """Check whether the last step was finite, which accelerators report one step late; if not, call `refuse`."""
         self.agreement.settle()
         if not self.agreement.finite:
             self.refuse()
@@ -299,7 +299,7 @@ class Steps:
         """Record a description of a micro-batch with a non-finite loss, because it is freed before the step is refused.
 
         Args:
-            batch: The micro-batch.
+            batch: Micro-batch whose loss is not finite.
         """
         text, _ = nonfinite.describe_batch(batch, batch_indices(self._find_loader()))
         self.bad_batches += [text] if text else []
@@ -339,7 +339,7 @@ class Steps:
             self.optimizer.optimizer.zero_grad()
 
     def describe_not_finite(self, last: int, batch: Any) -> nonfinite.Findings:
-        """Return the findings about non-finite values, and reset them. Call it on all ranks.
+        """Return the findings of all ranks about non-finite values, and reset them. Call it on all ranks.
 
         Args:
             last: Index of the step's last micro-batch.

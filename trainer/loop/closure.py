@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ClosureSteps(Steps):
-    """Loop body that passes the optimizer a closure; each call of it processes the whole group of micro-batches.
+    """Loop body that passes a closure to the optimizer. Each closure call processes the whole group of micro-batches.
 
     The group's batches stay in memory. Every process gets the same loss, the mean over all processes, so the optimizers
     of all ranks make the same decisions.
@@ -105,7 +105,7 @@ class ClosureSteps(Steps):
         return results
 
     def _replay_batches(self, micro_batches: list[tuple[Any, Any]]) -> Iterator[Any]:
-        """Yield the batches of the group again."""
+        """Yield the group's batches for another closure call, and set the cursor and the metrics' weight for each."""
         for batch, micro in micro_batches:
             self.cursor.micro, self.metrics.weight = micro, micro.samples
             yield batch

@@ -147,8 +147,8 @@ class Sources:
         """Return sources for copies of the task and the data module, whose hooks have not been called yet.
 
         Args:
-            task: The copy of the task.
-            datamodule: The copy of the data module.
+            task: Copy of the task.
+            datamodule: Copy of the data module, or None.
             watch: Function called with each kind and the dataloader that is about to be prepared.
         """
         other = copy.copy(self)

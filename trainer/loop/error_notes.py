@@ -1,4 +1,4 @@
-"""Notes on an error of a running stage: the position of the run, and explanations of torch's messages."""
+"""Notes added to an error that a stage raised: the position of the run, and explanations of torch's messages."""
 
 from __future__ import annotations
 

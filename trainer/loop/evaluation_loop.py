@@ -37,8 +37,9 @@ class Evaluation:
     """Result of an evaluation.
 
     Attributes:
-        metrics: The logged values of each dataloader.
-        predictions: The results of ``predict_step`` for each dataloader and batch of this process.
+        metrics: Logged values by name, in one dict for each dataloader.
+        predictions: Results of ``predict_step`` on this process: a list for each dataloader, with one result for each
+            batch.
     """
 
     metrics: list[dict[str, float]]
@@ -54,8 +55,8 @@ class EvaluationLoop:
         hooks: Dispatch table of the overridden hooks.
         loaders: The prepared dataloaders.
         stage: ``"validate"``, ``"test"`` or ``"predict"``.
-        within_fit: Whether this is a validation within ``fit``. It does not use inference mode, because tensors created
-            in that mode cannot be trained later.
+        within_fit: Whether this is a validation within ``fit``, which does not use inference mode, because tensors
+            created in that mode cannot be trained later.
         keep_predictions: Collect the results of ``predict_step``. Default: False.
     """
 
@@ -82,7 +83,7 @@ class EvaluationLoop:
         self._before: BeforeValidation | None = None
 
     def run(self) -> Evaluation:
-        """Evaluate on all dataloaders. Call it on all processes.
+        """Evaluate the task on all dataloaders. Call it on all processes.
 
         Returns:
             Logged values and predictions.
@@ -109,7 +110,7 @@ class EvaluationLoop:
         return evaluation
 
     def _run(self) -> Evaluation:
-        """Evaluate; a signal raises `_LeftEarly`."""
+        """Evaluate the task on all dataloaders; a signal that ends the run raises `_LeftEarly`."""
         trainer, task, metrics = self.trainer, self.task, self.metrics
         self.hooks.check_loader_index(self.name, len(self.loaders))
         inference_mode = trainer.inference_mode and not self.within_fit
@@ -284,7 +285,7 @@ def step_arguments(step: Callable[..., Any], loaders: int) -> int:
 
 
 def _split_by_loader(values: dict[str, float], loaders: int) -> list[dict[str, float]]:
-    """Return the logged values of each dataloader."""
+    """Return a dict of logged values for each dataloader; values without a dataloader's suffix are in every dict."""
     if loaders <= 1:
         return [values]
     marks = [f"/dataloader_idx_{number}" for number in range(loaders)]

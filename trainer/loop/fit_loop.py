@@ -69,7 +69,7 @@ class FitLoop:
         model: The task as prepared by the accelerator.
         hooks: Dispatch table of the overridden hooks.
         loader: The prepared training dataloader.
-        schedulers: The task's schedulers.
+        schedulers: Schedulers that the task's ``configure_optimizers`` returned.
         validate: Function that runs a validation.
     """
 
@@ -147,7 +147,7 @@ class FitLoop:
         return 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step
 
     def _is_finished(self) -> bool:
-        """Return whether training ends here."""
+        """Return whether training is complete, or all processes agree to stop."""
         if self._is_complete():
             return True
         return self._agree_to_stop()
@@ -212,7 +212,7 @@ class FitLoop:
             progress.next_epoch()
 
     def _reload(self) -> None:
-        """Call the dataloader hooks and use the dataloaders that they return."""
+        """Call the dataloader hooks again, and use the dataloaders that they return."""
         sources = self.trainer.sources
         assert sources is not None
         self.progress.loaded = self.progress.epoch
@@ -223,11 +223,11 @@ class FitLoop:
         self.validation_every = self._compute_validation_interval()
 
     def _explain_empty(self) -> str:
-        """Return the reason for an empty dataloader."""
+        """Return the likely reason why the training dataloader is empty, and the fix."""
         return explain_empty(self.loader, self.trainer.world_size)
 
     def _wants_to_stop(self) -> bool:
-        """Return whether this process requests a stop."""
+        """Return whether this process requests a stop, because ``should_stop`` is set or ``max_time`` has elapsed."""
         return self.trainer.should_stop or self._is_late()
 
     def _is_late(self) -> bool:
@@ -310,7 +310,7 @@ class FitLoop:
         return every is None or (self.progress.epoch + 1) % every == 0
 
     def _validate(self) -> None:
-        """Validate if validation runs in this epoch, and record that a validation was due."""
+        """Validate, unless ``check_val_every_n_epoch`` excludes this epoch, and record that a validation was due."""
         if self._is_validation_epoch():
             self.validate()
         self.progress.validated = self.progress.batches

@@ -31,7 +31,8 @@ class Fit:
 
     Args:
         trainer: Trainer that runs the stage.
-        schedule: See `Accelerator.load_state`.
+        schedule: Source of learning rates after a resume: ``"saved"``, ``"script"`` or None; see
+            `Accelerator.load_state`.
     """
 
     task: TaskModule
@@ -45,9 +46,9 @@ class Fit:
         """Prepare everything, restore the checkpoint to resume from, if any, and train.
 
         Args:
-            task: The task of the stage.
-            hooks: The hooks of the stage.
-            sources: The dataloaders of the stage.
+            task: The user's task.
+            hooks: Dispatch table of the overridden hooks.
+            sources: Dataloaders for training and validation.
         """
         self.task, self.hooks, self.sources = task, hooks, sources
         trainer = self.trainer
@@ -90,7 +91,7 @@ class Fit:
             reloads: Whether the epoch begins with new dataloaders, which start at their first batch.
 
         Returns:
-            The wrapped model, and the RNG state to continue with.
+            The wrapped model, and the RNG state to set before the first step, which is None unless the run is resumed.
         """
         trainer, task, sources = self.trainer, self.task, self.sources
         prepare_training(trainer, task)

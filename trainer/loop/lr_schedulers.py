@@ -45,7 +45,7 @@ class Schedules:
         self._step(self._by_epoch, self._trainer.progress.epoch + 1)
 
     def _step(self, configs: list[SchedulerConfig], count: int) -> None:
-        """Step the schedulers that are due."""
+        """Step the schedulers whose ``frequency`` divides ``count``, the number of completed steps or epochs."""
         for config in configs:
             if config.frequency != 1 and count % config.frequency:
                 continue
@@ -64,7 +64,7 @@ class Schedules:
                 raise
 
     def _read_monitor(self, config: SchedulerConfig) -> float | None:
-        """Return the monitored value of a plateau scheduler."""
+        """Return the value that a plateau scheduler monitors; None if it was not logged and ``strict`` is False."""
         trainer = self._trainer
         keep = trainer.logbook.watch.just_measured(trainer)
         name = config.monitor or ""

@@ -119,7 +119,7 @@ class ManualSteps(Steps):
         ]
 
     def _agree(self) -> None:
-        """Agree across ranks after a batch."""
+        """Agree across ranks, after a batch, on whether its losses are finite and whether to stop."""
         agreement = self.agreement
         if self.votes:
             agreement.stop_vote = self.wants_to_stop()

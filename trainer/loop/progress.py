@@ -1,4 +1,4 @@
-"""Progress of a run: a few counters, and its phase between two optimizer steps."""
+"""Progress of a run: its counters, and its phase within the loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of a run and its phase. Checkpoints need nothing else, because they are saved between optimizer steps.
+    """Counters of a run and its phase, which together are the position that a checkpoint stores.
 
     Within an epoch, the loop sets ``phase`` directly, because a method would add a call to each step.
 
@@ -30,11 +30,11 @@ class Progress:
         batch: Number of micro-batches done in the current epoch, on this process.
         batches: Number of micro-batches done in all epochs, on this process.
         samples: Number of samples trained on, over all processes.
-        validated: Value of ``batches`` at the latest validation, or when one would have been due.
+        validated: Value of ``batches`` when a validation was last due, even if ``check_val_every_n_epoch`` skipped it.
         skipped: Number of optimizer steps that a float16 overflow, or a loss or gradient that is not finite, prevented.
         seconds: Training time in seconds, for ``max_time``.
         loaded: Index of the epoch in which the dataloaders were last created.
-        phase: See `Phase`.
+        phase: Current phase of the loop; see `Phase`.
 
     Example:
         >>> from treadle.trainer import Progress
@@ -59,7 +59,7 @@ class Progress:
 
     @property
     def in_step(self) -> bool:
-        """True if the micro-batches of a step are being processed, so that no checkpoint can be saved."""
+        """True while a step processes its micro-batches, when no checkpoint to resume from can be saved."""
         return self.phase is Phase.IN_STEP
 
     @property
@@ -85,7 +85,7 @@ class Progress:
         self.restart_epoch()
 
     def restart_epoch(self) -> None:
-        """Reset the counter of the epoch's micro-batches."""
+        """Reset the phase and the counter of micro-batches to the start of an epoch."""
         self.batch = 0
         self.phase = Phase.BETWEEN_STEPS
 
@@ -101,7 +101,7 @@ class Progress:
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all counters and the phase, by name."""
+        """Return the counters and the phase by name; at an epoch's end, those with which the next epoch begins."""
         state = replace(self)
         if state.epoch_is_over:
             state.next_epoch()
@@ -111,7 +111,7 @@ class Progress:
         """Restore the state that `state_dict` returned, in this version or an earlier one.
 
         Args:
-            state_dict: The saved state.
+            state_dict: Result of `state_dict`, as read from the checkpoint.
         """
         state = _add_phase(state_dict) if state_dict else {}
         for name, value in state.items():

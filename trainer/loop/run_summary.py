@@ -23,7 +23,7 @@ _SHOWN = 8  # metrics in one line
 
 
 class RunSummary:
-    """Description of the settings and results of ``fit``.
+    """Announcements of the settings and the results of ``fit``.
 
     Args:
         trainer: The Trainer to describe.
@@ -48,7 +48,7 @@ class RunSummary:
         announce(settings if is_counted else trainer.decided)
 
     def _describe_settings(self, loader: Loader) -> str:
-        """Return the settings as text, without the parameters."""
+        """Return the settings as text, without the numbers of parameters."""
         trainer = self.trainer
         accelerator, task = trainer.accelerator, trainer.task
         assert task is not None
@@ -112,7 +112,7 @@ class RunSummary:
         return f"{format_count(int(steps), 'optimizer step')}, {epoch}{done}"
 
     def _describe_manual_steps(self) -> str:
-        """Return the number of batches as text: ``training_step`` decides which of them step an optimizer."""
+        """Return the number of batches and the limits of the run as text, for manual optimization."""
         trainer = self.trainer
         batches, epochs = trainer.num_training_batches, trainer.max_epochs
         per_epoch = "the dataloader has no length" if batches is None else f"{format_count(batches, 'batch')} per epoch"
@@ -127,7 +127,7 @@ class RunSummary:
 
         Args:
             stage: Name of the stage.
-            place: Position of the run.
+            place: Position of the run as text, such as ``"in fit, epoch 0, after optimizer step 3"``.
         """
         trainer = self.trainer
         lines = [f"interrupted {place}"]
@@ -181,7 +181,7 @@ class RunSummary:
 
 
 def _can_use_tf32(device: torch.device, precision: Precision) -> bool:
-    """Return whether the GPU supports TF32 but does not use it for float32 matrix products, as is torch's default."""
+    """Return whether the GPU supports TF32, but float32 matrix products use full precision, torch's default."""
     return (
         device.type == "cuda"
         and precision.compute is None

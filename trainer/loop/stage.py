@@ -39,7 +39,7 @@ class Stage:
         name: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         task: The user's task; None for the task of the last stage.
         loaders: Dataloaders that the user passed, by kind; the first may be a data module.
-        datamodule: A data module instead of dataloaders.
+        datamodule: Data module to use instead of dataloaders.
         ckpt_path: Checkpoint to restore: a path, a word such as ``"last"``, or None.
 
     Raises:
@@ -230,7 +230,7 @@ class Stage:
 
 
 def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:
-    """Return the task of the last stage, and ``ckpt_path`` or, without it, the best checkpoint, if there is one.
+    """Return the task of the last stage, and ``ckpt_path``, which defaults to the best checkpoint, if there is one.
 
     Raises:
         ValueError: If no stage has run.

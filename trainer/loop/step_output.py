@@ -1,4 +1,4 @@
-"""Results of a step: a loss with a gradient, alone or in a dict with its weight."""
+"""Checks of the result of ``training_step``: a loss with a gradient, alone or in a dict with its weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RULE = "It must return the loss (a tensor), or a dict with the loss under 'loss
 
 
 def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
-    """Return the loss and the weight in a result of ``training_step`` that is not a tensor.
+    """Return the loss and the weight from the dict that ``training_step`` returned; the weight is None if not set.
 
     Args:
         output: Result of ``training_step``.

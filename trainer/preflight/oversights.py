@@ -81,7 +81,7 @@ def _iterate_hidden(place: str, value: Any, registered: set[int], depth: int) ->
 
 
 def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
-    """Check for monitors that will never be logged.
+    """Check that the values that callbacks and schedulers monitor will be logged.
 
     Names that training, or a validation in a later epoch, will log are not known yet. A monitor that looks like a
     validation value and was not logged by the sanity check therefore only causes a warning.
@@ -114,7 +114,7 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
 
 
 def _iterate_monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool]]:
-    """Yield the owner, the name and the strictness of each monitor."""
+    """Yield, for each monitored value, its owner, its name, and whether its absence is an error."""
     watching: list[EarlyStopping | ModelCheckpoint] = [*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks]
     for callback in watching:
         if callback.monitor is not None:

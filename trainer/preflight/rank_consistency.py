@@ -49,7 +49,8 @@ def collect_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: 
         trainer: Trainer with the flags, the strategy and the callbacks.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         task: The user's task.
-        ckpt_path: The user's argument. Ranks may pass different paths, because rank zero resolves the checkpoint.
+        ckpt_path: Value that the user passed. Ranks may pass different paths, because rank zero resolves the
+            checkpoint.
     """
     accelerator = trainer.accelerator
     return {

@@ -90,8 +90,8 @@ class RunFolder:
                 ``"runs"``.
             name: Common name of runs that belong together, which is the name of a folder. Default: ``"default"``.
             settings: Flags of the Trainer. ``accelerator``, ``devices`` and ``num_nodes`` determine the processes of
-                the job; missing processes are launched as `Trainer` would launch them. They also run the script, so
-                call the method at a point that they reach too.
+                the job; missing processes are launched as `Trainer` would launch them. The launched processes run the
+                script too, so they must also reach this call.
 
         Returns:
             The folder, held by this job.
@@ -290,7 +290,7 @@ class RunFolder:
         self._write(CONFIG, text)
 
     def record(self, facts: Mapping[str, Any], charts: Mapping[str, Mapping[str, Points]] | None = None) -> None:
-        """Record the state of the run.
+        """Record the state of the run in ``run.json``, and its curves in ``curves.json``.
 
         Args:
             facts: The changed entries by name: ``state``, ``steps``, ``best``, ... Values are plain data. Ranks other
@@ -425,14 +425,14 @@ class RunFolder:
 
 
 def check_name(name: Any) -> str:
-    """Return the name of a group of runs if it is a valid folder name.
+    """Return ``name`` unchanged if it is a valid name for the folder of a group of runs.
 
     Args:
         name: Name that the runs share.
 
     Raises:
-        TypeError: If it is not a string.
-        ValueError: If it is not a valid folder name.
+        TypeError: If the name is not a string.
+        ValueError: If the name is not valid for a folder.
     """
     rule = "it becomes the name of a folder"
     if not isinstance(name, str):
@@ -495,7 +495,7 @@ def _open_world(settings: Mapping[str, Any] | None) -> World:
 
 
 def _resolve_path(path: str | Path | RemotePath) -> AnyPath:
-    """Expand the variables in a path and make it absolute."""
+    """Expand ``~`` and environment variables in a path, and make the path absolute."""
     return path if isinstance(path, RemotePath) else absolute(os.path.expandvars(os.path.expanduser(str(path))))
 
 

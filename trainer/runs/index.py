@@ -66,7 +66,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Name and number, from the current names of its folders."""
+        """Name and number of the run, from the current names of its folders: ``"digits/3"``."""
         return f"{self.name}/{self.path.name}"
 
     @property
@@ -103,7 +103,7 @@ class Run:
         return self.facts.get("metrics", {})
 
     def summary(self) -> dict[str, Any]:
-        """Return the attributes and properties above as plain data."""
+        """Return the entries of the record, with the run's path, name, number, state and duration, as plain data."""
         identity = {"path": str(self.path), "name": self.name, "number": self.number, "state": self.state}
         return {
             **self.facts,

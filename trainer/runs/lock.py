@@ -37,15 +37,15 @@ _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.
 
 @dataclass(frozen=True)
 class Holder:
-    """Holder of a lock.
+    """Process that holds the lock on a run folder, as recorded in the lock file.
 
     Attributes:
-        host: Name of the machine.
+        host: Hostname of the machine.
         pid: Process ID.
         since: Time at which the process took the lock, in seconds since 1970.
         place: Hostname, boot ID and PID namespace; each container has a different namespace.
         began: Start time of the process, which distinguishes it from a later process with the same PID.
-        token: A unique ID.
+        token: Random ID of this lock, which is different for each attempt to take it.
         by: ``"system"`` for a file system lock, ``"beat"`` for a lock that heartbeats keep alive.
     """
 
@@ -66,7 +66,7 @@ class Holder:
         """Create a holder that describes the current process.
 
         Args:
-            by: ``"system"`` or ``"beat"``.
+            by: Kind of lock: ``"system"`` or ``"beat"``, as in the attribute ``by``.
         """
         pid = os.getpid()
         began = "" if sys.platform == "win32" else read_start_time(pid) or ""
@@ -75,8 +75,8 @@ class Holder:
     def is_alive(self, file: AnyPath) -> bool:
         """Return whether the process is alive.
 
-        A process on another machine or in another container is judged by its heartbeats. If its lock has no heartbeats,
-        the process is assumed to be alive.
+        A process on another machine or in another container counts as alive if its last heartbeat is less than
+        `SILENCE` seconds old. If its lock has no heartbeats, the process is assumed to be alive.
 
         Args:
             file: Path of the lock file, whose age is read if the process runs elsewhere.
@@ -157,7 +157,7 @@ class RunLock:
         self._close()
 
     def _close(self) -> None:
-        """Close the file."""
+        """Close the lock file, if it is open."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -236,7 +236,7 @@ class RunLock:
             os.rmdir(mark)
 
     def _beat(self) -> None:
-        """Update the file at intervals."""
+        """Update the modification time of the file every `BEAT` seconds, until the lock is released."""
         while not self._ended.wait(BEAT):
             with contextlib.suppress(OSError):
                 os.utime(self.file)
@@ -259,7 +259,7 @@ def make_in_use_error(folder: AnyPath, file: AnyPath, occupant: Holder | None, c
 
 
 def encode_holder(holder: Holder) -> bytes:
-    """Return the content of a lock file.
+    """Return the content of a lock file: the holder as JSON.
 
     Args:
         holder: Holder to write to the file.

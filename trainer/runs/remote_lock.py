@@ -58,7 +58,7 @@ class RemoteLock:
                 self._object.unlink()
 
     def _beat(self) -> None:
-        """Rewrite the object at intervals."""
+        """Rewrite the object every `BEAT` seconds, until the lock is released."""
         while not self._ended.wait(BEAT):
             with contextlib.suppress(OSError):
                 self._object.write_bytes(encode_holder(self.holder))

@@ -72,7 +72,7 @@ class BatchSizeSearch:
         self.apply()
 
     def apply(self) -> None:
-        """Set the batch size from the search, or the one from a checkpoint before a resume."""
+        """Set the batch size that the search found or that was restored from the checkpoint of a resumed run."""
         trainer, finder = self.trainer, self.finder
         if trainer.stage == "fit" and finder.accumulate is not None:
             trainer.accelerator.gradient_accumulation_steps = finder.accumulate

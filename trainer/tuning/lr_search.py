@@ -54,7 +54,7 @@ class LRSearch:
         self.apply()
 
     def apply(self) -> None:
-        """Set the learning rate from the search, or the one from a checkpoint before a resume."""
+        """Set the learning rate that the search found or that was restored from the checkpoint of a resumed run."""
         assert self.finder.optimal_lr is not None
         rate, name = self.finder.optimal_lr.suggestion(), self._choose_attribute_name()
         if rate is not None and name is not None:

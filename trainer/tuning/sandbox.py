@@ -67,7 +67,7 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
 
 
 def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
-    """Restore a dataloader, or those that it combines, at the end of the search."""
+    """Register a dataloader, or those that it combines, for restoration at the end of the search."""
     for loader in source.flattened if isinstance(source, CombinedLoader) else [source]:
         if isinstance(loader, Iterator):
             raise ValueError(
@@ -78,7 +78,7 @@ def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
 
 
 def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
-    """Return a Trainer for the search that shares no state with ``trainer``."""
+    """Return a copy of ``trainer`` for the search, with its own task, data module, counters, metrics and history."""
     inner, accelerator, sources = copy.copy(trainer), trainer.accelerator, trainer.sources
     assert trainer.task is not None
     assert sources is not None
@@ -104,7 +104,7 @@ def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
 
 
 def _copy_datamodule(trainer: Trainer) -> DataModule | None:
-    """Return a copy that shares the data, and any object that cannot be copied, such as an open file."""
+    """Return a copy of the data module that shares its data, and objects that cannot be copied, such as open files."""
     datamodule = trainer.datamodule
     if datamodule is None:
         return None

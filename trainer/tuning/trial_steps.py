@@ -1,4 +1,4 @@
-"""Optimizer steps of a search."""
+"""Optimizer steps that a search takes on a copy of the task."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def take_trial_steps(
         inner: The Trainer of a `rehearsal`.
         count: Number of optimizer steps.
         callbacks: Callbacks to call during these steps. Default: none.
-        before_step: Function called with the index of each step before it is taken; the optimizers exist by then.
+        before_step: Function called with the index of each step before the step, when the optimizers already exist.
+            Default: none.
 
     Yields:
         The index of each step when it is done.

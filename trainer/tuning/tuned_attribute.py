@@ -30,7 +30,7 @@ def attribute_owners(trainer: Trainer, name: str) -> list[Any]:
 
 
 def get_attribute(trainer: Trainer, name: str) -> Any:
-    """Return the attribute's value.
+    """Return the value of the attribute; a data module's value takes precedence over the task's.
 
     Args:
         trainer: Trainer with the task and the data module.
@@ -41,7 +41,7 @@ def get_attribute(trainer: Trainer, name: str) -> Any:
 
 
 def set_attribute(trainer: Trainer, name: str, value: Any) -> None:
-    """Set the attribute on every object that has it.
+    """Set the attribute on every object that `attribute_owners` returns.
 
     Args:
         trainer: Trainer with the task and the data module.
@@ -53,7 +53,7 @@ def set_attribute(trainer: Trainer, name: str, value: Any) -> None:
 
 
 def check_attribute(trainer: Trainer, finder: Callback, name: str, argument: str) -> None:
-    """Raise a ValueError if no object has the attribute.
+    """Raise a ValueError if neither the task, the data module nor their hparams have the attribute.
 
     Args:
         trainer: Trainer with the task and the data module.

@@ -44,11 +44,11 @@ class Fault:
         point: Point in the run. The docstring of ``treadle.testing.faults`` lists the points.
         action: Action to perform. The same docstring lists the actions.
         rank: Rank on which the fault happens. Default: None, every rank.
-        step: Optimizer step in which the fault happens, counted from 1. A step lasts until the next one begins, so the
-            validation and the save after it belong to it; 0 is everything before the first step in this process.
-            Default: None, any step.
-        occurrence: Number of the visit to the point at which the fault happens. Each process counts its visits from 1,
-            and only those that match the rank, the step and the file.
+        step: Optimizer step in which the fault happens, counted from 1. A step lasts until the next one begins, so it
+            includes the validation and the save that follow. Step 0 is everything before the first step in this
+            process. Default: None, any step.
+        occurrence: Visit to the point at which the fault happens, counted from 1. Each process counts only its own
+            visits, and only those that match the rank, the step and the file.
         match: For disk points, a pattern for the path, such as ``"*/model*"``. For a rename, either path may match.
 
     Raises:
@@ -95,7 +95,7 @@ class Fault:
 
     @functools.cached_property
     def places(self) -> frozenset[str]:
-        """Points that the pattern matches."""
+        """Names in ``POINTS`` that ``point`` matches."""
         return frozenset(place for place in POINTS if fnmatchcase(place, self.point))
 
     def __repr__(self) -> str:
@@ -127,7 +127,7 @@ class Fault:
 
 
 def _parse(action: Any) -> tuple[str, Any]:
-    """Return an action's kind and value."""
+    """Return an action's kind, such as ``"exit"``, and its parsed value, such as the exit status."""
     if isinstance(action, BaseException) or (isinstance(action, type) and issubclass(action, BaseException)):
         return "raise", action
     if not isinstance(action, str):

@@ -7,7 +7,7 @@ A point is a place in a run, with ``:before`` as the default moment:
 
     forward[:before|after]           of a prepared model in training; in a Trainer, its training_step
     backward[:before|after]          `Accelerator.backward`, each micro-batch
-    step[:before|after]              a prepared optimizer's real step; after: weights are new, nothing is counted yet
+    step[:before|after]              a prepared optimizer's real step; after: weights are updated, step is not counted
     callback:HOOK[:before|after]     before or after all calls of this hook, such as on_train_batch_end
     disk:OPERATION[:before|after]    a function of `treadle.engine.checkpoint.filesystem`, which writes checkpoints
     disk:write_...:half              half of the file is written
@@ -77,8 +77,9 @@ class FaultPlan:
 
     Args:
         faults: Faults to inject.
-        record: A file to which each firing is appended before it happens, so that it is recorded even if it kills the
-            process. A recorded firing does not happen again. All processes of a run may share one file.
+        record: A file to which each firing is appended before its action is performed, so a firing that kills the
+            process is recorded, too. A recorded firing does not happen again. All processes of a run may share one
+            file.
 
     Raises:
         ValueError: If there are no faults, or a fault is planned twice.
@@ -244,7 +245,7 @@ def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractConte
 
 
 class DiskPoint(NamedTuple):
-    """Moment of a disk operation. The number counts operations of every kind: the third "after" may be a rename."""
+    """Moment of a disk operation. ``number`` counts operations of every kind, so the third "after" may be a rename."""
 
     operation: str
     moment: str
@@ -282,7 +283,7 @@ def disk_points(work: Callable[[], Any]) -> list[DiskPoint]:
 
 
 def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[str] | None = None) -> int:
-    """Run ``work`` under a plan in a forked child process, which imports nothing, and wait for it.
+    """Run ``work`` under a plan in a forked child process, which needs no imports, and wait for the child.
 
     Args:
         work: Function to run.
@@ -290,9 +291,9 @@ def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[st
         record: See `FaultPlan`.
 
     Returns:
-        The child's exit status: 0 if the work was done and every fault happened; 1 if an error was raised, which is
-        printed; the status of a planned ``exit`` or a `SystemExit`; or a negative number if a signal killed the child,
-        such as -9 for a planned ``kill``.
+        The child's exit status. It is 0 if the work was done and every fault happened, and 1 if an error was raised,
+        which is printed. A planned ``exit`` or a `SystemExit` sets its own status. If a signal killed the child, the
+        status is negative, such as -9 for a planned ``kill``.
     """
     child = os.fork()
     if child == 0:

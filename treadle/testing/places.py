@@ -38,7 +38,7 @@ Due = TypeVar("Due")
 
 
 class Places(Generic[Due]):
-    """Interception of a run's points. While armed, it performs the firings that are due at each point.
+    """Interceptor of points in a run. While armed, it performs the firings that are due at each point.
 
     Args:
         due: Function that is called as ``due(point, *paths)`` and returns the list of due firings, which is usually

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..trainer.core import SchedulerConfig as LRSchedulerConfig
 
 STEP_OUTPUT = Tensor | Mapping[str, Any] | None
-"""Output of a step."""
+"""Return value of ``training_step`` and the other steps: the loss, a dict, or None."""
 
 TRAIN_DATALOADERS = EVAL_DATALOADERS = Any
 """Dataloader or collection of dataloaders."""
@@ -23,7 +23,7 @@ OptimizerLRScheduler = OptimizerLRSchedulerConfig = OptimizerConfig = LRSchedule
 LRSchedulerTypeUnion = LRSchedulerType = LRScheduler | ReduceLROnPlateau
 
 _METRIC = Tensor | int | float
-"""Logged value."""
+"""Value that ``log`` accepts."""
 
 __all__ = [
     "DistributedDataParallel",

@@ -88,10 +88,10 @@ class MetricsTextColumn(ProgressColumn):
     """Column with the logged values that `update` set last.
 
     Args:
-        trainer: The Trainer.
-        style: The style of the text.
+        trainer: The Trainer, which is stored but not used.
+        style: rich's style of the text, such as ``"green"``.
         text_delimiter: The separator between two values.
-        metrics_format: The format of a number.
+        metrics_format: The format specification of floats, such as ``".3f"``.
     """
 
     def __init__(self, trainer: Trainer, style: str | Style, text_delimiter: str, metrics_format: str) -> None:
@@ -104,7 +104,7 @@ class MetricsTextColumn(ProgressColumn):
         """Set the values to show.
 
         Args:
-            metrics: The values by name.
+            metrics: The values by name. Only floats are formatted with ``metrics_format``.
         """
         words = (
             f"{name}: {format(value, self.metrics_format) if isinstance(value, float) else value}"

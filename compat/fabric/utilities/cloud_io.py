@@ -16,7 +16,7 @@ __getattr__ = find_peer_names(__name__)
 def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
     """Return the content of a ``torch.save`` file, or that of a run's checkpoint directory in Lightning's format.
 
-    Libraries import it as ``pl_load``, although it is private.
+    Libraries import this function as ``pl_load``, although it is private.
 
     Args:
         path_or_url: A path, or an open file.

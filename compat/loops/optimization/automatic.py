@@ -22,9 +22,9 @@ class ClosureResult(OutputResult):
     """Loss of a step and its further outputs.
 
     Attributes:
-        closure_loss: The loss with its graph.
+        closure_loss: The loss with its autograd graph.
         extra: The further outputs by name.
-        loss: A copy of the loss without its graph.
+        loss: A copy of the loss without its autograd graph.
     """
 
     closure_loss: Tensor | None
@@ -37,7 +37,7 @@ class ClosureResult(OutputResult):
 
     @classmethod
     def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
-        """Return the result for the output of a training step.
+        """Build the result from the output of a training step.
 
         Args:
             training_step_output: A loss, a dict with ``"loss"``, or None.
@@ -59,17 +59,17 @@ class ClosureResult(OutputResult):
         return cls(None if loss is None else loss / normalize, extra=extra)
 
     def asdict(self) -> dict[str, Any]:
-        """Return the loss and the further outputs."""
+        """Return the loss without its graph, under ``"loss"``, and the further outputs by name."""
         return {"loss": self.loss, **self.extra}
 
 
 class Closure(AbstractClosure[ClosureResult]):
-    """Closure for ``optimizer.step`` that runs the step, clears the gradients and runs the backward pass.
+    """Closure for ``optimizer.step`` that runs a training step, clears the gradients and runs the backward pass.
 
     Args:
-        step_fn: Function that returns the step's result.
-        backward_fn: Function that receives the loss. None skips the backward pass.
-        zero_grad_fn: Function that clears the gradients. None keeps them, for accumulation.
+        step_fn: Function that runs the training step and returns its result.
+        backward_fn: Function that runs the backward pass of a loss. Default: None, which skips the backward pass.
+        zero_grad_fn: Function that clears the gradients. Default: None, which keeps the gradients, for accumulation.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Closure(AbstractClosure[ClosureResult]):
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        """Run the three functions and return the step's result.
+        """Run the step, clear the gradients, run the backward pass, and return the step's result.
 
         Args:
             *args: Accepted and ignored.

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass
 class OutputResult:
-    """Output of a step."""
+    """Base class of a training step's output."""
 
     def asdict(self) -> dict[str, Any]:
         """Return the output as a dict."""
@@ -39,10 +39,10 @@ class AbstractClosure(ABC, Generic[T]):
 
     @abstractmethod
     def closure(self, *args: Any, **kwargs: Any) -> T:
-        """Compute the result.
+        """Run the computation and return the result that `consume_result` will return.
 
         Args:
-            *args: Arguments of the call.
+            *args: Positional arguments of the call.
             **kwargs: Keyword arguments of the call.
         """
 

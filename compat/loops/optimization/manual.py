@@ -22,10 +22,10 @@ class ManualResult(OutputResult):
 
     @classmethod
     def from_training_step_output(cls, training_step_output: Any) -> ManualResult:
-        """Return the result for the output of a training step.
+        """Build the result from the output of a training step.
 
         Args:
-            training_step_output: The return value of the step.
+            training_step_output: The step's return value: a loss, a dict, or None.
 
         Raises:
             ValueError: If the output is not a loss, a dict, or None.
@@ -41,5 +41,5 @@ class ManualResult(OutputResult):
         return cls(extra)
 
     def asdict(self) -> dict[str, Any]:
-        """Return the outputs of the step."""
+        """Return the outputs of the step by name."""
         return self.extra
