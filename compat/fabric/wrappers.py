@@ -57,7 +57,7 @@ class FabricModule(nn.Module):
         return self._original_module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's ``forward``. Its inputs and outputs are cast if the precision is half or double.
+        """Run the model's ``forward``. Inputs and outputs are cast if weights are in float16, bfloat16 or float64.
 
         Args:
             *args: Positional inputs.

@@ -24,7 +24,7 @@ __all__ = ["ServableModule", "ServableModuleValidator"]
 
 
 class Response:
-    """Response of a server.
+    """HTTP response to the example request.
 
     Attributes:
         status_code: The HTTP status; 200 is success.
