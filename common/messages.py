@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
@@ -55,6 +57,18 @@ def warn(text: str) -> None:
     from .rank_zero import rank_zero_warn
 
     rank_zero_warn(text, stacklevel=5)
+
+
+def write_stderr(text: str) -> None:
+    """Write lines to the standard error of the process, from a signal handler or a thread, on any rank.
+
+    They do not pass through ``sys.stderr``, because the main thread may hold its lock. Errors are ignored.
+
+    Args:
+        text: The lines. Each is prefixed with the package's name.
+    """
+    with contextlib.suppress(OSError):
+        os.write(2, "".join(f"treadle: {line}\n" for line in text.splitlines()).encode())
 
 
 def closest_name(name: object, valid: Iterable[object], cutoff: float = 0.5) -> str | None:

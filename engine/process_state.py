@@ -525,7 +525,7 @@ class AcceleratorState(PartialState):
         self._mixed_precision = None if mixed_precision is None else str(mixed_precision)
 
     @classmethod
-    def of(cls, accelerator: Accelerator) -> AcceleratorState:
+    def from_accelerator(cls, accelerator: Accelerator) -> AcceleratorState:
         """Return the state of ``accelerator``.
 
         Args:
@@ -623,7 +623,7 @@ class GradientState:
             GradientState._plugin = gradient_accumulation_plugin
 
     @classmethod
-    def of(cls, accelerator: Accelerator) -> GradientState:
+    def from_accelerator(cls, accelerator: Accelerator) -> GradientState:
         """Return the state of ``accelerator``.
 
         Args:
