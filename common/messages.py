@@ -26,6 +26,9 @@ class _StandardError(logging.StreamHandler[TextIO]):
         """Do nothing: standard error is closed or full, so the error cannot be reported, and training continues."""
 
 
+# Packages that call the user's program.
+_FRAMEWORK = (__name__.partition(".")[0], "concurrent", "contextlib", "threading", "torch")
+
 logger = logging.getLogger("treadle")
 if not logger.handlers:
     # The usual output of a library at a terminal; `logging.getLogger("treadle").setLevel(...)` silences it.
@@ -49,14 +52,24 @@ def announce(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Warn on rank zero, once per place in the code.
+    """Warn on rank zero, at the line of the user's program that led to the warning, once per line and text.
 
     Args:
         text: Text of the warning.
     """
     from .rank_zero import rank_zero_warn
 
-    rank_zero_warn(text, stacklevel=5)
+    rank_zero_warn(text, stacklevel=4 + _count_frames_to_user())  # its own frames, and that of this function, are 4
+
+
+def _count_frames_to_user() -> int:
+    """Return how far the innermost frame outside the framework is from the caller of `warn`, which is 1."""
+    frame, count = sys._getframe(2), 1
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _FRAMEWORK:
+        if frame.f_back is None:  # in one of the framework's threads
+            return 1
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def write_stderr(text: str) -> None:
