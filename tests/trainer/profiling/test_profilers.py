@@ -166,7 +166,7 @@ def test_the_verdict_names_what_the_run_waits_for(waits, tmp_path, capsys):
     assert "Profile of fit" in text
     if waits == "data":
         assert "this run waits for data" in text
-        assert "DataLoader(num_workers=...)" in text
+        assert "The dataloader reads in this process. Set num_workers" in text
     else:
         assert "of the time in hook Sleeper.on_train_batch_end" in text
 
