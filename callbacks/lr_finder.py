@@ -271,7 +271,7 @@ class LearningRateFinder(Callback):
         self.optimal_lr = _LRFinder(**state)
         self.optimal_lr.results = results
 
-    def say(self, rate: float | None, name: str | None) -> None:
+    def announce_result(self, rate: float | None, name: str | None) -> None:
         """Announce the result of the search.
 
         Args:

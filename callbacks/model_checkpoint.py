@@ -266,7 +266,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         if stage != "fit":
             return
         self._warn_of_never_called(ModelCheckpoint)
-        self._settle(trainer, wait=True)  # a leftover of a fit that Ctrl-C ended twice
+        self._complete_job(trainer, wait=True)  # a leftover of a fit that Ctrl-C ended twice
         self._save_requested = self._waiting = False
         if self.dirpath is None:
             root = trainer.logbook.agree_on_directory(trainer.default_root_dir)
@@ -311,7 +311,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Save if a save was triggered, or if an interval of steps or time has passed."""
         if self._job is not None:
-            self._settle(trainer)
+            self._complete_job(trainer)
         progress = trainer.progress
         step = progress.step
         if self.every_n_train_steps:
@@ -331,7 +331,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Wait for a background save. Warn if no checkpoint of the run could be ranked."""
-        self._settle(trainer, wait=True)
+        self._complete_job(trainer, wait=True)
         if self._waiting and not self.best_model_path:
             warn(
                 f"ModelCheckpoint saved no best checkpoint, because {self.monitor!r} was not measured before training "
@@ -348,7 +348,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             OSError: If the checkpoint cannot be written.
         """
         try:
-            self._settle(trainer, wait=True)
+            self._complete_job(trainer, wait=True)
         finally:
             self._save_last(trainer, exception)
 
@@ -365,7 +365,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             ValueError: If a weight is not finite.
             OSError: If the checkpoint cannot be written.
         """
-        self._settle(trainer, wait=True)
+        self._complete_job(trainer, wait=True)
         path = os.path.join(self._directory, self.CHECKPOINT_NAME_PREEMPTED + self.FILE_EXTENSION)
         return self._save_as(path, trainer)
 
@@ -382,7 +382,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             ValueError: If a weight is not finite.
             OSError: If the checkpoint cannot be written.
         """
-        self._settle(trainer, wait=True)
+        self._complete_job(trainer, wait=True)
         return self._save_as(None, trainer)
 
     def _save_as(self, path: str | None, trainer: Trainer) -> str:
@@ -481,7 +481,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
         """Decide which checkpoints to keep, save the new one, and remove those that are no longer kept."""
-        self._settle(trainer, wait=True)
+        self._complete_job(trainer, wait=True)
         top_k, before = self._top_k, self._top_k.snapshot()
         self._before = before
         values = {**values, "epoch": trainer.progress.epoch, "step": trainer.progress.step}
@@ -528,7 +528,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Save one checkpoint on all ranks. Like Lightning's method of the same name, it may be overridden."""
         trainer.save_checkpoint(filepath, self.save_weights_only, trainable_only=self.save_trainable_only)
 
-    def _settle(self, trainer: Trainer, wait: bool = False) -> None:
+    def _complete_job(self, trainer: Trainer, wait: bool = False) -> None:
         """Complete a background save that has ended, or, with ``wait``, wait until it ends. Raise its error, if any."""
         job = self._job
         if job is None or not (wait or job.done):

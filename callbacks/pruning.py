@@ -309,9 +309,9 @@ class ModelPruning(Callback):
             world.broadcast_tensor(pruned.mask)
             world.broadcast_tensor(pruned.parameter.detach())
         if self._verbose:
-            self._say(before)
+            self._announce_counts(before)
 
-    def _say(self, before: list[int]) -> None:
+    def _announce_counts(self, before: list[int]) -> None:
         """Announce the number of pruned weights."""
         after, sizes = (
             [pruned.count_zeros() for pruned in self._pruned],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
@@ -23,6 +25,9 @@ class _StandardError(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
         """Do nothing, because standard error is closed or full and cannot show the error. Training continues."""
 
+
+# Packages that call the user's program.
+_FRAMEWORK = (__name__.partition(".")[0], "concurrent", "contextlib", "threading", "torch")
 
 logger = logging.getLogger("treadle")
 if not logger.handlers:
@@ -47,14 +52,36 @@ def announce(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Issue a ``UserWarning`` on rank zero only.
+    """Warn on rank zero only, at the line of the user's program that led to the warning.
 
     Args:
-        text: Text of the warning. By default, Python shows the same text only once per place in the code.
+        text: Text of the warning. By default, Python shows the same text only once per line.
     """
     from .rank_zero import rank_zero_warn
 
-    rank_zero_warn(text, stacklevel=5)
+    rank_zero_warn(text, stacklevel=4 + _count_frames_to_user())  # 4 is this function
+
+
+def _count_frames_to_user() -> int:
+    """Return the position of the innermost frame outside the framework, counted from the caller of `warn` as 1."""
+    frame, count = sys._getframe(2), 1
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _FRAMEWORK:
+        if frame.f_back is None:  # in one of the framework's threads
+            return 1
+        frame, count = frame.f_back, count + 1
+    return count
+
+
+def write_stderr(text: str) -> None:
+    """Write lines to the standard error of the process, from a signal handler or a thread, on any rank.
+
+    They do not pass through ``sys.stderr``, because the main thread may hold its lock. Errors are ignored.
+
+    Args:
+        text: The lines. Each is prefixed with the package's name.
+    """
+    with contextlib.suppress(OSError):
+        os.write(2, "".join(f"treadle: {line}\n" for line in text.splitlines()).encode())
 
 
 def closest_name(name: object, valid: Iterable[object], cutoff: float = 0.5) -> str | None:

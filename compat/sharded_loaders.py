@@ -480,8 +480,8 @@ def prepare_data_loader(
 ) -> Any:
     """Return a dataloader of one rank's batches with Accelerate's semantics. No Accelerator is needed.
 
-    The ranks of a shuffled dataloader draw the same order if torch has the same seed on all of them, if ``rng_types``
-    contains ``"generator"``, or with ``use_seedable_sampler`` and ``data_seed``.
+    All ranks draw the same random order in one of three cases: torch has the same seed on all ranks, ``rng_types``
+    contains ``"generator"``, or ``use_seedable_sampler`` and ``data_seed`` are set.
 
     Args:
         dataloader: A ``DataLoader``.
@@ -499,8 +499,7 @@ def prepare_data_loader(
         data_seed: Seed of the `SeedableRandomSampler`. Default: the seed of torch's generator.
         non_blocking: Whether to move batches without waiting for the copy.
         use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
-        torch_device_mesh: Device mesh. Ranks that differ only in the dimensions ``"tp"`` and ``"cp"`` read equal
-            batches.
+        torch_device_mesh: Device mesh, in whose dimensions ``"tp"`` and ``"cp"`` all ranks read the same batches.
 
     Raises:
         ValueError: If the batch size cannot be split, or ``dispatch_batches`` is set without ``put_on_device``.

@@ -331,7 +331,7 @@ class Accelerator(Process):
         evaluation_mode: bool = False,
         *,
         step: str | None = None,
-        by_hand: bool = False,
+        manual_optimization: bool = False,
         by_parts: bool = False,
     ) -> nn.Module:
         """Move a model to the device and wrap it for training.
@@ -341,7 +341,7 @@ class Accelerator(Process):
             device_placement: If False, the model must be on the device already. Default: the Accelerator's setting.
             evaluation_mode: Move the model, but do not wrap it for training.
             step: Name of the method that returns the training loss, if not ``forward``; call it through `method`.
-            by_hand: Reduce gradients in optimizer steps, not in backward passes; call methods through `local_method`.
+            manual_optimization: Reduce gradients only in optimizer steps; call methods through `local_method`.
             by_parts: Compile the submodules and not the model itself, for loops that call methods other than
                 ``forward``.
 
@@ -377,7 +377,7 @@ class Accelerator(Process):
             if trained or step:
                 self.compare_settings()
                 check_model_matches(module, self.world)
-            wrapped = self.strategy.replicate(model) if by_hand else self.strategy.wrap(model, step)
+            wrapped = self.strategy.replicate(model) if manual_optimization else self.strategy.wrap(model, step)
         self._trained[id(module)] = _collect_trained_ids(module)
         if index is None:
             self.models.append(wrapped)
@@ -1217,7 +1217,7 @@ class Accelerator(Process):
         self.finish_saving()
         self.world.release_beside()
         self.tracking.finish()
-        self._gradient_guard.settle()
+        self._gradient_guard.read_pending()
         self.wait_for_everyone()
 
     def free_memory(self, *objects: Any) -> Any:
@@ -1295,12 +1295,12 @@ class Accelerator(Process):
     @property
     def state(self) -> AcceleratorState:
         """Rank, world size and precision of this process."""
-        return AcceleratorState.of(self)
+        return AcceleratorState.from_accelerator(self)
 
     @property
     def gradient_state(self) -> GradientState:
         """Position of the loop in its accumulation group."""
-        return GradientState.of(self)
+        return GradientState.from_accelerator(self)
 
     @property
     def project_dir(self) -> Any:

@@ -72,7 +72,7 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     """
     tensors: list[Tensor] = []
     others: list[Any] = []
-    _walk(value, tensors.append, others.append)
+    _map_leaves(value, tensors.append, others.append)
     if not tensors:
         raise TypeError(
             f"gather needs tensors, but got {describe_no_tensor(value)}. For other values, use gather_for_metrics or "
@@ -121,7 +121,7 @@ def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
             return tensor
         return tensor[:1].repeat(samples) if bool((tensor == tensor[0]).all()) else tensor
 
-    return _walk(value, resize, lambda other: other)
+    return _map_leaves(value, resize, lambda other: other)
 
 
 def _gather_rows(rows: Tensor, counts: list[int], world: World) -> Tensor:
@@ -210,17 +210,17 @@ def _describe_form(tensor: Tensor, sync_grads: bool) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}{without}"
 
 
-def _walk(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
+def _map_leaves(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
     """Rebuild a nested value: apply ``tensor`` to each tensor, and ``other`` to each largest part without tensors."""
     if isinstance(value, Tensor):
         return tensor(value)
     if not holds_tensor(value):
         return other(value)
     if isinstance(value, Mapping):
-        items = {key: _walk(item, tensor, other) for key, item in value.items()}
+        items = {key: _map_leaves(item, tensor, other) for key, item in value.items()}
         return items if type(value) is dict else with_items(value, items)
     if isinstance(value, list | tuple):
-        parts = [_walk(item, tensor, other) for item in value]
+        parts = [_map_leaves(item, tensor, other) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return apply_to_collection(value, Tensor, tensor)  # for example a dataclass
 
@@ -240,7 +240,7 @@ def with_items(value: Any, items: dict[Any, Any]) -> Any:
 
 def _rebuild(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
     next_tensor, next_other = iter(tensors), iter(others)
-    return _walk(value, lambda _: next(next_tensor), lambda _: next(next_other))
+    return _map_leaves(value, lambda _: next(next_tensor), lambda _: next(next_other))
 
 
 def holds_tensor(value: Any) -> bool:

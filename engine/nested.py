@@ -65,11 +65,11 @@ def recursively_apply(
         TypeError: If ``error_on_other_type`` is True and ``test_type`` does not select an item.
     """
 
-    def walk(value: Any) -> Any:
+    def apply(value: Any) -> Any:
         if isinstance(value, list | tuple):
-            return honor_type(value, (walk(item) for item in value))
+            return honor_type(value, (apply(item) for item in value))
         if isinstance(value, Mapping):
-            items = {key: walk(item) for key, item in value.items()}
+            items = {key: apply(item) for key, item in value.items()}
             return items if type(value) is dict else with_items(value, items)
         if test_type(value):
             return func(value, *args, **kwargs)
@@ -81,7 +81,7 @@ def recursively_apply(
             )
         return value
 
-    return walk(data)
+    return apply(data)
 
 
 def send_to_device(

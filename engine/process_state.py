@@ -526,7 +526,7 @@ class AcceleratorState(PartialState):
         self._mixed_precision = None if mixed_precision is None else str(mixed_precision)
 
     @classmethod
-    def of(cls, accelerator: Accelerator) -> AcceleratorState:
+    def from_accelerator(cls, accelerator: Accelerator) -> AcceleratorState:
         """Return the `AcceleratorState` of one Accelerator, which need not be the latest.
 
         Args:
@@ -624,7 +624,7 @@ class GradientState:
             GradientState._plugin = gradient_accumulation_plugin
 
     @classmethod
-    def of(cls, accelerator: Accelerator) -> GradientState:
+    def from_accelerator(cls, accelerator: Accelerator) -> GradientState:
         """Return the `GradientState` of one Accelerator, which need not be the latest.
 
         Args:

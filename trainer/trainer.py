@@ -84,9 +84,9 @@ class Trainer(LightningAliases):
         max_time: Time limit of the training: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments. Default: no
             limit.
         limit_train_batches: Batches per epoch on each process: a number (int) or a fraction (float). Default: all.
-        limit_val_batches: The same for validation.
-        limit_test_batches: The same for testing.
-        limit_predict_batches: The same for prediction.
+        limit_val_batches: Batches per validation dataloader, as an int or a float. Default: all.
+        limit_test_batches: Batches per test dataloader, as an int or a float. Default: all.
+        limit_predict_batches: Batches per prediction dataloader, as an int or a float. Default: all.
         overfit_batches: Train and validate on this many batches (int) or this fraction (float), in a fixed order; 0
             uses all. Default: 0.
         val_check_interval: Micro-batches between validations (int), a fraction of an epoch (float), or a duration in

@@ -8,7 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .html import (
-        COLOURS,
+        COLORS,
         LARGEST,
         Chart,
         Points,

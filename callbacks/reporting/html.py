@@ -19,11 +19,11 @@ _SMALLEST = 1e-300  # smaller ranges cannot be divided into ticks
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 26
 _STAGES = ("train", "training", "val", "valid", "validation", "test", "eval")
-# Okabe and Ito's colours, which people with any form of colour vision can distinguish; from the seventh on lines are
+# Okabe and Ito's colors, which people with any form of color vision can distinguish; from the seventh on lines are
 # dashed.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 _STAGE_OF = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-_OF_STAGE = dict(zip(("train", "val", "test"), COLOURS, strict=False))
+_OF_STAGE = dict(zip(("train", "val", "test"), COLORS, strict=False))
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,16 @@ class Page:
             return
         bars, rows = [], []
         parts = sorted(self.times.items(), key=lambda item: -item[1][0])
-        others = itertools.cycle(colour for colour in COLOURS if colour not in _OF_STAGE.values())
+        others = itertools.cycle(color for color in COLORS if color not in _OF_STAGE.values())
         for name, (seconds, waited) in parts:
-            colour = _OF_STAGE.get(_STAGE_OF.get(name, "")) or next(others)
-            bars.append(f'<i style="width:{100 * seconds / total_seconds:.2f}%;background:{colour}"></i>')
+            color = _OF_STAGE.get(_STAGE_OF.get(name, "")) or next(others)
+            bars.append(f'<i style="width:{100 * seconds / total_seconds:.2f}%;background:{color}"></i>')
             cells = (
                 f"{format_duration(seconds)}",
                 f"{100 * seconds / total_seconds:.1f} %",
                 format_duration(waited) if waited else "",
             )
-            dot = f'<span class="dot" style="background:{colour}"></span>'
+            dot = f'<span class="dot" style="background:{color}"></span>'
             rows.append(f"<tr><td>{dot}{escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
         head = "<tr><th></th><th>time</th><th>share</th><th>of it, waiting for batches</th></tr>"
         table = f'<table class="numbers">{head}{"".join(rows)}</table>'
@@ -279,17 +279,17 @@ def choose_styles(names: Collection[str]) -> list[str]:
         names: Names of the lines.
     """
     stages = [_STAGE_OF.get(split_stage(name)[0], "") for name in names]
-    free = [colour for colour in COLOURS if colour not in {_OF_STAGE[stage] for stage in stages if stage}]
+    free = [color for color in COLORS if color not in {_OF_STAGE[stage] for stage in stages if stage}]
     drawn: Counter[tuple[str, bool]] = Counter()
     line_styles = []
     for name, stage in zip(names, stages, strict=True):
         number = drawn["", False]
-        colour = _OF_STAGE[stage] if stage else free[number % len(free)]
+        color = _OF_STAGE[stage] if stage else free[number % len(free)]
         is_pale = name.endswith("_step") and f"{name.removesuffix('_step')}_epoch" in names
         turn = drawn[stage, is_pale] if stage else number // len(free)
         drawn[stage, is_pale and bool(stage)] += 1
         dash = f' stroke-dasharray="{2 + 4 * turn} 3"' if turn else ""
-        line_styles.append(f'stroke="{colour}" fill="{colour}"{dash}' + (' opacity="0.6"' if is_pale else ""))
+        line_styles.append(f'stroke="{color}" fill="{color}"{dash}' + (' opacity="0.6"' if is_pale else ""))
     return line_styles
 
 

@@ -8,7 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import stages, sweep
-    from .command_line import report_error, say
+    from .command_line import print_on_rank_zero, report_error
     from .config_help import describe_target
     from .printed import dump_yaml
     from .stages import Session

@@ -212,7 +212,7 @@ def _read_checkpoint_config(folder: AnyPath) -> str:
     )
 
 
-def say(text: str) -> None:
+def print_on_rank_zero(text: str) -> None:
     """Print text on rank zero only.
 
     Args:

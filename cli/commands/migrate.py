@@ -26,7 +26,7 @@ Covers Python files, code cells of notebooks, and class paths in configurations.
 environments and symbolic links. Lists, by file and line, what has no counterpart and what behaves differently. Exits
 with status 1 if something needs a manual change."""
 
-NEEDS_A_HAND = "Needs a manual change"
+NEEDS_MANUAL_CHANGE = "Needs a manual change"
 DIFFERS = "Runs, but behaves differently (docs/differences)"
 
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         _print(f"treadle migrate: {error}", sys.stderr)
         return 2
     _print(format_summary(migration, options.write), end="")
-    return int(any(finding.by_hand for finding in migration.findings))
+    return int(any(finding.must_change for finding in migration.findings))
 
 
 def format_summary(migration: Migration, is_written: bool) -> str:
@@ -84,13 +84,13 @@ def format_summary(migration: Migration, is_written: bool) -> str:
         migration: The result of `migrate_project`.
         is_written: Whether the changes have been written to the files.
     """
-    by_hand = [finding for finding in migration.findings if finding.by_hand]
-    differs = [finding for finding in migration.findings if not finding.by_hand]
+    must_change = [finding for finding in migration.findings if finding.must_change]
+    differs = [finding for finding in migration.findings if not finding.must_change]
     count = len(migration.changes)
     numbers = f"{count} of {format_count(migration.count, 'file')} {'changed' if is_written else 'would change'}"
     if count and not is_written:
         numbers += f"; --write changes {'it' if count == 1 else 'them'}"
-    return _format_list(NEEDS_A_HAND, by_hand) + _format_list(DIFFERS, differs) + f"{numbers}.\n"
+    return _format_list(NEEDS_MANUAL_CHANGE, must_change) + _format_list(DIFFERS, differs) + f"{numbers}.\n"
 
 
 def _format_list(title: str, findings: Iterable[Finding]) -> str:

@@ -236,11 +236,11 @@ def _show(options: argparse.Namespace) -> str:
     )
     text = "\n".join(map(_cut, map(make_printable, lines)))
     ascii = options.ascii or not _can_print("⣿└─│┤")
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     for title, curves in charts.items():
         clean = {make_printable(name): (curve["steps"], curve["values"]) for name, curve in curves.items()}
         missing = sum(curve["missing"] for curve in curves.values())
-        drawn = plot(make_printable(title), clean, max(_NARROWEST, width), ascii=ascii, colour=colour)
+        drawn = plot(make_printable(title), clean, max(_NARROWEST, width), ascii=ascii, color=color)
         text += "\n\n" + drawn + (f"\nnot drawn, because not finite: {missing:,}" if missing else "")
     return text
 

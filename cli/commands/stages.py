@@ -17,7 +17,7 @@ from ...trainer.checkpointing import WORDS_FOR_CHECKPOINTS
 from ...trainer.runs import CONFIG
 from ..config import COMMAND_LINE, ConfigError, format_path, hide_secrets, iterate_values, make_value
 from ..sweep import follow_scheduler
-from .command_line import Options, format_usage, load_config, parse_options, report_error, say
+from .command_line import Options, format_usage, load_config, parse_options, print_on_rank_zero, report_error
 
 if TYPE_CHECKING:
     from ...callbacks import Callback
@@ -81,14 +81,16 @@ def run(
         sys.path.insert(0, current_directory)
     options = parse_options(arguments)
     if options.help == "":
-        say(format_usage(stage, program))
+        print_on_rank_zero(format_usage(stage, program))
         return None
     config = load_config(options, defaults)
     # torch is needed from here on; errors in the files themselves have been reported without waiting for it.
     if options.help is not None:
         from .config_help import describe_target, find_target
 
-        say(describe_target(find_target(options.help, config.to_plain(), {"model": model, "data": data}), options.help))
+        print_on_rank_zero(
+            describe_target(find_target(options.help, config.to_plain(), {"model": model, "data": data}), options.help)
+        )
         return None
     from ..config.instantiate import check
     from .printed import dump_yaml
@@ -96,7 +98,7 @@ def run(
     checked = check(config, model, data)
     text = dump_yaml(checked.resolve_defaults(), config.secrets, f"{program}, with all defaults")
     if options.show:
-        say(text.rstrip("\n"))
+        print_on_rank_zero(text.rstrip("\n"))
         return None
     try:
         return _execute(stage, program, checked, text, options, keep)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...common.messages import format_count
 from ...common.optional import require
 from ..config import ConfigError
-from .command_line import report_error, say
+from .command_line import print_on_rank_zero, report_error
 
 if TYPE_CHECKING:
     from ...trainer import DataModule, TaskModule
@@ -79,7 +79,7 @@ def run(
     try:
         file, overrides, dry = _parse(arguments)
         if file is None:
-            say(format_usage(program))
+            print_on_rank_zero(format_usage(program))
             return 0
         if (current_directory := os.getcwd()) not in sys.path:
             sys.path.insert(0, current_directory)  # so that it can name modules next to the configuration
@@ -140,7 +140,7 @@ def _run(
     if dry:
         keys = ", ".join(parameter.key for parameter in sweep.parameters)
         many = f"{format_count(sweep.trials, 'trial')} by {sweep.method.kind}, {sweep.processes} at a time"
-        say(f"sweep {sweep.name}: {many}, over {keys}")
+        print_on_rank_zero(f"sweep {sweep.name}: {many}, over {keys}")
         return 0
     devices, gpus = configs.find_devices()
     return Scheduler(sweep, configs, fit, Workers(sweep.processes, devices, gpus)).run()

@@ -19,7 +19,7 @@ def plot(
     height: int = 10,
     *,
     ascii: bool = False,
-    colour: bool = False,
+    color: bool = False,
 ) -> str:
     """Draw curves over the optimizer steps.
 
@@ -33,7 +33,7 @@ def plot(
         width: Characters per row, at least 24. Default: 80.
         height: Rows of the chart without title, axis and legend. Default: 10.
         ascii: Whether to draw with ASCII characters instead of braille characters, which have eight dots each.
-        colour: Whether to give each curve an ANSI color.
+        color: Whether to give each curve an ANSI color.
 
     Returns:
         The chart as lines of text.
@@ -56,7 +56,7 @@ def plot(
         ends[row] = ends.get(row, "") + _choose_letter(place)
     rows = [heading]
     corner, side, tick = ("+", "|", "+") if ascii else ("└", "│", "┤")
-    for row, text in enumerate(canvas.render_rows(colour)):
+    for row, text in enumerate(canvas.render_rows(color)):
         label = labels.get(row, "")
         end = f" {ends[row][:4]}" if has_many_lines and row in ends else ""
         rows.append(f"{label:>{margin - 1}}{tick if label else side}{text}{end}".rstrip())
@@ -67,7 +67,7 @@ def plot(
             f"{_choose_letter(place)} " + (f"{_MARKS[place % len(_MARKS)]} " if ascii else "") if has_many_lines else ""
         )
         line = f"{mark}{name}  {format_number(values[-1])}"
-        rows.append(" " * margin + (_colour_text(line, place) if colour and has_many_lines else line))
+        rows.append(" " * margin + (_color_text(line, place) if color and has_many_lines else line))
     if chart.missing:
         rows.append(" " * margin + f"not drawn, because not finite: {chart.missing:,}")
     return "\n".join(rows)
@@ -99,24 +99,24 @@ class Canvas:
         bits = 0 if self.ascii else self._cells.get(cell, (0, 0))[0] | _BRAILLE[y % 4][x % 2]
         self._cells[cell] = (bits, line)
 
-    def render_rows(self, colour: bool) -> list[str]:
+    def render_rows(self, color: bool) -> list[str]:
         """Return the drawing as one text per row.
 
         Args:
-            colour: Whether to give each curve its ANSI color.
+            color: Whether to give each curve its ANSI color.
         """
         return [
-            "".join(self._render_letter(row, column, colour) for column in range(self.columns))
+            "".join(self._render_letter(row, column, color) for column in range(self.columns))
             for row in range(self.height)
         ]
 
-    def _render_letter(self, row: int, column: int, colour: bool) -> str:
+    def _render_letter(self, row: int, column: int, color: bool) -> str:
         cell = self._cells.get((row, column))
         if cell is None:
             return " "
         bits, line = cell
         letter = _MARKS[line % len(_MARKS)] if self.ascii else chr(0x2800 + bits)
-        return _colour_text(letter, line) if colour else letter
+        return _color_text(letter, line) if color else letter
 
 
 def _draw(canvas: Canvas, chart: Chart, points: tuple[Sequence[float], Sequence[float]], line: int) -> int:
@@ -160,5 +160,5 @@ def _choose_letter(place: int) -> str:
     return "abcdefghijklmnopqrstuvwxyz"[place % 26]
 
 
-def _colour_text(text: str, place: int) -> str:
+def _color_text(text: str, place: int) -> str:
     return f"\x1b[{_COLOURS[place % len(_COLOURS)]}m{text}\x1b[0m"

@@ -9,7 +9,7 @@ from pathlib import Path as FilePath
 from typing import Any, NoReturn, Protocol
 
 from ...common.messages import nearest
-from ..commands import describe_target, say
+from ..commands import describe_target, print_on_rank_zero
 from ..config import COMMAND_LINE, ConfigError, Value
 from ..config.instantiate import catalog
 from .declarations import ClassGroup, Declared, find_owner
@@ -262,5 +262,5 @@ def _print_config(parser: Parser, root: Value, options: set[str]) -> NoReturn:
 
 
 def _leave(text: str) -> NoReturn:
-    say(text)
+    print_on_rank_zero(text)
     sys.exit(0)

@@ -182,7 +182,7 @@ def list_exports(module: str) -> set[str]:
     return set(exported)
 
 
-def walk(module: str, attributes: Sequence[str]) -> tuple[int, bool]:
+def follow_attributes(module: str, attributes: Sequence[str]) -> tuple[int, bool]:
     """Follow attributes from a Treadle module through its submodules to the first name that is not a module.
 
     Args:

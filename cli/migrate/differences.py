@@ -49,10 +49,10 @@ def list_differences(usages: Iterable[Usage]) -> Iterator[tuple[int, str, bool]]
     for usage in sorted(usages, key=lambda usage: usage.line):
         for sign, row in _read_signs().get(usage.name, ()):
             used = sign["name"] + (f"({sign['keyword']}=...)" if sign["keyword"] else "")
-            is_told = used in told and sign["keyword"] is None and not row["by_hand"]
+            is_told = used in told and sign["keyword"] is None and not row["must_change"]
             if _applies(sign, usage) and not is_told:
                 told.add(used)
-                yield usage.line, f"{used}: {row['case']}: {row['says']}", row["by_hand"]
+                yield usage.line, f"{used}: {row['case']}: {row['says']}", row["must_change"]
 
 
 def _applies(sign: re.Match[str], usage: Usage) -> bool:

@@ -13,13 +13,13 @@ class Finding:
         path: The file's path, as shown in the output.
         line: The line number, from 1; 0 for the whole file.
         text: The name, and the change to make or to consider.
-        by_hand: Whether the program must be changed. If False, the program runs, but behaves differently.
+        must_change: Whether the program must be changed. If False, the program runs, but behaves differently.
     """
 
     path: str
     line: int
     text: str
-    by_hand: bool = True
+    must_change: bool = True
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.text}" if self.line else f"{self.path}: {self.text}"

@@ -21,10 +21,10 @@ from .counterparts import (
     find_integration,
     find_module,
     find_submodule,
+    follow_attributes,
     list_exports,
     list_modules,
     split_peer,
-    walk,
 )
 from .differences import Usage, list_differences
 from .findings import Finding
@@ -116,8 +116,8 @@ class _Source:
             raw = raw[:start] + new.encode() + raw[end:]
         return raw.decode()
 
-    def _report(self, line: int, text: str, by_hand: bool = True) -> None:
-        self.findings.add(Finding(self.path, line, text, by_hand))
+    def _report(self, line: int, text: str, must_change: bool = True) -> None:
+        self.findings.add(Finding(self.path, line, text, must_change))
 
     # -- imports and their uses --------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class _Source:
         kept = list(attributes)
         if module == "lightning" and kept[:1] in (["pytorch"], ["fabric"]):
             module = f"lightning.{kept.pop(0)}"
-        if walk(ours, kept)[1]:
+        if follow_attributes(ours, kept)[1]:
             return kept, True
         found = find_dotted(".".join([module, *kept])) if kept else None
         if found is not None and found.startswith(f"{ours}."):
@@ -355,7 +355,7 @@ class _Source:
                 self.usages.append(Usage(node.lineno, binding.name, node=node))
 
     def _note_chain(self, node: ast.expr, ours: str, attributes: Sequence[str]) -> None:
-        count, is_found = walk(ours, attributes)
+        count, is_found = follow_attributes(ours, attributes)
         if count and is_found:
             at = _list_chain(node)[count - len(attributes) - 1]
             self.usages.append(Usage(node.lineno, attributes[count - 1], node=at))
@@ -376,8 +376,8 @@ class _Source:
                     )
             elif isinstance(node, ast.FunctionDef) and isinstance(scope.node, ast.ClassDef):
                 self.usages.append(Usage(node.lineno, f"def {node.name}"))
-        for line, text, by_hand in list_differences(self.usages):
-            self._report(line, text, by_hand)
+        for line, text, must_change in list_differences(self.usages):
+            self._report(line, text, must_change)
 
 
 def _list_chain(node: ast.expr) -> list[ast.expr]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...callbacks.reporting import COLOURS, LARGEST, choose_ticks, escape, format_number, pad_range
+from ...callbacks.reporting import COLORS, LARGEST, choose_ticks, escape, format_number, pad_range
 from .parameters import Choices, Parameter
 from .wording import format_parameter
 
-_BEST, _WORST = COLOURS[0], COLOURS[1]  # colours that people with any form of colour vision can distinguish
+_BEST, _WORST = COLORS[0], COLORS[1]  # colors that people with any form of color vision can distinguish
 _MOST_LETTERS = 16  # characters of a choice next to its axis
 _MOST_CHOICES = 24  # choices that are named next to an axis
 
@@ -59,7 +59,7 @@ class TrialPoint:
         parameters: The values of the trial's parameters by key, as the study stores them.
         words: The text of the trial's tooltip.
         pruned: Whether the trial was pruned.
-        colour: The color of the trial's rank, from `colour_by_rank`.
+        color: The color of the trial's rank, from `color_by_rank`.
         is_best: Whether the trial is the best one of the sweep.
     """
 
@@ -68,13 +68,13 @@ class TrialPoint:
     parameters: dict[str, Any]
     words: str
     pruned: bool = False
-    colour: str = _BEST
+    color: str = _BEST
     is_best: bool = False
 
     @property
     def attributes(self) -> str:
         """SVG attributes of the trial in all charts, except ``class``."""
-        return f'data-trial="{self.run}" stroke="{self.colour}" fill="{self.colour}"'
+        return f'data-trial="{self.run}" stroke="{self.color}" fill="{self.color}"'
 
     @property
     def kind(self) -> str:
@@ -82,7 +82,7 @@ class TrialPoint:
         return " pruned" * self.pruned + " best" * self.is_best
 
 
-def colour_by_rank(rank: int, count: int) -> str:
+def color_by_rank(rank: int, count: int) -> str:
     """Return the color of a rank, interpolated between the colors of the best and the worst rank.
 
     Args:
@@ -90,7 +90,7 @@ def colour_by_rank(rank: int, count: int) -> str:
         count: Number of trials.
     """
     share = 0.0 if count < 2 else rank / (count - 1)
-    best, worst = ([int(colour[start : start + 2], 16) for start in (1, 3, 5)] for colour in (_BEST, _WORST))
+    best, worst = ([int(color[start : start + 2], 16) for start in (1, 3, 5)] for color in (_BEST, _WORST))
     return "#" + "".join(f"{round(b + (w - b) * share):02x}" for b, w in zip(best, worst, strict=True))
 
 
@@ -244,7 +244,7 @@ def draw_parallel_coordinates(points: Sequence[TrialPoint], axes: Sequence[tuple
         places = [axis.place(point.parameters[key]) for key, axis in axes] + [values.place(point.value)]
         corners = " ".join(f"{side + number * gap:.1f},{y(place):.1f}" for number, place in enumerate(places))
         lines.append(
-            f'<polyline class="trial{point.kind}" points="{corners}" data-trial="{point.run}" stroke="{point.colour}">'
+            f'<polyline class="trial{point.kind}" points="{corners}" data-trial="{point.run}" stroke="{point.color}">'
             f"<title>{escape(point.words)}</title></polyline>"
         )
     gradient = f"linear-gradient(to right,{_BEST},{_WORST})"

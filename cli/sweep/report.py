@@ -11,14 +11,14 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from ...callbacks.reporting import COLOURS, escape, format_duration, format_number, render_document, render_section
+from ...callbacks.reporting import COLORS, escape, format_duration, format_number, render_document, render_section
 from ...trainer.runs import Run, index
 from .charts import (
     SCRIPT,
     STYLE,
     Axis,
     TrialPoint,
-    colour_by_rank,
+    color_by_rank,
     draw_history,
     draw_parallel_coordinates,
     draw_slice,
@@ -75,7 +75,7 @@ class Report:
                     is_best=self.best is not None and trial.number == self.best.number,
                 )
             )
-        return [replace(point, colour=colour_by_rank(rank, len(points))) for rank, point in enumerate(points)]
+        return [replace(point, color=color_by_rank(rank, len(points))) for rank, point in enumerate(points)]
 
     # -- sections of the page ------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Report:
             return
         rows = []
         for key, share in sorted(importances.items(), key=lambda item: -item[1]):
-            bar = f'<i style="width:{100 * share:.1f}%;background:{COLOURS[0]}"></i>'
+            bar = f'<i style="width:{100 * share:.1f}%;background:{COLORS[0]}"></i>'
             rows.append(f'<tr><td>{escape(key)}</td><td class="track">{bar}</td><td>{share:.2f}</td></tr>')
         table = f'<table class="numbers importance">{"".join(rows)}</table>'
         yield render_section("Importance", f"{table}<p>{escape(measure)}.</p>")

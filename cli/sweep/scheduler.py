@@ -20,7 +20,7 @@ from types import FrameType
 from optuna.trial import FrozenTrial, TrialState
 
 from ...callbacks.reporting import format_duration, format_number
-from ...common.messages import format_count, warn
+from ...common.messages import format_count, warn, write_stderr
 from ...engine.preemption import requeue_job
 from ...trainer.runs import holder, index
 from ..config import ConfigError, make_printable
@@ -83,7 +83,7 @@ class Scheduler:
 
     def _open(self) -> None:
         """Open the study and check that it belongs to this folder."""
-        is_new = self.folder.describe()
+        is_new = self.folder.is_new()
         self.study = Study(self.sweep)
         trials = self.study.list_trials()
         if is_new and trials:
@@ -98,10 +98,11 @@ class Scheduler:
                 f"{self.study.place} has no trials. Set storage to the one with which the sweep was started, or give "
                 "the sweep another name (name: ..., or name=... on the command line)."
             )
+        self.folder.write_description()  # only now: with it, another run of the command would continue the study
         ended = sum(trial.state.is_finished() for trial in trials)
         begun = f"; ended: {ended}, to be continued: {len(trials) - ended}" if trials else ""
         count = format_count(self.sweep.trials, "trial")
-        _say(f"sweep {self.sweep.name}: {count} by {self.sweep.method.kind}{begun}")
+        _print(f"sweep {self.sweep.name}: {count} by {self.sweep.method.kind}{begun}")
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class Scheduler:
                 return
             worker = self.workers.wait(_LOOK if waits else None)
             if worker is not None:
-                self._settle(worker)
+                self._record_outcome(worker)
 
     def _is_going(self) -> bool:
         """Return whether more trials may start."""
@@ -140,7 +141,7 @@ class Scheduler:
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is None:
                 self._signal = signal.Signals(number)
-                _say_at_once(
+                write_stderr(
                     f"{self._signal.name}: the running trials save and stop; a second signal kills them immediately"
                 )
             else:
@@ -227,7 +228,7 @@ class Scheduler:
         )
         steps = index.read(folder).facts.get("steps")
         again = f" (continued after step {steps:,})" if steps else ""
-        _say(f"{self._label(run)}: {format_parameters(trial.params)}{again}")
+        _print(f"{self._label(run)}: {format_parameters(trial.params)}{again}")
         command = [*self.command, "--from-run", str(folder), "ckpt_path=auto"]
         self.workers.start(number, folder, command, assignment.encode())
 
@@ -236,24 +237,24 @@ class Scheduler:
 
     # -- outcomes ------------------------------------------------------------------------------------------------
 
-    def _settle(self, worker: Worker) -> None:
+    def _record_outcome(self, worker: Worker) -> None:
         """Record the outcome of a process of this session. A trial that was cut short can be continued later."""
         outcome = judge(worker.folder, worker.process.returncode)
         label = self._label(int(worker.folder.name))
         if outcome.end is End.CUT_SHORT:
             if self._signal is not None:
-                _say(f"{label}: stopped after step {outcome.steps:,}, to be continued")
+                _print(f"{label}: stopped after step {outcome.steps:,}, to be continued")
                 return
             count, steps = self._killed.get(worker.trial, (0, -1))
             count = count + 1 if outcome.steps <= steps else 1
             self._killed[worker.trial] = count, outcome.steps
             if count < _MOST_KILLS:
-                _say(f"{label}: {outcome.error} after step {outcome.steps:,}")
+                _print(f"{label}: {outcome.error} after step {outcome.steps:,}")
                 return
             error = f"{outcome.error} {count} times without progress; the machine may be out of memory"
             outcome = Outcome(End.FAILED, error=error, steps=outcome.steps)
         if outcome.end is End.ELSEWHERE:
-            _say(f"{label}: running in another process")
+            _print(f"{label}: running in another process")
             return
         seconds = time.monotonic() - worker.began
         self._tell(worker.trial, label, outcome, f", after {format_duration(seconds)}")
@@ -269,13 +270,13 @@ class Scheduler:
         self.study.tell(number, _ENDED[outcome.end], outcome.value)
         best = self.study.find_best()
         if outcome.end is End.FAILED:
-            _say(f"{label}: failed{took}: {outcome.error}")
+            _print(f"{label}: failed{took}: {outcome.error}")
         elif outcome.end is End.PRUNED:
-            _say(f"{label}: pruned{took}")
+            _print(f"{label}: pruned{took}")
         elif outcome.value is not None:
             is_best = best is not None and best.number == number and (before is None or before.number != number)
             words = ", the best so far" if is_best else ""
-            _say(f"{label}: {self.sweep.metric.name} {format_number(outcome.value)}{took}{words}")
+            _print(f"{label}: {self.sweep.metric.name} {format_number(outcome.value)}{took}{words}")
 
     def _report(self, at_once: bool = False) -> None:
         began = time.monotonic()
@@ -299,32 +300,27 @@ class Scheduler:
         left = self.sweep.trials - sum(trial.state.is_finished() for trial in trials)
         if left > 0:
             parts.append(f"{left} left")
-        _say(f"sweep {self.sweep.name}: {', '.join(parts) or 'nothing has run'}")
+        _print(f"sweep {self.sweep.name}: {', '.join(parts) or 'nothing has run'}")
         if (best := self.study.find_best()) is not None:
             path = os.path.relpath(self.folder.path / str(best.user_attrs["run"]))
             value = format_number(best.value or 0.0)
-            _say(f"best: {self._label(best.user_attrs['run'])}, {self.sweep.metric.name} {value}, {path}")
-            _say(f"  {format_parameters(best.params)}")
-            _say(f"  {self.configs.program.removesuffix('fit')}validate --from-run {path}")
-        _say(f"report: {os.path.relpath(self.folder.path / REPORT)}")
+            _print(f"best: {self._label(best.user_attrs['run'])}, {self.sweep.metric.name} {value}, {path}")
+            _print(f"  {format_parameters(best.params)}")
+            _print(f"  {self.configs.program.removesuffix('fit')}validate --from-run {path}")
+        _print(f"report: {os.path.relpath(self.folder.path / REPORT)}")
         if self._signal is not None:
             if self._signal.name == "SIGUSR1":
                 requeue_job()
                 self._signal = signal.SIGTERM
-            _say(f"the same command continues the sweep, with {format_count(left, 'trial')} left")
+            _print(f"the same command continues the sweep, with {format_count(left, 'trial')} left")
             return 128 + self._signal
         if remote := {host for host in self._elsewhere.values() if host != socket.gethostname()}:
-            _say(f"still running on {', '.join(sorted(remote))}: {format_count(len(self._elsewhere), 'trial')}")
+            _print(f"still running on {', '.join(sorted(remote))}: {format_count(len(self._elsewhere), 'trial')}")
         if counts[TrialState.FAIL] and not (counts[TrialState.COMPLETE] or counts[TrialState.PRUNED]):
-            _say(f"no trial has succeeded. The first error: {self._first_error or 'see the report'}")
+            _print(f"no trial has succeeded. The first error: {self._first_error or 'see the report'}")
             return 1
         return 0
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print("\n".join(map(make_printable, text.splitlines())), flush=True)
-
-
-def _say_at_once(text: str) -> None:
-    """Print a message from a signal handler, which may have interrupted a `print`."""
-    os.write(2, f"treadle: {text}\n".encode())

@@ -99,25 +99,24 @@ class SweepFolder:
 
     # -- description ---------------------------------------------------------------------------------------------
 
-    def describe(self) -> bool:
-        """Compare the sweep with that of earlier sessions, and write its description. Requires the lock of `deciding`.
+    def is_new(self) -> bool:
+        """Compare the sweep with that of earlier sessions. Requires the lock of `deciding`.
 
         Returns:
-            Whether the sweep is new.
+            Whether the folder contains no sweep yet.
 
         Raises:
             ConfigError: If the folder contains another sweep, or runs that are not trials of a sweep.
         """
-        file, description = self.path / DESCRIPTION, self.sweep.describe()
+        file = self.path / DESCRIPTION
         anew = (
             f"To start over, give the sweep another name (name: ..., or name=... on the command line), or delete "
             f"{os.path.relpath(self.path)}."
         )
-        is_new = not file.is_file()
-        if not is_new:
+        if file.is_file():
             try:
                 before = json.loads(file.read_text(encoding="utf-8"))
-                changes = list_changes(before, description)
+                changes = list_changes(before, self.sweep.describe())
             except (ValueError, AttributeError) as error:
                 raise ConfigError(f"{file} can't be read: {error}. {anew}") from error
             if changes:
@@ -126,13 +125,17 @@ class SweepFolder:
                     + "\n  ".join(changes)
                     + f"\n{anew}"
                 )
-        elif self.has_runs():
+            return False
+        if self.has_runs():
             raise ConfigError(
                 f"{self.sweep.file}: {os.path.relpath(self.path)} contains runs that are not trials of a sweep. Give "
                 "the sweep another name (name: ..., or name=... on the command line)."
             )
-        self.write(DESCRIPTION, json.dumps(description, indent=2, ensure_ascii=False))
-        return is_new
+        return True
+
+    def write_description(self) -> None:
+        """Write the sweep's settings, with which later sessions compare theirs. Requires the lock of `deciding`."""
+        self.write(DESCRIPTION, json.dumps(self.sweep.describe(), indent=2, ensure_ascii=False))
 
     def has_runs(self) -> bool:
         """Return whether the folder contains any run folders."""

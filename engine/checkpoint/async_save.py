@@ -258,7 +258,7 @@ class Job:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.error: BaseException | None = None
-        self._heard = False
+        self._is_reported = False
         self._work = work
         # If Ctrl-C interrupts the `join` of a thread, the thread counts as ended although it still runs (Python 3.11).
         self._ended = threading.Event()
@@ -286,8 +286,8 @@ class Job:
         """
         self._ended.wait()
         atexit.unregister(self._finish_at_exit)
-        heard, self._heard = self._heard, True
-        if self.error is not None and not heard:
+        was_reported, self._is_reported = self._is_reported, True
+        if self.error is not None and not was_reported:
             raise self.error
 
     def _finish_at_exit(self) -> None:

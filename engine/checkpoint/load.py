@@ -189,9 +189,9 @@ def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict
         raise ValueError(f"{text}. {RESTORE}")
     _check_counts(accelerator, shared, opened, strict, asked)
     _check_kinds(accelerator, shared, opened.path, strict)
-    _say_other_batches(accelerator, opened.manifest)
+    _warn_batches_changed(accelerator, opened.manifest)
     if strict:
-        _say_other_formats(accelerator, opened)
+        _warn_dtypes_changed(accelerator, opened)
     return shared
 
 
@@ -469,7 +469,7 @@ def _check_kinds(accelerator: Accelerator, state: TrainState, path: AnyPath, str
         warn(f"{path} contains state for {', '.join(left)}, which this run has not registered. This state is ignored.")
 
 
-def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
+def _warn_batches_changed(accelerator: Accelerator, manifest: Manifest) -> None:
     current, saved = run_metadata(accelerator), manifest.info
     if saved.get("precision", current["precision"]) != current["precision"]:
         old, new = saved["precision"], current["precision"]
@@ -488,16 +488,16 @@ def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
         )
 
 
-def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
+def _warn_dtypes_changed(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
     current, saved = run_metadata(accelerator), opened.manifest.info
     if saved.get("precision") != current["precision"]:
-        return  # `_say_other_batches` has already warned about it
+        return  # `_warn_batches_changed` has already warned about it
     for number, model in enumerate(accelerator.unwrapped_models):
         fingerprints = saved.get("models")
         unchanged = isinstance(fingerprints, list) and fingerprints[number : number + 1] == [current["models"][number]]
         if not unchanged and opened.has(model_part(number)):
             stored = opened.open_part(model_part(number))
-            model_check.say_other_formats(model, _restore_compiled_names(model.state_dict(), stored), opened.path)
+            model_check.warn_dtypes_changed(model, _restore_compiled_names(model.state_dict(), stored), opened.path)
 
 
 def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:

@@ -311,7 +311,7 @@ def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
     return separated
 
 
-def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPath) -> None:
+def warn_dtypes_changed(model: nn.Module, weights: Mapping[str, Any], path: AnyPath) -> None:
     """Warn if weights were saved in dtypes other than the model's, because the run then does not resume exactly.
 
     Args:

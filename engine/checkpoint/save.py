@@ -236,7 +236,7 @@ def collect(
             )
     attempts.end()
     if not weights_only:
-        _say_unsaved(accelerator, files)
+        _warn_unsaved(accelerator, files)
     return files
 
 
@@ -277,7 +277,7 @@ def encode_optimizers(accelerator: Accelerator) -> Files:
     return files
 
 
-def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
+def _warn_unsaved(accelerator: Accelerator, files: Files) -> None:
     """Warn about parameters that an optimizer steps but that are not saved in any file."""
     models = accelerator.unwrapped_models
     optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
@@ -430,7 +430,7 @@ def _split_tensors(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 def _collect_shared_state(accelerator: Accelerator) -> TrainState:
     if (loss_scale := accelerator.accumulation.loss_scale) is not None:
-        loss_scale.settle()
+        loss_scale.update_scale()
     attempts, registered = Attempts(), dict[str, Any]()
     for name, value in accelerator.checkpointer.registered.items():
         with attempts:

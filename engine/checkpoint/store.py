@@ -132,7 +132,7 @@ def commit(
     atomic_swap.check_target(target)
     sequence = _find_next_sequence(target.parent)
     entries = {name: dict(files[name]) for name in sorted(files)}
-    written = _settle(source, set(files)) if others else {}
+    written = _sync_added_files(source, set(files)) if others else {}
     data = Manifest.build(entries, info, sequence, written).to_json()
     for name, entry in entries.items():
         filesystem.check_file(source, name, entry, digests=False, fix=atomic_swap.SHARE_TARGET)
@@ -154,7 +154,7 @@ def commit(
     return target
 
 
-def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
+def _sync_added_files(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
     """Fsync the files that hooks wrote in addition to ``files``, and return their entries for a manifest."""
     entries = {}
     folders = {source}

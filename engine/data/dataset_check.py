@@ -76,7 +76,7 @@ def share_data(dataset: Any, world: World) -> bool:
     )
 
 
-def say_other_length(saved: int | None, current: int | None) -> None:
+def warn_length_changed(saved: int | None, current: int | None) -> None:
     """Warn if an epoch is resumed with a dataset of a different length.
 
     Args:

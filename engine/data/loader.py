@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from ...common.messages import format_count, name_type, warn
 from ...strategies import World
 from ..rng import Draw, RandomStream
-from .dataset_check import say_other_length
+from .dataset_check import warn_length_changed
 from .micro_batches import Cursor, GroupPlanner, Micro
 from .sampler_rng import (
     Draws,
@@ -24,7 +24,7 @@ from .sampler_rng import (
     load_states,
     match_generators,
     read_states,
-    say_begin_anew,
+    warn_unrestored_generators,
 )
 from .sharded_sampler import GroupIndices, ShardedBatches, get_length, set_epoch, shards_itself
 from .source_libraries import explain_not_repeatable, explain_state_gap
@@ -523,7 +523,7 @@ class Loader:
             return
         self.check(state)
         if state["order"] is not None and not self.evaluation:
-            say_other_length(state.get("length"), get_length(getattr(self.source, "dataset", None)))
+            warn_length_changed(state.get("length"), get_length(getattr(self.source, "dataset", None)))
         plan.draws.load_private(state["generators"])
         plan.draws.load_samplers(state)
         plan.draws.load_epochs(state)
@@ -583,7 +583,7 @@ class Loader:
         if match_generators(self._reads, state["generators"]):
             load_states(self._reads, state["generators"])
         elif not self.evaluation:
-            say_begin_anew(getattr(self.source, "dataset", self.source), self._reads, state["generators"])
+            warn_unrestored_generators(getattr(self.source, "dataset", self.source), self._reads, state["generators"])
 
 
 def batch_indices(loader: Loader, number: int | None = None) -> list[Any] | None:
@@ -600,4 +600,4 @@ def batch_indices(loader: Loader, number: int | None = None) -> list[Any] | None
     micro, indices = loader._micro, loader._indices
     if micro is None or indices is None:
         return None
-    return indices.of(micro.number if number is None else number)
+    return indices.get_indices(micro.number if number is None else number)

@@ -329,7 +329,7 @@ def match_generators(generators: list[Any], states: list[Any]) -> bool:
     return len(generators) == len(states) and all(map(_accepts_state, generators, states))
 
 
-def say_begin_anew(owner: Any, generators: list[Any], states: list[Any]) -> None:
+def warn_unrestored_generators(owner: Any, generators: list[Any], states: list[Any]) -> None:
     """Warn that the generators of ``owner`` are not restored, because the checkpoint's states do not fit them.
 
     Args:

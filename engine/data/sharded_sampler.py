@@ -45,7 +45,7 @@ class GroupIndices(NamedTuple):
     global_batches: list[tuple[list[Any], list[int] | None]]
     slices: list[slice]
 
-    def of(self, number: int) -> list[Any]:
+    def get_indices(self, number: int) -> list[Any]:
         """Return this process's indices in one micro-batch; an empty list if its share is empty.
 
         Args:

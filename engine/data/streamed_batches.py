@@ -474,7 +474,7 @@ class StreamedBatches:
         if not shares.depth or len(self._outlooks) < shares.depth:
             return None
         outlook = self._outlooks.popleft()
-        if outlook is not None and not outlook.is_settled:
+        if outlook is not None and not outlook.has_votes:
             shares.depth = 0
             self._outlooks.clear()
         elif outlook is not None and outlook.width != width:

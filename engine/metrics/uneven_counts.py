@@ -56,7 +56,7 @@ class _ListState:
     dtype: torch.dtype | None
 
     @classmethod
-    def of(cls, items: list[Tensor]) -> _ListState:
+    def from_items(cls, items: list[Tensor]) -> _ListState:
         if not items:
             return cls(0, None, None)
         first = items[0]
@@ -71,7 +71,7 @@ class _ListState:
 def _sync_dist(metric: Any, world: World, *args: Any, **kwargs: Any) -> None:
     """Call the metric's own ``_sync_dist`` with lists padded to equal length, and remove the padding afterwards."""
     lists = {name: items for name in metric._defaults if (items := _read_list(metric, name)) is not None}
-    every = world.gather_objects({name: _ListState.of(items) for name, items in lists.items()})
+    every = world.gather_objects({name: _ListState.from_items(items) for name, items in lists.items()})
     filled: dict[str, list[int]] = {}
     for name, items in lists.items():
         states = [part.get(name) for part in every]

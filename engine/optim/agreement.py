@@ -198,7 +198,7 @@ class Agreement:
         """
         taint = self.taint() if agreed_taint is None else self.taint() + agreed_taint.to(self._device)
         if not self.immediate:
-            self.settle()
+            self.read_pending()
             self.not_finite = flag_not_finite(taint)
             return self.finite
         finite = not math.isnan(taint.item())
@@ -233,7 +233,7 @@ class Agreement:
             if self.immediate:
                 self._read(ballots)
             else:
-                self.settle()
+                self.read_pending()
                 self.not_finite = ballots.flag_not_finite() if self.watch_finite else None
                 self._pending = ballots.copy_to_host()
         if self.alone:
@@ -246,7 +246,7 @@ class Agreement:
         self.signaled = votes[_SIGNAL] > 0
         self.finite = not math.isnan(votes[_TAINT])
         if outlook is not None:
-            outlook.settle(votes[_FULL], votes[_ENDED], self._world.size)
+            outlook.store_votes(votes[_FULL], votes[_ENDED], self._world.size)
 
     def _read(self, ballots: Ballots) -> None:
         votes, losses, norms = ballots.read()
@@ -257,7 +257,7 @@ class Agreement:
         self.finite = (self.finite if votes is not None else self.local_finite) and not self._bad_parameters
         self._read_place = ballots.place
 
-    def settle(self) -> None:
+    def read_pending(self) -> None:
         """Read the values that would otherwise be read one step later, which waits for the device."""
         pending, self._pending = self._pending, None
         if pending is not None:

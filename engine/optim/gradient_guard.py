@@ -90,7 +90,7 @@ class GradientGuard:
             self._refuse(optimizer, bad, ballots.place)
         return finite
 
-    def settle(self) -> None:
+    def read_pending(self) -> None:
         """Read the checks of the latest steps, which waits for the device.
 
         Raises:

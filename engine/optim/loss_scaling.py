@@ -37,10 +37,10 @@ class LossScale:
         Args:
             loss: The loss, as a 0-d tensor.
         """
-        self.settle()
+        self.update_scale()
         return self.scaler.scale(loss)
 
-    def settle(self) -> None:
+    def update_scale(self) -> None:
         """Update the scale, if optimizers have stepped since the last update."""
         if self._due:
             self._due = False

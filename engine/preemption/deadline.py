@@ -8,9 +8,10 @@ import signal
 import threading
 from collections.abc import Collection
 
+from ...common.messages import write_stderr
 from ...strategies.processes import end_at_once
 
-_OVER, _HEARD = 0, 255  # values that are not signals
+_OVER, _BY_OTHER_RANK = 0, 255  # values that are not signals
 _forks_watched: list[bool] = []
 
 
@@ -38,10 +39,10 @@ class Deadline:
         self._thread = threading.Thread(target=self._wait, name="treadle grace", daemon=True)
         self._thread.start()
 
-    def hear(self) -> None:
+    def start(self) -> None:
         """Start the time limit, because another rank has received a signal."""
         with contextlib.suppress(OSError):  # it has ended
-            os.write(self._writing, bytes([_HEARD]))
+            os.write(self._writing, bytes([_BY_OTHER_RANK]))
 
     def cancel(self) -> None:
         """Cancel the time limit, because the run has ended in time. Must be called in the main thread."""
@@ -61,13 +62,11 @@ class Deadline:
         following = threading.Thread(target=self._follow, daemon=True)
         following.start()
         if not self._over.wait(self._seconds):
-            number = signal.SIGTERM if first == _HEARD or first == getattr(signal, "SIGUSR1", None) else first
-            text = (
+            number = signal.SIGTERM if first == _BY_OTHER_RANK or first == getattr(signal, "SIGUSR1", None) else first
+            write_stderr(
                 f"the grace period of {self._seconds:g} s after the signal is over, so the process ends now. Resume "
                 "from the latest checkpoint."
             )
-            with contextlib.suppress(OSError):
-                os.write(2, f"treadle: {text}\n".encode())
             end_at_once(128 + number)
         following.join()
 
@@ -78,10 +77,10 @@ class Deadline:
     def _read(self) -> int | None:
         """Wait for the next signal, and return it if it starts the time limit; else None."""
         number = os.read(self._reading, 1)[0]
-        if self._others != -1 and number not in (_OVER, _HEARD):
+        if self._others != -1 and number not in (_OVER, _BY_OTHER_RANK):
             with contextlib.suppress(OSError):
                 os.write(self._others, bytes([number]))
-        return number if number == _HEARD or number in self._signals else None
+        return number if number == _BY_OTHER_RANK or number in self._signals else None
 
 
 def _stop_waking() -> None:

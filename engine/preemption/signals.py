@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ...common.durations import parse_duration
+from ...common.messages import write_stderr
 from ...strategies.distributed import PeerFailed
 from ...strategies.processes import end_by_signal, mark_leaving, mark_stage
 from .deadline import Deadline
@@ -113,7 +113,7 @@ class Preemption:
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = self._at_once = self._failing = False
         self._agreement.signal_vote = self._agreement.signaled = False
-        self.departure.begin_stage(self._accelerator.watchdog, self._hear)
+        self.departure.begin_stage(self._accelerator.watchdog, self._start_deadline)
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -181,10 +181,10 @@ class Preemption:
         """Record that an exception ends the run, so that a signal does not replace it with another exception."""
         self._failing = True
 
-    def _hear(self) -> None:
+    def _start_deadline(self) -> None:
         """Start the deadline, because another rank has received a signal. A thread calls this."""
         if (deadline := self._deadline) is not None:
-            deadline.hear()
+            deadline.start()
 
     # -- handlers ------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class Preemption:
         # Other ranks may not get the signal.
         self._speaks = self._accelerator.world.claim("leaves before the first step")
         if self._speaks:
-            _say(f"{self.caught.name} ends the run before its first step, so there is nothing to save")
+            write_stderr(f"{self.caught.name} ends the run before its first step, so there is nothing to save")
         self._agreed = self.caught
         self.leave()
 
@@ -262,7 +262,7 @@ class Preemption:
             self._interrupted_at = time.monotonic()
             if self._accelerator.is_main_process:
                 ending = "is saved and ends after this step" if self.interrupts else "ends after this save"
-                _say(f"Ctrl-C: the run {ending}; press Ctrl-C again to end it immediately")
+                write_stderr(f"Ctrl-C: the run {ending}; press Ctrl-C again to end it immediately")
             if self.interrupts:
                 self._set(signal.SIGINT)
             handler = self._replaced[signal.SIGINT]
@@ -377,14 +377,13 @@ def requeue_job() -> None:
             ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_REQUEUE_LIMIT, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        _say(f"job {job} was not requeued: {error}. Submit it again; ckpt_path='auto' resumes where it stopped.")
+        write_stderr(
+            f"job {job} was not requeued: {error}. Submit it again; ckpt_path='auto' resumes where it stopped."
+        )
         return
     if result.returncode:
-        _say(f"job {job} was not requeued: scontrol failed with {result.stderr.strip()!r}. Use sbatch --requeue.")
+        write_stderr(
+            f"job {job} was not requeued: scontrol failed with {result.stderr.strip()!r}. Use sbatch --requeue."
+        )
     else:
-        _say(f"job {job} was requeued")
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # not with sys.stderr, which the signal may have interrupted
-        os.write(2, f"treadle: {text}\n".encode())
+        write_stderr(f"job {job} was requeued")

@@ -9,11 +9,11 @@ ENOUGH = 0.2
 
 COMPUTING = ("forward", "backward", "optimizer", "zero_grad", "clip", "agree", "test_step", "predict_step")
 _KINDS = {
-    "data": ("waits for data", "load it in more processes, or make the transforms faster"),
-    "transfer": ("moves batches to the device", "DataLoader(pin_memory=True) overlaps the copy with the computation"),
-    "logging": ("reduces and writes logged values", "raise log_every_n_steps, or log fewer values"),
-    "validation": ("validates", "raise val_check_interval, or set limit_val_batches"),
-    "checkpoint": ("saves checkpoints", "save less often, or use ModelCheckpoint(async_save=True)"),
+    "data": ("waits for data", "Load it in more processes, or make the transforms faster."),
+    "transfer": ("moves batches to the device", "DataLoader(pin_memory=True) overlaps the copy with the computation."),
+    "logging": ("reduces and writes logged values", "Raise log_every_n_steps, or log fewer values."),
+    "validation": ("validates", "Raise val_check_interval, or set limit_val_batches."),
+    "checkpoint": ("saves checkpoints", "Save less often, or use ModelCheckpoint(async_save=True)."),
 }
 
 
@@ -89,7 +89,7 @@ def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device:
             return f"Verdict: {subject} spends {_to_percent(others[worst] / total)} of the time in {worst}."
         does, usual = _KINDS[worst]
         remedy = advice.get(slowest[worst][1], usual)
-        return f"Verdict: {subject} {does} {_to_percent(others[worst] / total)} of the time: {remedy}."
+        return f"Verdict: {subject} {does} {_to_percent(others[worst] / total)} of the time. {remedy}"
     text = f"Verdict: {subject} computes {_to_percent(spent['computing'] / total)} of the time"
     if worst:
         does = _KINDS[worst][0] if worst in _KINDS else f"is in {worst}"

@@ -124,7 +124,7 @@ def load_opened(
         if not fitting:
             advice = _suggest_prefix(weights, targets) or " Map the names with rename=, or pass weights of this model."
             raise ValueError(f"{source.place}: none of its weights fit the model.{advice}")
-        _say_left_out(source.place, missing, unexpected, reshaped)
+        _warn_left_out(source.place, missing, unexpected, reshaped)
     if frozen:
         check_frozen(compute_digests(unwrapped, frozen, World()), frozen, source.place, strict)
     values = {}
@@ -222,7 +222,7 @@ def _unwrap_hook(hook: Any) -> Any:
     return getattr(hook, "hook", hook)
 
 
-def _say_left_out(place: str, *left: tuple[str, ...]) -> None:
+def _warn_left_out(place: str, *left: tuple[str, ...]) -> None:
     words = ("Missing in the source, so not changed in the model", "Not in the model", "Of a different shape")
     reasons = [f"{word}: {abbreviate(list(names))}" for word, names in zip(words, left, strict=True) if names]
     if reasons:

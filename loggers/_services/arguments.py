@@ -37,9 +37,8 @@ def check_options(function: str, options: Mapping[str, Any], also: Iterable[str]
     for part in path:
         target = getattr(target, part)
     valid = [*inspect.signature(target).parameters, *also]
-    for option, value in options.items():
+    for option in options:  # its value is not shown, because it may be a key or a token
         if option not in valid:
             raise TypeError(
-                f"{option}={value!r} is not an argument of {function}, which accepts {', '.join(valid)}."
-                f"{nearest(option, valid)}"
+                f"{function} has no argument {option!r}. Its arguments are {', '.join(valid)}.{nearest(option, valid)}"
             )

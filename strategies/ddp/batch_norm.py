@@ -27,7 +27,7 @@ class TorchSyncBatchNorm:
     """
 
 
-def synchronise(module: nn.Module, world: World) -> None:
+def synchronize(module: nn.Module, world: World) -> None:
     """Replace every BatchNorm layer within ``module`` with a synchronized one.
 
     The new layers have the same parameters, buffers and hooks, under the same names.

@@ -49,7 +49,7 @@ class ReadyOrder:
         """True while hooks record the order. Always False if ``fixed`` is set."""
         return bool(self._handles)
 
-    def settle(self) -> None:
+    def finish_recording(self) -> None:
         """Stop recording if a reduced backward pass has been recorded. Must be called between two backward passes."""
         if self.order:
             for handle in self._handles:
@@ -75,4 +75,4 @@ class ReadyOrder:
         for parameter in self._parameters:
             parameter.grad = None
         self.order = order
-        self.settle()
+        self.finish_recording()

@@ -20,7 +20,7 @@ from ..distributed import World
 from ..forward_router import BALLOT_SIZE, Ballot, Router, ballot_dtype
 from ..precision import Precision
 from ..strategy import Strategy, make_group_options
-from .batch_norm import synchronise
+from .batch_norm import synchronize
 from .bucket_order import ReadyOrder
 from .coalesced import average_gradients
 from .comm_hooks import CommHook
@@ -92,7 +92,7 @@ class _Replica(DistributedDataParallel):
             ValueError: If parameters received no gradient. The error lists them.
         """
         if self.ready is not None and self.ready.watching:
-            self.ready.settle()
+            self.ready.finish_recording()
         try:
             self.reducer._check_reducer_finalized()  # takes 0.1 us
         except RuntimeError as error:
@@ -245,7 +245,7 @@ class DDP(Strategy):
             return super().wrap(module)
         self.place(module)
         if self.sync_batchnorm:
-            synchronise(module, self.world)
+            synchronize(module, self.world)
         device = self.world.device
         ballot = None
         if step and not self.comm_hook:  # compression would change the counts
@@ -279,7 +279,7 @@ class DDP(Strategy):
             raise ValueError(f"DDP({option}=...) can't be combined with automatic_optimization=False. Remove {option}.")
         self.place(module)
         if self.sync_batchnorm:
-            synchronise(module, self.world)
+            synchronize(module, self.world)
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast_tensor(tensor.detach())
         return super().wrap(module)

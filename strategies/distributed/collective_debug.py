@@ -185,9 +185,9 @@ class Meeting:
         calls = [entry[1] for position in range(len(self._ranks)) if (entry := self._call(position)) is not None]
         for name in ("here", "verdict"):  # all ranks have read these, otherwise they would not be here
             self._store.delete_key(f"{number - 1} {name}")
-        return self._settle(number, verdict_on(calls, self._ranks, self._note))
+        return self._publish(number, verdict_on(calls, self._ranks, self._note))
 
-    def _settle(self, number: int, verdict: str) -> str:
+    def _publish(self, number: int, verdict: str) -> str:
         """Store the verdict unless another process was faster, and return the verdict that applies."""
         return self._store.compare_set(f"{number} verdict", "", verdict).decode()
 
@@ -200,7 +200,7 @@ class Meeting:
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
         last_calls = [self._call(position) for position in range(len(self._ranks))]
-        return self._settle(number, _MISSING + self._describe_missing(number, last_calls))
+        return self._publish(number, _MISSING + self._describe_missing(number, last_calls))
 
     def _describe_missing(self, number: int, last_calls: Sequence[tuple[int, Call] | None]) -> str:
         arrived = {

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ...common.messages import write_stderr
 from ..processes import (
     Dumps,
     Idleness,
@@ -285,7 +286,7 @@ class Watchdog:
             self._alarmed.set()
             return
         folder = self._write_stacks(_name_folder(), self.rank)
-        _say(f"no progress for {self.limit:g} s: {self._describe(stack_of(self.thread))}; stacks: {folder}")
+        write_stderr(f"no progress for {self.limit:g} s: {self._describe(stack_of(self.thread))}; stacks: {folder}")
         end_at_once(HUNG)
 
     def _leave_alone(self) -> None:
@@ -296,7 +297,7 @@ class Watchdog:
         condition = f"has not responded for {self.limit:g} s and may be stopped"
         if self._keeper is not None and is_alive(self._keeper):  # retrieving its stacks would let it continue
             condition = f"(process {self._keeper}) {explain_silence(self._keeper)}"
-        _say(f"{keeper} {condition}. It hosts the run's store, so rank {self.rank} exits; stacks: {folder}")
+        write_stderr(f"{keeper} {condition}. It hosts the run's store, so rank {self.rank} exits; stacks: {folder}")
         if self._keeper is not None and "TREADLE_SUPERVISOR" not in os.environ:
             _kill(self._keeper)
         end_at_once(HUNG)
@@ -384,7 +385,9 @@ class Watchdog:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         overdue = time.monotonic() - self._interrupted_at > _INTERRUPT
         if overdue or (self._is_stuck() and self._store.check(["a rank has failed"])):
-            _say(f"rank {self.rank} of {self.size} exits in the middle of a step, because rank {self.ended} has ended")
+            write_stderr(
+                f"rank {self.rank} of {self.size} exits in the middle of a step, because rank {self.ended} has ended"
+            )
             end_at_once(1)
 
     def _tell_stall(self) -> bool:
@@ -493,7 +496,7 @@ class Watchdog:
         lost = self._find_lost(answers)
         mismatch = "" if lost else self._read(f"mismatch {self._round}")
         if mismatch:
-            _say(f"{mismatch}\nstacks of all ranks: {self._resolve(folder_name)}")
+            write_stderr(f"{mismatch}\nstacks of all ranks: {self._resolve(folder_name)}")
             self._store.set(f"report {self._round}", "end")
             return
         blamed = [] if lost else self._blame(answers)
@@ -513,7 +516,7 @@ class Watchdog:
         for rank, answer in answers.items():
             if rank not in blamed and answer is not None:
                 lines.append(f"rank {rank} {'waits' if answer[0] else 'is'} {answer[3]}")
-        _say("\n".join([*lines, f"stacks of all ranks: {self._resolve(folder_name)}"]))
+        write_stderr("\n".join([*lines, f"stacks of all ranks: {self._resolve(folder_name)}"]))
         self._store.set(f"report {self._round}", "end")
 
     def _explain_silence(self, rank: int, folder_name: str) -> tuple[str, str]:
@@ -706,8 +709,3 @@ def _is_debugged(frames: Iterable[FrameType]) -> bool:
 
 def _name_folder() -> str:
     return f"stacks-{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # not with sys.stderr, whose lock the main thread may hold
-        os.write(2, "".join(f"treadle: {line}\n" for line in text.splitlines()).encode())

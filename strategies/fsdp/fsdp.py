@@ -26,7 +26,7 @@ from .checks import check_device, check_parallelized, check_parameters, check_un
 from .deferred_init import Tape, get_generator
 from .optimizer import hand_over
 from .recompute import Recompute
-from .reshard import ShardedRouter, forget_gradients, gathered_parameters, put_away, start_anew
+from .reshard import ShardedRouter, forget_gradients, gathered_parameters, reshard_parameters, start_anew
 
 _ROOT = "_sharded_root"
 
@@ -438,7 +438,7 @@ class FSDP(Strategy):
 
         def use_the_shards(*_: Any) -> None:
             for root in roots:
-                put_away(root)
+                reshard_parameters(root)
 
         optimizer.register_step_pre_hook(use_the_shards)
         return optimizer

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...common.messages import announce
-from ...common.validation import check_int
+from ...common.validation import check_int, check_number
 from ..wrap_policy import Policy, check_policy, chosen_blocks
 
 PRODUCTS = "products"
@@ -64,7 +64,7 @@ class Recompute:
                     f"keep contains {operation!r}, but must contain only operations, such as torch.ops.aten.mm.default."
                 )
         if self.budget is not None:
-            if isinstance(self.budget, bool) or not 0.0 <= self.budget <= 1.0:
+            if not 0.0 <= check_number("budget", self.budget) <= 1.0:
                 raise ValueError(f"budget={self.budget!r} must be a fraction from 0.0 to 1.0.")
             others = {"blocks": self.blocks is not None, "every": self.every != 1, "keep": bool(self.keep)}
             if any(others.values()):

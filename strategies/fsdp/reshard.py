@@ -27,10 +27,10 @@ class ShardedRouter(Router):
             try:
                 return super().__call__(*args, **kwargs)
             finally:
-                put_away(self)
+                reshard_parameters(self)
 
 
-def put_away(root: Any) -> None:
+def reshard_parameters(root: Any) -> None:
     """Free parameters that a forward pass has left gathered, because the gathered copies would miss optimizer steps.
 
     Args:

@@ -96,7 +96,7 @@ class Agent(LocalElasticAgent):
 
     def _start_again(self, worker_group: Any, reason: str, grace: float) -> None:
         """End the ranks, repeat the rendezvous of the machines, and restart the ranks."""
-        _say(reason)
+        _print(reason)
         if self.first_failure():
             self.sweep()
         self.restarting, before, self.grace = True, self.grace, grace
@@ -113,7 +113,7 @@ class Agent(LocalElasticAgent):
                 break
         else:
             # Not torch's own check: one that noticed a failure before ours would start its 30 s.
-            self._hear()
+            self._check_for_end()
             # torch only checks for machines that join, and the ranks of this machine may wait for half an hour.
             if self.may_change and self.membership.look()[0]:
                 self._start_again(worker_group, _CHANGED, self.job.failure_grace)
@@ -123,7 +123,7 @@ class Agent(LocalElasticAgent):
                 self._start_again(worker_group, _CHANGED, self.job.failure_grace)
                 return RunResult(state=WorkerState.HEALTHY)
             if self._remaining_restarts > 0:
-                self._hear()
+                self._check_for_end()
             else:
                 self.tell(_convert_to_status(failed[0]), f"{self.first_failure()} on {socket.gethostname()}")
             # A rank that was asked to stop ended as intended, and the others may still be saving.
@@ -152,7 +152,7 @@ class Agent(LocalElasticAgent):
         while not any(self.membership.look()):
             if time.monotonic() >= end:
                 return False
-            self._hear()
+            self._check_for_end()
             time.sleep(0.05)
         return True
 
@@ -172,7 +172,7 @@ class Agent(LocalElasticAgent):
         self._ask("add", _DONE, 1)
         while self._ask("add", _DONE, 0) < self._worker_group.group_world_size:
             time.sleep(0.05)
-            self._hear()
+            self._check_for_end()
             if self.membership.look()[0]:
                 if self.may_change:
                     return False
@@ -240,7 +240,7 @@ class Agent(LocalElasticAgent):
         silent = self.board.find_silent(self.ends)
         folder_name = f"stacks-{datetime.now():%Y%m%d-%H%M%S}" if silent else ""
         for rank in silent:
-            _say(f"rank {self.global_rank(rank)} of {self.world_size} {self.board.report(rank, folder_name)}")
+            _print(f"rank {self.global_rank(rank)} of {self.world_size} {self.board.report(rank, folder_name)}")
         self.ends |= dict.fromkeys(silent, HUNG)
         if silent:
             self._close(signal.SIGKILL, self.job.failure_grace)
@@ -295,7 +295,7 @@ class Agent(LocalElasticAgent):
             self.grace, self.hurried = self.job.failure_grace, True  # nothing can be saved without the other machines
         return Elsewhere(status, text)
 
-    def _hear(self) -> None:
+    def _check_for_end(self) -> None:
         """Raise `Elsewhere` if another machine has reported the end of the run."""
         if self.several and self._ask("check", [_END]):
             raise self._make_elsewhere(*json.loads(self._ask("get", _END)))
@@ -366,7 +366,7 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
     """
     if job.nodes is not None and place is not None:
         source = "" if place.local_addr is None else f" as {place.local_addr}"
-        _say(f"waiting at {place.endpoint}{source} for {_count(job)} of the run {job.run_id}")
+        _print(f"waiting at {place.endpoint}{source} for {_count(job)} of the run {job.run_id}")
     stop: signal.Signals | None = None
     elsewhere: Elsewhere | None = None
     with _silence_agent():
@@ -477,7 +477,7 @@ def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewh
         lines, status = [agent.first_failure()], _convert_to_status(codes[first])
     else:
         return 0
-    _say("\n".join(lines + [f"{ranks}: {ending}" for ending, ranks in _group_ranks(words).items()]))
+    _print("\n".join(lines + [f"{ranks}: {ending}" for ending, ranks in _group_ranks(words).items()]))
     return status
 
 
@@ -488,7 +488,7 @@ def _group_ranks(words: Mapping[int, str]) -> dict[str, str]:
     }
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print("\n".join(f"treadle: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
 
 

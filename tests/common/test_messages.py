@@ -1,7 +1,12 @@
-"""Suggestions of names, and types in words."""
+"""Suggestions of names, types in words, and the place of a warning."""
+
+from concurrent.futures import ThreadPoolExecutor
+from inspect import currentframe
 
 import pytest
-from treadle.common.messages import format_count, join_words, name_type, named_ranks, nearest
+import torch
+from torch import nn
+from treadle.common.messages import format_count, join_words, name_type, named_ranks, nearest, warn
 
 
 @pytest.mark.parametrize(
@@ -46,3 +51,22 @@ def test_words_are_joined_as_in_a_sentence():
 
 def test_ranks_in_a_row_are_a_span():
     assert [named_ranks(ranks) for ranks in ([3], [0, 1], [0, 1, 2, 5])] == ["rank 3", "ranks 0-1", "ranks 0-2, 5"]
+
+
+# As a function of the package would: its frames are not the user's.
+warn_in_treadle = eval('lambda *_: warn("slow")', {"__name__": "treadle.trainer", "warn": warn})
+
+
+def test_a_warning_is_at_the_line_of_the_users_program():
+    module = nn.Identity()
+    module.register_forward_hook(warn_in_treadle)
+    line = currentframe().f_lineno + 2
+    with pytest.warns(UserWarning, match="slow") as caught:
+        module(torch.zeros(1))
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line)
+
+
+def test_a_thread_of_the_framework_warns_too():
+    with pytest.warns(UserWarning, match="slow") as caught, ThreadPoolExecutor(1) as pool:
+        pool.submit(warn_in_treadle).result()
+    assert caught[0].filename == "<string>"  # no line of the user's led to it

@@ -114,7 +114,7 @@ def test_the_main_process_first(tmp_path):
 def states():
     early = PartialState()  # under a launcher it is not alone
     accelerator = treadle.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
-    state, gradient = AcceleratorState.of(accelerator), GradientState.of(accelerator)
+    state, gradient = AcceleratorState.from_accelerator(accelerator), GradientState.from_accelerator(accelerator)
     assert AcceleratorState().mixed_precision == "bf16"
     assert AcceleratorState(mixed_precision="fp16").mixed_precision == "fp16"
     loader = accelerator.prepare_data_loader([[i] for i in range(5)])
@@ -149,7 +149,7 @@ def test_states():
 
 def test_the_end_of_a_loader():
     accelerator = treadle.Accelerator(cpu=True)
-    gradient = GradientState.of(accelerator)
+    gradient = GradientState.from_accelerator(accelerator)
     from torch.utils.data import DataLoader
 
     loader = accelerator.prepare(DataLoader(range(5), batch_size=2))

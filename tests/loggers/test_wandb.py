@@ -242,7 +242,7 @@ def test_rank_one_does_nothing(tmp_path, monkeypatch):
         ({"mode": "offline", "log_model": "all"}, ValueError, "log_model='all' needs uploads"),
         ({"log_model": "best"}, ValueError, "log_model='best' must be True, False or 'all'"),
         ({"add_file_policy": "fast"}, ValueError, "add_file_policy='fast'"),
-        ({"porject": "x"}, TypeError, "porject='x' is not an argument of wandb.init, which accepts .*project"),
+        ({"porject": "x"}, TypeError, "wandb.init has no argument 'porject'. Its arguments are .*project"),
         ({"project": 3}, TypeError, "project=3 must be a string"),
     ],
 )

@@ -545,7 +545,7 @@ def close(accelerator):
 
 def _common(accelerator, model, loader):
     if (loss_scale := accelerator.accumulation.loss_scale) is not None:
-        loss_scale.settle()  # the last step's verdict, which the next step or a save would read
+        loss_scale.update_scale()  # the last step's verdict, which the next step or a save would read
     state = accelerator.optimizers[0].state_dict()
     order = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     generators = [

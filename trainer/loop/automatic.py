@@ -199,7 +199,7 @@ class Steps:
                     accumulation.backward(loss, weight=weight, by=self.custom_backward)
                 cursor.micro = micro
         accumulation.agree()
-        agreement.settle()
+        agreement.read_pending()
         agreement.leave_vote = False
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -289,9 +289,9 @@ class Steps:
         else:
             self.custom_zero_grad(self.progress.epoch, index, self.optimizer)
 
-    def settle(self) -> None:
+    def read_outcome(self) -> None:
         """Check whether the last step was finite, which accelerators report one step late; if not, call `refuse`."""
-        self.agreement.settle()
+        self.agreement.read_pending()
         if not self.agreement.finite:
             self.refuse()
 

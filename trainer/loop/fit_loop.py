@@ -194,7 +194,7 @@ class FitLoop:
                 raise ValueError(f"the training dataloader yielded no batch. {self._explain_empty()}")
             if not progress.epoch_is_trained:  # the end of a dataloader without a length is known only here
                 self._close_epoch()
-        self.steps.settle()  # a limit ended the run within the epoch
+        self.steps.read_outcome()  # a limit ended the run within the epoch
         if self.steps.skip_rest or progress.epoch_is_trained:
             self.loader.end_epoch()
             progress.phase = Phase.EPOCH_END
@@ -330,7 +330,7 @@ class FitLoop:
 
     def _close_epoch(self) -> None:
         """Run the validation that is due after the epoch's last step, and then step the per-epoch schedulers."""
-        self.steps.settle()
+        self.steps.read_outcome()
         if self.trainer.has_validation and self._is_validation_due():
             self._validate()
         self.schedules.after_epoch()

@@ -205,10 +205,10 @@ def _advise(loader: Loader) -> str:
     """Return advice on how to shorten the wait for a dataloader."""
     workers = getattr(loader.source, "num_workers", None)
     if workers is None:
-        return "the batches do not come from a DataLoader; a DataLoader with num_workers reads in other processes"
+        return "The batches do not come from a DataLoader, which could read them in other processes (num_workers)."
     if not workers:
-        return "the dataloader reads in this process: DataLoader(num_workers=...) reads in other processes"
-    text = f"num_workers={workers} is not enough: raise it, or make the transforms faster"
+        return "The dataloader reads in this process. Set num_workers to read in other processes."
+    text = f"num_workers={workers} is not enough. Raise it, or make the transforms faster."
     if not getattr(loader.source, "persistent_workers", True):
-        text += "; persistent_workers=True starts them only once, not in each epoch"
+        text += " Set persistent_workers=True to start the workers once, not in each epoch."
     return text

@@ -59,7 +59,7 @@ class LRSearch:
         rate, name = self.finder.optimal_lr.suggestion(), self._choose_attribute_name()
         if rate is not None and name is not None:
             set_attribute(self.trainer, name, rate)
-        self.finder.say(rate, name)
+        self.finder.announce_result(rate, name)
 
     def _choose_attribute_name(self) -> str | None:
         """Return the name of the attribute to set; None if no attribute is to be set."""

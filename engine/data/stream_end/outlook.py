@@ -23,7 +23,7 @@ class Outlook:
         self.has_ended = has_ended
         self._full = self._ended = self._voters = 0
 
-    def settle(self, full: float, ended: float, voters: int) -> None:
+    def store_votes(self, full: float, ended: float, voters: int) -> None:
         """Store the votes, summed over the ranks.
 
         Args:
@@ -34,7 +34,7 @@ class Outlook:
         self._full, self._ended, self._voters = round(full), round(ended), voters
 
     @property
-    def is_settled(self) -> bool:
+    def has_votes(self) -> bool:
         """True once the summed votes are stored."""
         return self._voters > 0
 

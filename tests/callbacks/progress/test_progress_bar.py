@@ -55,7 +55,7 @@ def screen(text):
         if part == "\x1b[2K":
             lines[row] = ""
         elif part.startswith("\x1b") and not part.endswith("A"):
-            pass  # a colour, or the cursor's look
+            pass  # a color, or the cursor's look
         elif part == "\r":
             column = 0
         elif part == "\n":

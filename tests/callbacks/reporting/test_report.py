@@ -145,13 +145,13 @@ def test_curves_that_are_the_same_are_one_with_all_names():
 
 
 def test_a_stage_has_one_colour_on_the_whole_page():
-    def colours(*names):
+    def colors(*names):
         return [re.search(r'stroke="(.*?)"', style)[1] for style in choose_styles(names)]
 
-    train, val = colours("train_loss", "val_loss")
-    assert colours("val_acc", "train_acc") == [val, train]
-    assert colours("val/f1") == [val]
-    assert colours("loss", "val_loss") == [train, val]  # what names no stage is of training
+    train, val = colors("train_loss", "val_loss")
+    assert colors("val_acc", "train_acc") == [val, train]
+    assert colors("val/f1") == [val]
+    assert colors("loss", "val_loss") == [train, val]  # what names no stage is of training
     pale, _, full = choose_styles(["train_loss_step", "val_loss", "train_loss_epoch"])
     assert "opacity" in pale
     assert pale.startswith(full)

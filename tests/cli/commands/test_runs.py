@@ -364,9 +364,9 @@ def test_several_lines_can_be_told_apart():
     assert "*" in rows[9] + rows[10]
     assert "+" in rows[1] + rows[2]
     assert "\x1b" not in text
-    coloured = plot("t", lines, 60, 10, colour=True)
-    assert "\x1b[34m" in coloured
-    assert "\x1b[33m" in coloured
+    colored = plot("t", lines, 60, 10, color=True)
+    assert "\x1b[34m" in colored
+    assert "\x1b[33m" in colored
 
 
 def test_a_misspelled_subcommand_is_answered_with_the_nearest(capsys):

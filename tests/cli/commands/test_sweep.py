@@ -371,6 +371,14 @@ def test_a_folder_with_other_runs_is_refused(capsys):
     assert "runs/sweep contains runs that are not trials of a sweep" in refused(capsys)
 
 
+def test_another_study_in_the_storage_is_refused_each_time(capsys):
+    optuna.create_study(study_name="sweep", storage="sqlite:///other.db").ask()
+    for _ in range(2):
+        said = refused(capsys, "storage=sqlite:///other.db")
+        assert "contains a study 'sweep' with 1 trial, but" in said
+        assert "contains no runs of this study" in said
+
+
 def test_a_missing_optuna_is_one_error(capsys, monkeypatch):
     monkeypatch.setattr("treadle.common.optional.find_spec", lambda name: None)
     assert "treadle sweep needs the package 'optuna'" in refused(capsys)

@@ -7,7 +7,7 @@ from pathlib import Path
 import optuna
 import pytest
 from treadle.cli.config import Value
-from treadle.cli.sweep.charts import Axis, colour_by_rank
+from treadle.cli.sweep.charts import Axis, color_by_rank
 from treadle.cli.sweep.parameters import Choices, Parameter, Range
 from treadle.cli.sweep.report import Report
 from treadle.cli.sweep.study import Study, open_trial
@@ -113,5 +113,5 @@ def test_axes():
 
 
 def test_colours_go_from_the_best_to_the_worst():
-    assert (colour_by_rank(0, 3), colour_by_rank(2, 3)) == ("#0072b2", "#e69f00")
-    assert colour_by_rank(0, 1) == "#0072b2"
+    assert (color_by_rank(0, 3), color_by_rank(2, 3)) == ("#0072b2", "#e69f00")
+    assert color_by_rank(0, 1) == "#0072b2"

@@ -93,11 +93,13 @@ def test_one_process_decides_and_its_death_lets_others(folder):
 
 
 def test_another_sweep_in_its_place_is_refused(folder):
-    assert folder.describe() is True
-    assert folder.describe() is False
+    assert folder.is_new() is True
+    assert folder.is_new() is True
+    folder.write_description()
+    assert folder.is_new() is False
     Path("s.yaml").write_text(TEXT.replace("[1, 2]", "[1, 3]"))
     with pytest.raises(ConfigError, match=r"parameters.model.lr.values: \[1, 2\] is now \[1, 3\]\nTo start over"):
-        SweepFolder(read_sweep("s.yaml")).describe()
+        SweepFolder(read_sweep("s.yaml")).is_new()
     (folder.path / "sweep.json").write_text("{")
     with pytest.raises(ConfigError, match=r"sweep.json can't be read"):
-        folder.describe()
+        folder.is_new()

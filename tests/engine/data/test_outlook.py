@@ -71,18 +71,18 @@ def counted_exchanges(monkeypatch):
 
 def read_one_step_later(monkeypatch):
     """As on a GPU: votes are known when those of the next step are read, so two groups are read ahead."""
-    waiting, plain, agree = [], Outlook.settle, rank_shares.RankShares.agree
+    waiting, plain, agree = [], Outlook.store_votes, rank_shares.RankShares.agree
 
     def agree_on_two(shares, *args):
         agree(shares, *args)
         shares.depth *= 2
 
-    def settle(*votes):
+    def store_votes(*votes):
         waiting.append(votes)
         if len(waiting) > 1:
             plain(*waiting.pop(0))
 
-    monkeypatch.setattr(Outlook, "settle", settle)
+    monkeypatch.setattr(Outlook, "store_votes", store_votes)
     monkeypatch.setattr(rank_shares.RankShares, "agree", agree_on_two)
 
 

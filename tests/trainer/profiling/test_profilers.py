@@ -166,7 +166,7 @@ def test_the_verdict_names_what_the_run_waits_for(waits, tmp_path, capsys):
     assert "Profile of fit" in text
     if waits == "data":
         assert "this run waits for data" in text
-        assert "DataLoader(num_workers=...)" in text
+        assert "The dataloader reads in this process. Set num_workers" in text
     else:
         assert "of the time in hook Sleeper.on_train_batch_end" in text
 
@@ -175,7 +175,7 @@ def test_the_advice_of_an_evaluation_is_that_of_its_own_dataloader(tmp_path, cap
     trainer_in(tmp_path, profiler="simple").validate(Net(), DataLoader(Slow(), 2))
     text = capsys.readouterr().err
     assert "this run waits for data" in text
-    assert "the dataloader reads in this process: DataLoader(num_workers=...)" in text
+    assert "The dataloader reads in this process. Set num_workers" in text
 
 
 class Fast(Slow):
@@ -307,7 +307,9 @@ def test_the_verdict_leaves_out_what_only_happens_once():
     actions = {"data": action(5.0, first=4.9), "forward": action(1.0)}
     assert verdict(actions, {}, False).startswith("Verdict: this run computes 91 % of the time and waits for data 9 %")
     actions["data"] = action(3.0)
-    assert verdict(actions, {"data": "do this"}, False) == "Verdict: this run waits for data 75 % of the time: do this."
+    assert (
+        verdict(actions, {"data": "Do this."}, False) == "Verdict: this run waits for data 75 % of the time. Do this."
+    )
     on_device = {"data": action(3.0, device=0.1), "forward": action(0.1, device=0.9)}
     assert verdict(on_device, {}, True).startswith("Verdict: the device computes 90 % of the time")
     assert verdict({"block": action(1.0)}, {}, False) == ""
