@@ -11,7 +11,7 @@ from typing import Any
 from ..common.rank_zero import rank_zero_only
 
 EVALUATED_AT = "evaluation/global_step"
-"""Name under which rows for single batches of an evaluation record the optimizer steps; their step counts batches."""
+"""Metric name of the optimizer step in rows for single batches of an evaluation, whose own step counts batches."""
 
 Params = Mapping[str, Any] | argparse.Namespace | None
 
@@ -204,7 +204,7 @@ class Logger(ABC):
         self.save()
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Handle a saved checkpoint, for example by uploading it. Does nothing unless overridden.
+        """Handle a checkpoint that is complete on disk, for example by uploading it. Does nothing unless overridden.
 
         Args:
             checkpoint_callback: The callback that saved the checkpoint.

@@ -51,9 +51,9 @@ class HostCopies:
 
         Args:
             files: The content of each file to write.
-            later: Names of files whose tensors only a step of ``optimizers`` changes. These are copied during the
-                forward and backward passes: by a thread from host memory, by a separate stream from a GPU. A step that
-                starts before the copy is complete waits for it, on the device that computes the step.
+            later: Names of files whose tensors only a step of ``optimizers`` changes. These tensors are copied during
+                the forward and backward passes: by a thread from host memory, by a separate stream from a GPU. A step
+                that starts before the copy is complete waits for it, on the device that computes the step.
             optimizers: All optimizers in use.
 
         Returns:

@@ -30,7 +30,7 @@ BESIDE = re.compile(r"\.(.+)\.(part|old|gone)")
 
 
 SHARE_TARGET = "Save to a file system that all ranks share, and do not change the files during the save."
-"""Fix for a save with missing or changed files at its commit, at the end of an error message."""
+"""Fix for files that are missing or have changed when a save is committed, at the end of an error message."""
 
 
 def explain_refused_file(name: str) -> str:

@@ -97,8 +97,8 @@ def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: 
 def compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> int:
     """Return the number of the next checkpoint after a resume from ``loaded``.
 
-    If ``loaded`` was named automatically in this project, the number exceeds all existing ones. Otherwise, it is
-    ``project.iteration``.
+    If ``loaded`` is in the project's folder of automatically named checkpoints, the result exceeds the numbers of all
+    checkpoints in this folder. Otherwise, it is ``project.iteration``.
 
     Args:
         project: The configuration of the run.

@@ -476,8 +476,8 @@ def probe(directory: Path, nbytes: int = 0) -> None:
         nbytes: The size of one checkpoint in bytes. Default: 0.
 
     Raises:
-        OSError: If the directory cannot be created or written to, or fewer than ``nbytes`` are free. The message gives
-            the reason.
+        OSError: If the directory cannot be created or written to, or fewer than ``nbytes`` bytes are free. The message
+            gives the reason.
     """
     directory = Path(os.path.abspath(directory))
     file = directory / f".probe-{os.getpid()}-{os.urandom(4).hex()}"

@@ -217,7 +217,7 @@ def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
 
 
 def _collect_layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current states of registered objects with saved tensors, to show how these are sharded."""
+    """Return the current states of registered objects with saved tensors, which show how to shard the saved tensors."""
     if not accelerator.strategy.sharded:
         return {}
     return {

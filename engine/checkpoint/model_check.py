@@ -295,7 +295,7 @@ def _describe_form(value: Any) -> str:
 
 
 def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
-    """Return each tied tensor for which the weights have other values, and the name that it is tied to."""
+    """Return the names of tied tensors whose values in ``weights`` differ, each with the name that it is tied to."""
     first: dict[int, str] = {}
     separated = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):

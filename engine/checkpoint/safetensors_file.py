@@ -199,7 +199,7 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
         path: Path of the file.
 
     Raises:
-        ValueError: If the file is damaged, or contains a dtype that torch does not support.
+        ValueError: If the file is missing or damaged, or contains a dtype that torch does not support.
     """
     try:
         with path.open("rb") as file:
@@ -236,7 +236,7 @@ def read_whole_model(path: Path) -> Weights:
         path: Path of the file.
 
     Raises:
-        ValueError: If the file is damaged, or contains only one process's shards.
+        ValueError: If the file is missing or damaged, or contains only one process's shards.
     """
     weights, notes = read_safetensors(path)
     if OFFSETS in notes:

@@ -47,7 +47,7 @@ _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|
 
 
 class Counts:
-    """Wrapper that makes the state of a metric object on every process part of a checkpoint.
+    """Wrapper of a metric object, whose saved state contains the metric's state on every process.
 
     The metric's own ``state_dict`` contains this state only if the metric is configured to save it.
 
@@ -331,7 +331,7 @@ def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Te
     Args:
         rank: The rank of this process.
         random: The RNG state of this process, from `collect_rank_random_state`.
-        buffers: For each model, the buffers of this process by name; empty unless each rank keeps its own buffers.
+        buffers: For each model, the buffers of this process by name; empty if rank zero's buffers apply to all ranks.
     """
     return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
 
@@ -356,7 +356,7 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
         others: Include the files that hooks wrote; see `store.commit`. Default: False.
 
     Raises:
-        ValueError: If a hook wrote a file with a reserved name.
+        ValueError: If a hook wrote a file with a reserved name, or if `store.commit` rejects the files or the target.
         OSError: If a disk operation fails. The files of the attempt are deleted, and an earlier checkpoint remains.
     """
     entries: dict[str, Any] = {}
@@ -499,7 +499,7 @@ def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
 
 
 def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the run's metadata for the manifest: strategy, precision, batch sizes and fingerprints of the models.
+    """Return the run's metadata for the manifest: world size, strategy, precision, batch sizes and model fingerprints.
 
     Args:
         accelerator: The Accelerator whose run is described.

@@ -137,7 +137,8 @@ def remove(path: RemotePath) -> None:
         path: The checkpoint's URL.
 
     Raises:
-        ValueError: If the URL is not a checkpoint's, or contains foreign objects. In that case, nothing is changed.
+        ValueError: If no checkpoint exists at the URL, or the URL contains foreign objects. In that case, nothing is
+            changed.
         OSError: If the store rejects a request.
     """
     manifest, objects = read_manifest(path), path.sizes()
