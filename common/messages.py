@@ -59,7 +59,7 @@ def warn(text: str) -> None:
     """
     from .rank_zero import rank_zero_warn
 
-    rank_zero_warn(text, stacklevel=4 + _count_frames_to_user())  # 4 is this function
+    rank_zero_warn(text, stacklevel=4 + _count_frames_to_user())  # the frame of this function is the 4th
 
 
 def _count_frames_to_user() -> int:

@@ -52,7 +52,7 @@ _FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFoun
 
 
 class StoreError(OSError):
-    """Error raised when every attempt of a request to a store has failed, or when credentials are missing."""
+    """Error raised when every attempt of a request to a store failed, or when credentials or the bucket are missing."""
 
 
 class RemotePath:

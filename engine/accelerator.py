@@ -125,8 +125,8 @@ class Accelerator(Process):
             `TorchDynamoPlugin`.
         parallelism_config: The numbers of replicas, shards and tensor parallel ranks.
         strategy: A name (``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, a registered one) or a `Strategy`.
-        accelerator: Kind of device: ``"cpu"``, ``"cuda"``, ``"mps"``, or ``"auto"`` (CUDA if available, else MPS, else
-            the CPU).
+        accelerator: Kind of device: ``"cpu"``, ``"cuda"`` (``"gpu"``), ``"mps"``, or ``"auto"`` (CUDA if available,
+            else MPS, else the CPU).
         devices: Number of processes on this machine, or the indices of their GPUs; see `open_world`. ``"auto"`` uses
             the processes that a launcher started, else one.
         num_nodes: Number of machines.
@@ -552,7 +552,7 @@ class Accelerator(Process):
         return self.rng.stream
 
     def start_order(self) -> None:
-        """Broadcast rank zero's current RNG state, and start to draw the order of the data from this state.
+        """Broadcast rank zero's RNG state, and draw the order of the data from it, or from ``data_seed`` if it is set.
 
         Until the first batch, random draws of the script (a split of the data, initial weights) are therefore the same
         on all ranks. With the first batch, `draw_apart` is called.
@@ -710,7 +710,7 @@ class Accelerator(Process):
 
     @property
     def inside_group(self) -> bool:
-        """True inside an unfinished accumulation group that no prepared loader formed; `save_state` then raises."""
+        """True inside an unfinished group that no prepared loader formed; its gradients cannot be checkpointed."""
         return self.accumulation.position > 0
 
     @property
@@ -842,7 +842,7 @@ class Accelerator(Process):
         self.accumulation.drop_gradients()
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Make the last backward pass of every step exchange the processes' votes, which `agree` then returns.
+        """Exchange the votes of all processes in the last backward pass of every step; `agree` returns the result.
 
         Args:
             finite: Whether to check that losses are finite. With float16, the loss scaler checks the gradients instead.
@@ -975,7 +975,7 @@ class Accelerator(Process):
 
         Raises:
             ValueError: If ``output_dir`` is missing without automatic naming, or if the call is inside an accumulation
-                group.
+                group and ``weights_only`` is False.
             TypeError: If a state is not plain data.
             OSError: If a disk operation fails. The files of the attempt are removed, and an earlier checkpoint at this
                 path remains.
@@ -1159,7 +1159,7 @@ class Accelerator(Process):
 
         Args:
             project_name: The project that the run belongs to.
-            config: The values of the run's configuration by name. Trackers store this configuration.
+            config: The run's configuration by name, which trackers store. Default: none.
             init_kwargs: Further arguments of the loggers, by the tracker's name.
 
         Raises:

@@ -403,8 +403,8 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
 
     Args:
         inputs: A list, tuple, range, tensor, array, data frame or dataset (of torch, or with ``select``), or a dict or
-            named tuple of these with equal lengths. Every process reads any other iterable, such as an iterator, to its
-            end, and its share is then a list.
+            named tuple of these with equal lengths. Any other iterable, such as an iterator, is read to its end by
+            every process, and the share is then a list.
         rank: The rank of this process.
         size: The world size.
         apply_padding: Give every process the same number of inputs.

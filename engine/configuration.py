@@ -49,7 +49,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
     def announce_differences(self) -> None:
-        """Log that ``dispatch_batches=True`` has no effect.
+        """Log that ``dispatch_batches=True`` has no effect, if it is set.
 
         Call this method only after the ranks are known, because rank zero alone logs the message.
         """

@@ -723,7 +723,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Number of samples in the global batch during the last batch of a prepared loader; -1 during other batches.
+        """Number of samples in the global batch during the last batch of a prepared loader; -1 at any other time.
 
         A prepared loader does not repeat samples, so nothing has to be removed from gathered results.
         """

@@ -135,7 +135,7 @@ class RandomStream:
             self.state = dict(state)
 
     def follow(self, draw: Draw) -> None:
-        """Continue from the state after a draw that was made from a copy of this stream, such as the order of an epoch.
+        """Continue from the state after a draw, such as the order of an epoch, made from a copy of this stream.
 
         Args:
             draw: The states of the copy before and after the draw.

@@ -42,7 +42,7 @@ class RunRng:
         self._ranks_differ = False
 
     def start(self, data_seed: int | None = None) -> RandomStream:
-        """Start the data order's stream, and set rank zero's RNG state on all ranks; see `Accelerator.start_order`.
+        """Start the stream for the order of the data, and copy rank zero's RNG state; see `Accelerator.start_order`.
 
         Args:
             data_seed: Seed of the order of samples. Default: start from rank zero's current RNG state.

@@ -14,7 +14,7 @@ BALLOT_SIZE = 7
 
 
 class Ballot:
-    """Votes that are summed over the processes, for decisions that all make together but that depend on local values.
+    """Votes, summed over the processes, on decisions that all processes make together but that depend on local values.
 
     Args:
         device: Device on which the votes are allocated, that of the model.

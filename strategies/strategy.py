@@ -168,7 +168,8 @@ class Strategy(StrategyAliases):
 
         Args:
             module: The user's module.
-            blocks: Whether repeated blocks are compiled separately. Default: only if enough of them are equal.
+            blocks: Whether repeated blocks are compiled separately. Default: only if enough of them have the same
+                structure.
 
         Returns:
             The submodules, and whether their hooks must not be compiled.
@@ -387,7 +388,7 @@ class Strategy(StrategyAliases):
         optimizer.load_state_dict(state)
 
     def reduction_order(self, module: nn.Module) -> list[int]:
-        """Return the order, as parameter indices, that determines how gradients are summed, for a checkpoint.
+        """Return the parameter indices whose order determines how gradients are summed, to save them in a checkpoint.
 
         The list is empty if the order does not depend on earlier steps.
 
@@ -439,7 +440,7 @@ class Strategy(StrategyAliases):
     # -- for plans, where the model has shapes and no values -----------------------------------------------------
 
     def grid(self, world_size: int) -> dict[str, int]:
-        """Return the number of replicas (``replicate``), shards per replica (``shard``), ranks per sample (``tensor``).
+        """Return the numbers of replicas (``replicate``), shards of each (``shard``) and ranks per sample (``tensor``).
 
         Args:
             world_size: Number of ranks to arrange.

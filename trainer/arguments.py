@@ -160,7 +160,7 @@ def check_epochs(name: str, value: int | None, interval: int | float | None) -> 
         interval: ``val_check_interval``; None if it is a duration.
 
     Raises:
-        ValueError: If the value is not an integer of at least 1, or it is None and ``interval`` is a fraction.
+        ValueError: If the value is not an integer of at least 1, or if it is None and ``interval`` is a fraction.
     """
     if value is not None:
         return check_int(name, value, 1)
@@ -241,7 +241,7 @@ _ABSENT = {
 
 
 def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:
-    """Raise a TypeError for arguments that the Trainer does not accept; the message names each with advice.
+    """Raise a TypeError for arguments that the Trainer does not accept; the message names all of them, with advice.
 
     Args:
         arguments: The unknown arguments by name.

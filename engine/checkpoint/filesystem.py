@@ -353,7 +353,7 @@ def check_file(
         entry: The manifest's entry for the file.
         digests: Also read the file and compare its digest, not only its size.
         links: Allow links and files in subdirectories, as hooks may write them. Default: False.
-        fix: The advice at the end of the error message.
+        fix: The advice at the end of the error message. Default: `RESTORE`.
 
     Raises:
         ValueError: If the file is missing, not a plain file, or has the wrong size or content.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..data import Loader
 
 _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|unfinished", re.IGNORECASE)
-"""Pattern of the part names that users must not choose: the engine's own parts (see `train_state`) and other files."""
+"""Pattern of reserved part names: the engine's own parts (see `train_state`), ``manifest`` and ``unfinished``."""
 
 
 class Counts:
@@ -113,7 +113,7 @@ def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any
     Args:
         accelerator: The Accelerator whose state would be saved.
         targets: The paths of the checkpoints.
-        parts: States that the user adds to the checkpoint, by part name.
+        parts: Additional states to save in the checkpoint, by part name.
         weights_only: Whether only weights are saved.
 
     Raises:
@@ -201,7 +201,7 @@ def collect(
     Args:
         accelerator: The Accelerator whose state is saved.
         target: Path or URL of the checkpoint, to which hooks may write files.
-        parts: States that the user adds to the checkpoint, by part name.
+        parts: Additional states to save in the checkpoint, by part name.
         weights_only: Omit everything that is needed only to resume.
         frozen: For each model, the weights to omit; see `Checkpointer.find_frozen`.
 
@@ -471,11 +471,11 @@ def list_reduction_orders(accelerator: Accelerator) -> list[list[int]]:
 
 
 def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata for the manifest: the run's own metadata, and the values that the user adds.
+    """Return the metadata for the manifest: the run's own metadata, and the values in ``info``.
 
     Args:
         accelerator: The Accelerator whose run is described.
-        info: Values that the user adds, by key.
+        info: Additional values by key, which must be data other than tensors.
 
     Raises:
         ValueError: If ``info`` uses a name of the run's own metadata.

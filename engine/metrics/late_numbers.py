@@ -22,7 +22,7 @@ class LateNumbers:
         self._coming: tuple[list[str], Tensor, torch.cuda.Event] | None = None
 
     def read(self, values: dict[str, Any]) -> dict[str, float]:
-        """Return ``values`` as numbers by name. If any of them is on a GPU, return those of the last completed copy.
+        """Return ``values`` as numbers by name; if any of them is on a GPU, the numbers of the last completed copy.
 
         Args:
             values: Numbers or 0-d tensors by name.

@@ -94,7 +94,7 @@ class Metrics:
 
     @property
     def entries(self) -> list[Entry]:
-        """All entries in the order in which they were first logged, those of steps before those of the epoch."""
+        """All entries: those of steps, then those of the epoch, each in the order in which they were first logged."""
         return [*self._in_step.values(), *self._in_epoch.values()]
 
     def log(
@@ -553,7 +553,7 @@ class Entry:
         self.total_weight = 0.0
 
     def fold(self) -> None:
-        """Reduce the recorded values, merge the result into the total, and discard them."""
+        """Reduce the recorded values, merge the result into the total, and discard the single values."""
         weighted_pairs = [(v, w) for v, w in zip(self.values, self.weights, strict=True) if w]
         self.values.clear()
         self.weights.clear()

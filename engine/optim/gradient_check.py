@@ -19,12 +19,12 @@ _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 class HostCheck:
-    """Function object that checks whether gradients in host memory are finite, which takes 2 us for four small ones.
+    """Function object that checks whether gradients in host memory are finite.
 
-    Large gradients are checked at memory speed. torch's ``GradScaler`` detects overflows with the same operation. Here,
-    one call multiplies all tensors, of any dtypes, by 1 and sets a flag. Computing norms with ``torch._foreach_norm``
-    takes 4 times as long for small gradients (torch 2.13). It takes 20 times as long with the infinity norm, which is
-    the only norm that cannot overflow.
+    The check takes 2 us for four small gradients. Large gradients are checked at memory speed. torch's ``GradScaler``
+    detects overflows with the same operation. Here, one call multiplies all tensors, of any dtypes, by 1 and sets a
+    flag. Computing norms with ``torch._foreach_norm`` takes 4 times as long for small gradients (torch 2.13). It takes
+    20 times as long with the infinity norm, which is the only norm that cannot overflow.
     """
 
     def __init__(self) -> None:

@@ -103,7 +103,7 @@ class GlobalBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Batch normalization with one collective per pass. The forward pass exchanges means, deviations and counts."""
+    """Batch normalization with one collective per pass. `forward` exchanges means, squared deviations and counts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any) -> Any:

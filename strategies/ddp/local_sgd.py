@@ -37,7 +37,7 @@ class LocalSteps:
         return self.count >= self.start
 
     def stepped(self, optimizer: Optimizer, world: World) -> None:
-        """Count a step of ``optimizer``, and average its parameters after every ``every`` local steps.
+        """Count a step of ``optimizer``. Average its parameters if the count of local steps is a multiple of ``every``.
 
         Args:
             optimizer: The user's optimizer.
@@ -64,7 +64,7 @@ class LocalSteps:
 
         Args:
             optimizer: The user's optimizer.
-            world: Processes over which parameters are averaged.
+            world: Processes over which parameters and optimizer state are averaged.
         """
         self.meet(optimizer, world)
         if self.alone:

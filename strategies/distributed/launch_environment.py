@@ -133,7 +133,7 @@ class LaunchEnvironment:
         Args:
             devices: The value of ``devices``, for the error message.
             device_count: Number of processes per machine that ``devices`` requests.
-            num_nodes: Number of machines that the user's code requests. The default, 1, matches any number.
+            num_nodes: Number of machines that the user's code requests; 1 matches any number.
 
         Raises:
             ValueError: If a number differs from the launcher's. The error names both numbers and the launcher's option.

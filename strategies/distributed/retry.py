@@ -1,4 +1,4 @@
-"""Attempts of a call on all processes. A store exchanges their results even if a collective fails or never ends."""
+"""Attempts of a call on all processes, which report results through a store even if a collective fails or hangs."""
 
 from __future__ import annotations
 

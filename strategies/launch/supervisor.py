@@ -103,7 +103,7 @@ def supervise_job(job: Job) -> int:
         The status that `supervise` describes. The rank that failed first may be on any machine.
 
     Raises:
-        ValueError: If the rendezvous endpoint of `job.nodes` cannot be used, or this is not the main thread.
+        ValueError: If the endpoint or local address of `job.nodes` cannot be used, or if this is not the main thread.
         OSError: If the program cannot be started.
     """
     if threading.current_thread() is not threading.main_thread():

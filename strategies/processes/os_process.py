@@ -74,8 +74,8 @@ def die_with_parent(supervisor_pid: int, number: signal.Signals = signal.SIGKILL
 
     Does nothing on systems other than Linux.
 
-    For a rank, the signal is SIGKILL. A supervisor that was itself killed can no longer end a rank that ignores a
-    gentler signal or never handles it. An interrupted checkpoint is never published. A process that is not a child of
+    For a rank, the signal is SIGKILL, because a supervisor that was itself killed can no longer end a rank that ignores
+    a gentler signal or never handles it. An interrupted checkpoint is never published. A process that is not a child of
     the supervisor, such as a program started by a rank, inherits ``TREADLE_SUPERVISOR`` but is not affected.
 
     Args:

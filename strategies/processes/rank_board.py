@@ -1,4 +1,4 @@
-"""Record in which a rank reports its state to Treadle's supervisor; see `launch.rank_board`."""
+"""Record in which a rank reports its state to Treadle's supervisor, if it has one; see `launch.rank_board`."""
 
 from __future__ import annotations
 

@@ -176,8 +176,8 @@ def sweep(job: int | None = None, all_ended: bool = False) -> None:
     """Remove the files that ended processes have left.
 
     Args:
-        job: Number of the job that ends on this machine, as passed to `open_scratch`. Its unfinished directories are
-            also removed. None if a job begins.
+        job: Job that ends on this machine, identified as in `open_scratch`. Its unfinished directories are also
+            removed. None if a job begins.
         all_ended: Whether all ranks of the job have been ended, although a killed one may still exist. Default: False.
     """
     for entry in _list_entries():

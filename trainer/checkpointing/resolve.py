@@ -77,8 +77,8 @@ class CheckpointResolver:
         trainer: The Trainer, whose ModelCheckpoints determine where to look.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         ckpt_path: None; a path, which must be an intact checkpoint; ``"last"``, the latest intact checkpoint of this
-            run; ``"best"``, the best checkpoint according to the ModelCheckpoint; or ``"auto"``. In ``fit`` only,
-            ``"auto"`` selects ``"last"``, or a fresh start if there is no checkpoint.
+            run; ``"best"``, the best checkpoint according to the ModelCheckpoint; or, in ``fit`` only, ``"auto"``:
+            ``"last"`` if a checkpoint exists, else a fresh start.
     """
 
     def __init__(self, trainer: Trainer, stage: str, ckpt_path: Any) -> None:

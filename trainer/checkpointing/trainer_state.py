@@ -370,7 +370,7 @@ class TrainerCheckpointer:
         return registered
 
     def _is_strict(self) -> bool:
-        """Return whether no model sets ``strict_loading`` to False, so all states must match exactly."""
+        """Return whether all states must match exactly, because no model sets ``strict_loading`` to False."""
         models = self._trainer.accelerator.unwrapped_models
         return all(getattr(model, "strict_loading", True) for model in models)
 

@@ -34,8 +34,8 @@ class SchedulerConfig:
         monitor: Name of the logged value that is passed to a plateau scheduler's ``step``. Default: None.
         strict: Whether to raise an error if the monitored value was never logged. False skips the scheduler's step.
             Default: True.
-        name: Name under which `LearningRateMonitor` logs the learning rate. Default: None, which uses the optimizer's
-            class.
+        name: Name under which `LearningRateMonitor` logs the learning rate. Default: None, for a name such as
+            ``"lr-Adam"``.
         reduce_on_plateau: Whether ``step`` receives the monitored value. Default: False; always True for
             ``ReduceLROnPlateau``.
     """

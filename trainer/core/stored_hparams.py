@@ -330,8 +330,8 @@ def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: boo
         value: Stored form of the argument.
         annotation: Annotation of the argument in the constructor.
         default: Default of the argument, whose class is treated as if the annotation named it.
-        home: Name of the module that defines the constructor's class. An enum class that is missing from the module
-            named in the checkpoint, for example a script, is looked up here.
+        home: Name of the module that defines the constructor's class. An enum class is looked up here if the module
+            named in the checkpoint does not have it, for example because that module was a script.
         from_text: Whether the data comes from a text file, in which case the annotation determines the types. Default:
             False.
 

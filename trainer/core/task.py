@@ -129,12 +129,12 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         Returns:
             An optimizer; a list of optimizers; two lists, of optimizers and of schedulers; a dict with ``"optimizer"``
             and optionally ``"lr_scheduler"``; a list of such dicts; or None to train without an optimizer. A scheduler
-            is an object with ``step``, or a dict with the attributes of ``SchedulerConfig``.
+            is an object with ``step`` and ``state_dict``, or a dict with the attributes of ``SchedulerConfig``.
         """
         raise NotImplementedError
 
     def train_dataloader(self) -> Any:
-        """Return the training dataloader, or a collection of several. It is used if none is passed to ``fit``."""
+        """Return the training dataloader, or several in a dict, list or tuple. Called if none is passed to ``fit``."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:

@@ -146,7 +146,7 @@ class History(Mapping[str, Curve]):
         return f"History({', '.join(self.curves)})"
 
     def add(self, row: Mapping[str, float], step: int) -> None:
-        """Add logged values to the curves of their names.
+        """Add each logged value to the curve with its name.
 
         Args:
             row: Values by name.

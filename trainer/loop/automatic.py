@@ -212,7 +212,7 @@ class Steps:
         return not self.alone and self.accelerator.world.any(any(map(_is_users, self.hooks.on_train_batch_start)))
 
     def vote_to_leave(self, index: int) -> None:
-        """Check with an extra collective that all ranks end the epoch or none does, for steps without a vote on it.
+        """Check in a separate collective that all ranks end the epoch or none does, for steps that carry no such vote.
 
         Args:
             index: Index of the micro-batch.
@@ -290,7 +290,7 @@ class Steps:
             self.custom_zero_grad(self.progress.epoch, index, self.optimizer)
 
     def read_outcome(self) -> None:
-        """Check whether the last step was finite, which accelerators report one step late; if not, call `refuse`."""
+        """Call `refuse` if the last step had non-finite values, which accelerators report one step late."""
         self.agreement.read_pending()
         if not self.agreement.finite:
             self.refuse()

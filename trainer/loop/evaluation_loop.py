@@ -55,8 +55,8 @@ class EvaluationLoop:
         hooks: Dispatch table of the overridden hooks.
         loaders: The prepared dataloaders.
         stage: ``"validate"``, ``"test"`` or ``"predict"``.
-        within_fit: Whether this is a validation within ``fit``, which does not use inference mode, because tensors
-            created in that mode cannot be trained later.
+        within_fit: Whether this is a validation within ``fit``. Such a validation does not use inference mode, because
+            tensors created in that mode cannot be trained later.
         keep_predictions: Collect the results of ``predict_step``. Default: False.
     """
 

@@ -22,7 +22,8 @@ class Phase(Enum):
 class Progress:
     """Counters of a run and its phase, which together are the position that a checkpoint stores.
 
-    Within an epoch, the loop sets ``phase`` directly, because a method would add a call to each step.
+    No other position is stored, because checkpoints are saved between optimizer steps. Within an epoch, the loop sets
+    ``phase`` directly, because a method would add a call to each step.
 
     Attributes:
         epoch: Number of completed epochs.

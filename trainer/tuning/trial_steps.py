@@ -24,7 +24,7 @@ def take_trial_steps(
         inner: The Trainer of a `rehearsal`.
         count: Number of optimizer steps.
         callbacks: Callbacks to call during these steps. Default: none.
-        before_step: Function called with the index of each step before the step, when the optimizers already exist.
+        before_step: Function that is called before each step, with the index of the step. The optimizers exist by then.
             Default: none.
 
     Yields:
