@@ -322,7 +322,10 @@ def test_words_of_docstrings():
     assert words["backbone"] == "what maps four numbers to two; a linear layer by default."
     assert described(torch.nn.Linear)["in_features"] == "size of each input sample"
     assert "learning rate" in described(torch.optim.AdamW)["lr"]
-    assert described(treadle.Trainer)["limit_val_batches"] == "Batches per validation dataloader, as an int or a float. Default: all."
+    assert (
+        described(treadle.Trainer)["limit_val_batches"]
+        == "Batches per validation dataloader, as an int or a float. Default: all."
+    )
 
 
 def test_build_is_whole():
