@@ -87,7 +87,7 @@ def write_signs():
             f"case = {quote(cells[0])}",
             f"says = {quote(cells[-2])}",
             f"used = [{', '.join(map(quote, re.split(r', ', used[2])))}]",
-            f"by_hand = {str(used[1] is not None).lower()}",
+            f"must_change = {str(used[1] is not None).lower()}",
         ]
     return "\n".join(lines) + "\n"
 

@@ -165,7 +165,7 @@ def _make_never_available(kind: str) -> Callable[..., bool]:
         return False
 
     available.__doc__ = (
-        f"Return False: Treadle does not run on {kind}.\n\n"
+        f"Return False, because Treadle does not use {kind}.\n\n"
         "Args:\n    *args: Accepted and ignored.\n    **kwargs: Accepted and ignored.\n"
     )
     return available
@@ -181,11 +181,11 @@ is_xpu_available = _make_never_available("Intel GPUs")
 is_neuron_available = _make_never_available("AWS Neuron")
 is_xccl_available = _make_never_available("Intel GPUs")
 is_habana_gaudi1 = _make_never_available("Habana accelerators")
-is_sagemaker_available = _make_never_available("SageMaker")
+is_sagemaker_available = _make_never_available("SageMaker's launcher")
 is_deepspeed_available = _make_never_available("DeepSpeed")
 is_megatron_lm_available = _make_never_available("Megatron-LM")
-is_msamp_available = is_transformer_engine_mxfp8_available = _make_never_available("fp8")
-is_transformer_engine_available = _make_never_available("fp8")
+is_msamp_available = _make_never_available("MS-AMP")
+is_transformer_engine_available = is_transformer_engine_mxfp8_available = _make_never_available("Transformer Engine")
 
 
 def _make_is_installed(module: str) -> Callable[[], bool]:

@@ -86,7 +86,7 @@ class SpikeDetection(Callback):
         loss = outputs if isinstance(outputs, Tensor) else outputs["loss"]
         value = float(loss.detach())
         if trainer.accelerator.world.any(batch_idx >= self.warmup and self._is_spike(value)):
-            self.bad_batches += [batch_idx - 1, batch_idx]
+            self.bad_batches += range(max(batch_idx - 1, 0), batch_idx + 1)
             self._write(trainer)
             raise TrainingSpikeException(batch_idx)
         if self.finite_only or trainer.accelerator.world.all(math.isfinite(value)):

@@ -30,7 +30,7 @@ from .measurements import measure_all_reduce, measure_clocks
 
 Report = dict[str, Any]
 _STORE_ERRORS = (RuntimeError, dist.DistError)  # raised by torch if the store does not answer or no longer exists
-MARGIN = 5.0  # seconds by which the timer ends before torch's own limits
+MARGIN = 5.0  # seconds after torch's own limits, whose errors say more, at which the timer ends
 _numbers = itertools.count()  # numbers of the examinations in this process
 
 

@@ -10,13 +10,13 @@ TOML = """
 case = "case"
 says = "fact"
 used = ["Trainer(flag)", 'Timer(interval="epoch")', "LocalSGD", ".lr_find", "def optimizer_step", ".log(sync_dist)"]
-by_hand = false
+must_change = false
 
 [[rows]]
 case = "other"
 says = "change it"
 used = ["__version__"]
-by_hand = true
+must_change = true
 """
 
 
@@ -48,7 +48,7 @@ def rows(tmp_path, monkeypatch):
 def test_a_use(code, found):
     _, findings = migrate_source(f"{HEAD}{code}\n", "file.py")
     lines = 4 + code.partition(found.partition(":")[0])[0].count("\n") if found else 0
-    assert [(finding.line, finding.text, finding.by_hand) for finding in findings] == (
+    assert [(finding.line, finding.text, finding.must_change) for finding in findings] == (
         [(lines, found, False)] if found else []
     )
 

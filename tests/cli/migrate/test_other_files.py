@@ -89,7 +89,7 @@ def test_requirements_that_have_treadle_are_settled():
 @pytest.mark.parametrize("line", ["accelerate launch --num_processes 2 train.py", "  exec lightning run model a.py"])
 def test_commands_are_named(line):
     (finding,) = migrate_text(f"set -e\n{line}\n", "run.sh")[1]
-    assert (finding.line, finding.by_hand) == (2, True)
+    assert (finding.line, finding.must_change) == (2, True)
     assert finding.text.endswith("use treadle launch instead.")
 
 

@@ -354,9 +354,9 @@ def migrate(source):
     ast.parse(new)
     again, findings_again = migrate_source(new, "file.py")
     assert again == new
-    by_hand = [finding for finding in findings if finding.by_hand]
-    assert len([finding for finding in findings_again if finding.by_hand]) == len(by_hand)
-    return new, {(finding.line, finding.text) for finding in by_hand}
+    must_change = [finding for finding in findings if finding.must_change]
+    assert len([finding for finding in findings_again if finding.must_change]) == len(must_change)
+    return new, {(finding.line, finding.text) for finding in must_change}
 
 
 @pytest.mark.parametrize("name", CASES)
