@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class BestEffortCallback(Callback):
-    """Callback that is not essential for training. An error disables the callback for the stage, with a warning.
+    """Callback that is not essential for training. An error disables it for the rest of the stage, with a warning.
 
     Attributes:
         strict: Whether errors in the callback are raised instead of reported as a warning. Default: False.
@@ -46,4 +46,4 @@ class BestEffortCallback(Callback):
             return None
 
     def _switch_off(self) -> None:
-        """Release resources when the callback is disabled, such as an open progress bar. Does nothing by default."""
+        """Release resources, such as an open progress bar, when the callback is disabled. Does nothing by default."""

@@ -85,7 +85,7 @@ class BaseFinetuning(Callback):
     # -- for methods that may be overridden ----------------------------------------------------------------------
 
     def freeze_before_training(self, pl_module: TaskModule) -> None:
-        """Freeze the modules that are not trained from the start.
+        """Freeze the modules that are trained only later or not at all.
 
         Args:
             pl_module: The task.
@@ -129,7 +129,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of modules that are trained, or those that are frozen.
+        """Yield the trained parameters of modules or, with ``requires_grad=False``, the frozen ones.
 
         Args:
             modules: A module, or nested lists of modules.
@@ -184,7 +184,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return those of the parameters that are not in the optimizer yet.
+        """Return the parameters in ``params`` that are not in the optimizer yet.
 
         Args:
             optimizer: The optimizer.
@@ -367,7 +367,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check that no optimizer contains frozen parameters of the backbone. See `BaseFinetuning.on_fit_start`."""
+        """Check that no optimizer contains frozen backbone parameters, then run `BaseFinetuning.on_fit_start`."""
         frozen_ids = {id(p) for p in pl_module.backbone.parameters() if not p.requires_grad}  # type: ignore[union-attr]
         optimized_ids = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
         if frozen_ids & optimized_ids:
@@ -439,7 +439,7 @@ def _describe_layout(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
 
 
 def _join_sizes(groups: list[list[str]]) -> str:
-    """Return the number of parameters in each group as a comma-separated text."""
+    """Return the number of parameters in each group as comma-separated text."""
     return ", ".join(str(len(names)) for names in groups)
 
 

@@ -72,7 +72,7 @@ class GradientAccumulationScheduler(Callback):
         return sum(-(-batches // self.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Raise a ValueError if the Trainer also sets ``accumulate_grad_batches``, or with manual optimization."""
+        """Raise a ValueError with manual optimization, or if the Trainer also sets ``accumulate_grad_batches``."""
         if stage != "fit":
             return
         if not pl_module.automatic_optimization:

@@ -32,7 +32,7 @@ class LearningRateMonitor(BestEffortCallback):
         log_weight_decay: Also log the weight decay, as ``...-weight_decay``. Default: False.
 
     Attributes:
-        lrs: List of all logged learning rates, by name.
+        lrs: Logged learning rates: for each name, a list in the order of logging.
         last_momentum_values: The latest momenta by name.
         last_weight_decay_values: The latest weight decays by name.
 

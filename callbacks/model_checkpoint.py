@@ -101,7 +101,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         best_model_score: Value of ``monitor`` for the best checkpoint, a 0-d tensor; None without a monitor.
         best_k_models: Values of ``monitor`` for the kept checkpoints, by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
-        current_score: Value of the monitored metric at the latest save, or None.
+        current_score: Value of ``monitor`` that was last compared with the kept checkpoints; None before the first
+            comparison.
 
     Raises:
         ValueError: If more than one of ``every_n_train_steps``, ``train_time_interval`` and ``every_n_epochs`` is set,

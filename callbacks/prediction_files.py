@@ -221,7 +221,7 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
     One file of each rank is open at a time. Reading the files never executes code.
 
     Args:
-        path: Folder of the predictions, or its URL. `PredictionWriter.folder` contains this path after a prediction.
+        path: Folder of the predictions, or its URL: the value of `PredictionWriter.folder` after ``predict``.
         dataloader_idx: Index of the dataloader, if there were several. Default: 0.
         indices: Yield pairs of the indices of the batch's samples in the dataset (None for a streamed dataset) and the
             predictions. Default: False.

@@ -46,7 +46,8 @@ class StochasticWeightAveraging(Averaging):
 
     Raises:
         ValueError: If an argument is invalid. Before the first step, if the task does not have exactly one optimizer or
-            uses manual optimization, or if another callback also averages weights.
+            uses manual optimization, if another callback also averages weights, or if the run uses DDP with
+            ``local_sgd_steps``.
         TypeError: If an argument has the wrong type.
 
     References:

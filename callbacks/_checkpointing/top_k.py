@@ -33,7 +33,8 @@ class TopKCheckpoints:
         best_model_score: Value of ``monitor`` for the best checkpoint; None without a monitor.
         best_k_models: Values of ``monitor`` for the ranked checkpoints, by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
-        current_score: Value of ``monitor`` at the latest ranked save; None before such a save or without a monitor.
+        current_score: Value of ``monitor`` that was last compared with the kept checkpoints; None before the first
+            comparison.
         replaced: Checkpoints to remove once the checkpoint that is being saved is in place.
         saved_step: Optimizer step of the latest save.
     """

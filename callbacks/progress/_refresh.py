@@ -21,7 +21,7 @@ _REDRAW_EVERY = 0.1  # seconds; faster updates are unreadable
 
 
 class DrawnBar(ProgressBar):
-    """Base class of progress bars that show the epoch and the evaluation, or print lines if there is no terminal.
+    """Base class of progress bars that show the epoch and any evaluation, or print lines if there is no terminal.
 
     Only rank zero draws. An error while drawing never ends a run. If the terminal is closed or an override fails, the
     bar is disabled with a warning. Values are read from the device only for a redraw.
@@ -109,7 +109,7 @@ class DrawnBar(ProgressBar):
         raise NotImplementedError
 
     def _open_evaluation(self, kind: str, text: str, total: int | None) -> None:
-        """Draw the bar of an evaluation: ``"sanity"``, ``"validation"``, ``"test"`` or ``"predict"``."""
+        """Draw an evaluation's bar. ``kind`` is ``"sanity"``, ``"validation"``, ``"test"`` or ``"predict"``."""
         raise NotImplementedError
 
     def _show_evaluation(self, done: int) -> None:

@@ -53,7 +53,7 @@ class Page:
         ended_well: Whether the run succeeded; None if this is not known yet.
         notes: The announced settings, line by line.
         tiles: Key figures as text, by name.
-        charts: For each chart, by title, its lines by name. A line consists of steps and values.
+        charts: Lines of each chart, by the chart's title and the line's name. A line consists of steps and values.
         times: For each activity, its duration in seconds and the seconds spent waiting for batches.
         tables: Rows of each table, by heading. A row consists of a name and a value.
         folded: Additional rows of the tables, by heading, with the label that unfolds them.

@@ -95,7 +95,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         arguments: The command-line arguments after the stage.
 
     Returns:
-        The parsed options, with a run's name and number in ``from_run`` resolved to its path.
+        The parsed options, with ``from_run`` resolved to the path of a run or checkpoint.
 
     Raises:
         ConfigError: If an option is unknown (the error names the closest one) or has no value, another argument is not
@@ -225,9 +225,9 @@ def print_on_rank_zero(text: str) -> None:
 def report_error(program: str, error: ConfigError) -> int:
     """Print an error once per job and return the exit status, 2.
 
-    Other ranks wait a few seconds, in which rank zero can print the error and the launcher can terminate them. A rank
-    that is still running afterwards prints its own error. This happens if the rank is on another machine, or if rank
-    zero has no error.
+    Other ranks first wait a few seconds, which allows rank zero to print the error and the launcher to terminate them.
+    A rank that is still running afterwards prints its own error. This happens if the rank is on another machine, or if
+    rank zero has no error.
 
     Args:
         program: The command's name, with which the message begins.

@@ -372,7 +372,7 @@ def _is_plain_loader(source: Any) -> bool:
 
 
 def _resize_batches(source: Any, micro: int) -> Any:
-    """Return a copy of a dataloader with batch size ``micro``, or the dataloader if its batch sampler is custom."""
+    """Return a copy of a dataloader with batch size ``micro``; ``source`` itself if its batch sampler is custom."""
     if not _is_plain_loader(source):
         return source
     resized, batch_sampler = copy.copy(source), source.batch_sampler

@@ -395,7 +395,10 @@ class _References:
         return extent
 
     def find_target(self, path: Path, reference: str) -> Path:
-        """Return the path of a reference's target. One leading dot refers to the same mapping, two to its parent."""
+        """Return the path of a reference's target.
+
+        A reference with one leading dot is relative to the mapping that contains it. Each further dot moves up a level.
+        """
         name = reference.lstrip(".")
         ups = len(reference) - len(name)
         target: Path = path[: max(0, len(path) - ups)] if ups else ()

@@ -34,8 +34,7 @@ class Value:
     Attributes:
         data: A dict or list of values, or None, a bool, a number or a string.
         source: Place where the value was written, such as ``"run.yaml:3"``, ``"command line"`` or ``"default"``.
-        text: Original text of an unquoted number, boolean or null, for use in an argument of type str; None for other
-            values.
+        text: Original text of an unquoted number, boolean or null, for use in an argument of type str. Default: None.
     """
 
     data: Any

@@ -28,7 +28,7 @@ def format_help(
     """Return the help text of a parser.
 
     Args:
-        usage: First line of the help; None for ``usage: PROG [options]``.
+        usage: First line of the help; None for the standard line, such as ``usage: PROG [options]``.
         prog: Name of the program in the usage line.
         description: Text below the first line; None for no text.
         declared: The parser's options and groups by key.

@@ -342,8 +342,8 @@ class LightningArgumentParser:
         Args:
             optimizer_class: A class, or a tuple of classes. The class in the settings must extend one of them.
             nested_key: Dotted key under which the arguments are added.
-            link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` passes
-                the optimizer to `LightningCLI.configure_optimizers` instead.
+            link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes the
+                task use the optimizer; see `LightningCLI.configure_optimizers`.
 
         Raises:
             TypeError: If a class does not extend ``torch.optim.Optimizer``.
@@ -361,8 +361,8 @@ class LightningArgumentParser:
         Args:
             lr_scheduler_class: A class, or a tuple of classes. The class in the settings must extend one of them.
             nested_key: Dotted key under which the arguments are added.
-            link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` passes
-                the scheduler to `LightningCLI.configure_optimizers` instead.
+            link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes the
+                task use the scheduler; see `LightningCLI.configure_optimizers`.
 
         Raises:
             TypeError: If a class does not extend ``LRScheduler`` or `ReduceLROnPlateau`.

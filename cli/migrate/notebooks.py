@@ -25,7 +25,7 @@ def migrate_notebook(text: str, path: str) -> tuple[str, list[Finding]]:
 
     Args:
         text: The file's text, in JSON.
-        path: Path of the file, as findings show it. Findings append the number of the cell and count lines within it.
+        path: Path of the file. Findings append the cell's number to this path and count lines within the cell.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: If the file or its code cannot be parsed.

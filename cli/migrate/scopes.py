@@ -51,7 +51,7 @@ class Scope:
         node: The syntax node that opens the scope.
         parent: The enclosing scope; None for a module.
         bindings: Imports of peers by the name they bind.
-        others: Names that are not bound by an import of a peer.
+        others: Names that are bound in another way than by an import of a peer.
         outer: Names declared global or nonlocal.
     """
 
@@ -76,7 +76,7 @@ class Scope:
 
 
 def list_nodes(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
-    """Return every node in source order with the scope in which it is evaluated, and record the names it binds.
+    """Return every node in source order with the scope in which it is evaluated, and record the names in each scope.
 
     The traversal is not recursive, because a sum of a thousand terms is a tree that is a thousand nodes deep.
     """

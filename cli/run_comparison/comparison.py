@@ -118,7 +118,7 @@ _FACTS: dict[str, Callable[[Run], str]] = {
 
 
 def _flatten_config(run: Run) -> dict[str, str]:
-    """Return a run's configuration values as text by dotted key, or the Trainer's flags without a configuration."""
+    """Return a run's configuration as text by dotted key; for a run without a configuration, the Trainer's flags."""
     text = index.config(run)
     if not text:
         flags = {f"trainer.{name}": value for name, value in run.facts.get("flags", {}).items()}

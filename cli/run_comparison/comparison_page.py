@@ -58,7 +58,7 @@ def _is_comparison(path: Path) -> bool:
 
 
 def render_page(comparison: Comparison) -> str:
-    """Return the HTML page of a comparison, with metadata, curves, last values and differing settings."""
+    """Return a comparison as HTML: metadata, curves, last values, and differences of configuration and environment."""
     line_styles = dict(zip(comparison.labels, choose_styles(comparison.labels), strict=True))
     charts = [Chart(metric, lines, line_styles) for metric, lines in comparison.charts.items()]
     title = " and ".join(comparison.labels) if len(comparison.labels) == 2 else f"{len(comparison.labels)} runs"

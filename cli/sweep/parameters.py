@@ -53,8 +53,8 @@ class Range:
     """Range of numbers that includes both ends.
 
     Attributes:
-        low: The smallest value.
-        high: The largest value.
+        low: Lower bound, inclusive.
+        high: Upper bound, inclusive.
         step: The distance between two values; None for a continuous range.
         log: Whether values are drawn on a logarithmic scale.
         integer: Whether values are whole numbers.

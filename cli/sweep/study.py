@@ -148,7 +148,11 @@ class Study:
         return choose(complete, key=lambda trial: trial.value or 0.0, default=None)
 
     def compute_importances(self) -> tuple[dict[str, float], str]:
-        """Return each parameter's importance and the measure's name; both empty if they cannot be computed."""
+        """Return the importance of each varied parameter, and a description of the measure.
+
+        Both are empty with fewer than ten complete trials, if all trials have the same value of the metric, or if no
+        parameter varies.
+        """
         complete = [trial for trial in self.list_trials() if trial.state is TrialState.COMPLETE]
         varied = [
             key for key in (p.key for p in self.sweep.parameters) if len({str(t.params.get(key)) for t in complete}) > 1

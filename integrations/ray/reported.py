@@ -50,7 +50,7 @@ class ReportedCheckpoint(Checkpoint):
 
 
 def collect_metrics(trainer: Trainer) -> dict[str, float]:
-    """Return all logged values as floats, plus ``epoch`` (its index) and ``step`` (the number of optimizer steps).
+    """Return all logged values as floats, with the epoch's index as ``epoch`` and the optimizer step as ``step``.
 
     Args:
         trainer: Trainer whose logged values are collected.
