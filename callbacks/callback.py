@@ -225,7 +225,7 @@ class Callback:
             pl_module: The task.
         """
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> int | None:
         """Run before each micro-batch, once it is on the device. Return -1 on every rank to end the epoch.
 
         Args:

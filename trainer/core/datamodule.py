@@ -66,7 +66,7 @@ class TransferHooks:
 
 
 class DataModule(HyperparametersMixin, TransferHooks):
-    """Datasets and dataloaders of a task. ``prepare_data`` runs once per machine, ``setup`` on every process.
+    """Datasets and dataloaders of a task. ``setup`` runs on every process, ``prepare_data`` on one per machine.
 
     Attributes:
         trainer: The Trainer that uses the data module, or None.
@@ -96,7 +96,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
     allow_zero_length_dataloader_with_multiple_devices: bool = False
 
     def prepare_data(self) -> None:
-        """Download or build data on disk. Runs on one process per machine, before ``setup``."""
+        """Download or build data on disk, before ``setup``. Runs on one process; see ``prepare_data_per_node``."""
 
     def setup(self, stage: str) -> None:
         """Create the datasets of a stage. Runs on every process.

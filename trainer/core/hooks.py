@@ -17,7 +17,7 @@ class TaskHooks:
     """Accepted for Lightning compatibility. A process without a share of the data always takes part, with weight 0."""
 
     def prepare_data(self) -> None:
-        """Download or build data on disk. Runs on one process per machine, before ``setup``."""
+        """Download or build data on disk, before ``setup``. Runs on one process; see ``prepare_data_per_node``."""
 
     def setup(self, stage: str) -> None:
         """Prepare for a stage. Runs on every process.
