@@ -50,7 +50,7 @@ class _Kind(type):
 
 
 class Accelerator(str, metaclass=_Kind):
-    """Base class of device types. An instance equals its name, such as ``"cpu"``, for ``Trainer(accelerator=...)``."""
+    """Base class of device types. An instance is a string for ``Trainer(accelerator=...)``, such as ``"cpu"``."""
 
     kind = ""
 

@@ -267,8 +267,8 @@ def merge_fsdp_weights(
     """Merge a sharded checkpoint into one file, ``output_path/model.safetensors``, on rank zero. The other ranks wait.
 
     Args:
-        checkpoint_dir: A folder of ``torch.distributed.checkpoint``, or a checkpoint of Treadle. The index of a
-            ``torch.distributed.checkpoint`` is unpickled, which may run code. A checkpoint of Treadle never runs code.
+        checkpoint_dir: A folder of ``torch.distributed.checkpoint``, or a checkpoint of Treadle. The index of the
+            former is unpickled, which may run code. Loading a checkpoint of Treadle never runs code.
         output_path: The folder, which is created if it is missing.
         safe_serialization: Whether to write safetensors. False writes ``pytorch_model.bin`` in torch's format.
         remove_checkpoint_dir: Whether to delete the sharded checkpoint once the file is complete.

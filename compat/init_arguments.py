@@ -151,14 +151,14 @@ def lightning_getattr(model: Any, attribute: str) -> Any:
         attribute: The attribute's name.
 
     Raises:
-        AttributeError: If no object has the attribute.
+        AttributeError: If none of these objects has the attribute.
     """
     holder = _get_holders(model, attribute)[-1]
     return holder[attribute] if isinstance(holder, Mapping) else getattr(holder, attribute)
 
 
 def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
-    """Set an attribute wherever it exists: in a task, in its data module, and in the hyperparameters of both.
+    """Set an attribute wherever it exists: in a task, its data module, and the hyperparameters of either.
 
     Args:
         model: The task.
@@ -166,7 +166,7 @@ def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
         value: The new value.
 
     Raises:
-        AttributeError: If no object has the attribute.
+        AttributeError: If none of these objects has the attribute.
     """
     for holder in _get_holders(model, attribute):
         if isinstance(holder, MutableMapping):

@@ -65,7 +65,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """Tie again each group of parameters that `find_shared_parameters` returned.
+    """Retie each group of parameters that `find_shared_parameters` returned.
 
     Args:
         module: The module, which is changed in place.

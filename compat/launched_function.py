@@ -18,8 +18,8 @@ class PrepareForLaunch:
 
     Args:
         launcher: Function to run.
-        distributed_type: A `DistributedType` or its value. With ``MULTI_*``, the rank is computed from ``index`` and
-            the environment variables ``NODE_RANK`` and ``NPROC``. Default: ``"NO"``, which sets no rank.
+        distributed_type: A `DistributedType` or its value. With ``MULTI_*``, the rank is computed from the process's
+            index and the environment variables ``NODE_RANK`` and ``NPROC``. Default: ``"NO"``, which sets no rank.
         debug: Whether to connect the processes with gloo through the file that ``ACCELERATE_DEBUG_RDV_FILE`` names.
     """
 

@@ -9,7 +9,7 @@ from ..engine.big_models import group_tied_names, named_tensors
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of a model's first and last linear layer, or two Nones if the model has no linear layer.
+    """Return the names of a model's first and last linear layer, or ``(None, None)`` if it has no linear layer.
 
     Args:
         model: Model to inspect.
@@ -19,7 +19,9 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
-    """Return whether to convert a module: False if listed, or if a linear layer has a size that 16 does not divide.
+    """Return whether to convert a module.
+
+    Modules in ``layers_to_filter``, and linear layers whose sizes are not multiples of 16, are not converted.
 
     Args:
         module: A module of the model.
@@ -32,7 +34,7 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Return the result of `filter_linear_layers` that excludes the first and last linear layer in ``module``.
+    """Return the result of `filter_linear_layers`, excluding the first and last linear layer in ``module``.
 
     Args:
         module: A module of the model.

@@ -224,7 +224,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     Args:
         dataset: Dataset from which samples are read.
         device: Device to which batches are moved; None to leave them in place.
-        rng_types: RNG states that are copied from rank zero before each pass; see `synchronize_rng_states`.
+        rng_types: RNG states that all ranks copy from rank zero before each pass; see `synchronize_rng_states`.
         synchronized_generator: Generator to which ``"generator"`` in ``rng_types`` refers.
         skip_batches: Number of batches to skip at the start of each pass over the data.
         use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
@@ -303,7 +303,9 @@ _NOTHING: tuple[Any, ...] = ()
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
-    """Dataloader that reads only on rank zero, which sends every rank its rows. All ranks must iterate together.
+    """Dataloader that reads only on rank zero and broadcasts each batch, of which every rank yields its share of rows.
+
+    All ranks must iterate together.
 
     Args:
         dataset: Dataset from which rank zero reads samples.
@@ -480,8 +482,8 @@ def prepare_data_loader(
 ) -> Any:
     """Return a dataloader of one rank's batches with Accelerate's semantics. No Accelerator is needed.
 
-    All ranks draw the same random order in one of three cases: torch has the same seed on all ranks, ``rng_types``
-    contains ``"generator"``, or ``use_seedable_sampler`` and ``data_seed`` are set.
+    All ranks draw the same random order if torch has the same seed on all ranks, if ``rng_types`` contains
+    ``"generator"``, or if ``use_seedable_sampler`` and ``data_seed`` are set.
 
     Args:
         dataloader: A ``DataLoader``.
@@ -490,7 +492,7 @@ def prepare_data_loader(
         process_index: Rank whose share is read. Default: the rank of this process.
         split_batches: Whether the ranks share each batch, so that the dataloader's batch size is the global one.
         put_on_device: Whether to move batches to ``device``.
-        rng_types: RNG states that are copied from rank zero before each pass; see `synchronize_rng_states`.
+        rng_types: RNG states that all ranks copy from rank zero before each pass; see `synchronize_rng_states`.
         dispatch_batches: Whether only rank zero reads. Default: True for an ``IterableDataset`` with ``put_on_device``,
             else False.
         even_batches: Whether to fill the last batches with samples from the beginning.
@@ -499,7 +501,7 @@ def prepare_data_loader(
         data_seed: Seed of the `SeedableRandomSampler`. Default: the seed of torch's generator.
         non_blocking: Whether to move batches without waiting for the copy.
         use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
-        torch_device_mesh: Device mesh, in whose dimensions ``"tp"`` and ``"cp"`` all ranks read the same batches.
+        torch_device_mesh: Mesh in which ranks that differ only along ``"tp"`` and ``"cp"`` read the same batches.
 
     Raises:
         ValueError: If the batch size cannot be split, or ``dispatch_batches`` is set without ``put_on_device``.
@@ -544,7 +546,7 @@ def _decide_dispatch(dataloader: Any, dispatch_batches: bool | None, put_on_devi
 
 
 def _place(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
-    """Return this process's index among the ranks that share the batches, and the number of these ranks."""
+    """Return the rank's index among the ranks that share the batches, and the number of these ranks."""
     state = PartialState()
     count = state.num_processes if num_processes is None else num_processes
     rank = state.process_index if process_index is None else process_index
@@ -604,7 +606,7 @@ def _copy_settings(dataloader: Any) -> dict[str, Any]:
 
 
 def _place_in_mesh(mesh: Any, rank: int) -> tuple[int, int]:
-    """Return this process's index among the ranks that read different batches, and the number of these ranks."""
+    """Return the rank's index among the ranks that read different batches, and the number of these ranks."""
 
     def measure(*names: str) -> int:
         return math.prod(mesh[name].size() for name in names if name in mesh.mesh_dim_names)

@@ -38,7 +38,7 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
     """Return the trackers in ``log_with`` without duplicates. ``"all"`` selects all installed trackers.
 
     Args:
-        log_with: A name, a member of `LoggerType`, a tracker, or a list of these.
+        log_with: A name, a member of `LoggerType`, a tracker, a list of these, or None, which selects no trackers.
         logging_dir: Folder for trackers that write files.
 
     Raises:

@@ -341,7 +341,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Add an `AlignDevicesHook` to each block that a dict names. Without a dict, add hooks for the whole model.
+    """Add hooks of class `AlignDevicesHook` to the blocks named in a dict argument; without one, to the whole model.
 
     Args:
         module: The model to which hooks are added.
@@ -349,7 +349,7 @@ def attach_align_device_hook_on_blocks(
         offload: Whether weights are offloaded except during the forward pass: a bool, or a dict of bools by block name.
         weights_map: See `attach_align_device_hook`.
         offload_buffers: Whether buffers are offloaded, too.
-        module_name: Name of ``module``, with which block names and the names in ``weights_map`` begin.
+        module_name: Name of ``module``, which is the prefix of block names and of the names in ``weights_map``.
         skip_keys: See `AlignDevicesHook`.
         preload_module_classes: See `attach_align_device_hook`.
         tied_params_map: See `set_module_tensor_to_device`.
@@ -456,8 +456,9 @@ def attach_layerwise_casting_hooks(
         module: The model to which hooks are added.
         storage_dtype: The dtype between forward passes.
         compute_dtype: The dtype during the forward pass.
-        skip_modules_pattern: Regular expressions. A module is skipped if its name contains a match.
-        skip_modules_classes: Classes of modules to skip.
+        skip_modules_pattern: One or more regular expressions. A module whose name contains a match is skipped, together
+            with its submodules.
+        skip_modules_classes: Classes of modules to skip, together with their submodules.
         non_blocking: Whether to cast asynchronously, if possible.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else [*(skip_modules_pattern or ())]

@@ -33,7 +33,7 @@ _QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes: moving o
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return whether a model is a ``PeftModel``, even in ``torch.compile`` or a wrapper with a ``module`` attribute.
+    """Return whether a model is a ``PeftModel``, even inside ``torch.compile`` or a wrapper's ``module`` attribute.
 
     Args:
         model: The model to examine.
@@ -69,8 +69,8 @@ def convert_file_size_to_int(size: int | str) -> int:
     """Convert a size to bytes.
 
     Args:
-        size: A number of bytes, or text such as ``"5MB"`` (5 * 10**6 bytes), ``"1GiB"`` (2**30 bytes) or ``"8Gb"`` (8 *
-            10**9 bits).
+        size: A number of bytes, or text: ``"5MB"`` is 5 * 10**6 bytes, ``"1GiB"`` is 2**30 bytes, and ``"8Gb"``, with a
+            lowercase ``b`` for bits, is 10**9 bytes.
 
     Raises:
         ValueError: If the size is negative or cannot be parsed.
@@ -299,8 +299,8 @@ def set_module_tensor_to_device(
         clear_cache: Whether to release unused cached memory of the accelerator.
 
     Raises:
-        ValueError: If the tensor does not exist, has no values to move, or is a weight of bitsandbytes. If ``value``
-            has another shape, or ``fp16_statistics`` is passed.
+        ValueError: If the tensor does not exist, has no values to move, or is a weight of bitsandbytes; if ``value``
+            has another shape; or if ``fp16_statistics`` is passed.
     """
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path)

@@ -139,7 +139,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     Args:
         state_dict: Tensors in memory, which take precedence over those on disk.
         save_folder: A folder that `offload_state_dict` wrote.
-        index: Tensors on disk. Each name has a dict with ``"dtype"`` and ``"shape"``, or with ``"safetensors_file"``
+        index: Tensors on disk: for each name, a dict with ``"dtype"`` and ``"shape"``, or with ``"safetensors_file"``
             and ``"weight_name"``. Default: the folder's index.
         device: The device for tensors from safetensors files. Default: the CPU.
 

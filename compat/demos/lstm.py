@@ -43,8 +43,7 @@ class SimpleLSTM(nn.Module):
 
         Args:
             input: Word indices, shape ``(batch, length)``.
-            hidden: The LSTM's hidden state and cell state after the previous batch, each of shape ``(nlayers, batch,
-                nhid)``.
+            hidden: Hidden state and cell state after the previous batch, each of shape ``(nlayers, batch, nhid)``.
         """
         output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
         scores = self.decoder(self.drop(output)).view(-1, self.vocab_size)

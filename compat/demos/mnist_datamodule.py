@@ -93,7 +93,7 @@ class MNISTDataModule(DataModule):
 
     @property
     def default_transforms(self) -> Callable[[Any], Any]:
-        """Transform that converts an image to a tensor and, with ``normalize``, scales the tensor."""
+        """Transform that converts an image to a tensor and, with ``normalize``, scales it to the range from -1 to 1."""
         from torchvision import transforms
 
         parts = [transforms.ToTensor()] + [transforms.Normalize((0.5,), (0.5,))] * self.normalize

@@ -60,8 +60,7 @@ class Transformer(nn.Module):
         Args:
             inputs: Word indices, shape ``(batch, length)``.
             target: Word indices of the targets, of the same shape.
-            mask: The mask that is added to the decoder's self-attention scores. Default: None, which hides all later
-                words.
+            mask: Mask of the decoder's self-attention. Default: None, which hides all later words.
         """
         if mask is None:
             mask = self.generate_square_subsequent_mask(inputs.shape[1]).to(inputs.device)
@@ -71,7 +70,10 @@ class Transformer(nn.Module):
 
 
 class PositionalEncoding(nn.Module):
-    """Layer that adds a sinusoidal positional encoding (https://arxiv.org/abs/1706.03762) and applies dropout."""
+    """Layer that adds a sinusoidal positional encoding (https://arxiv.org/abs/1706.03762) and applies dropout.
+
+    As in Lightning's demo, all positions get the same encoding, that of the input's length.
+    """
 
     def __init__(self, dim: int, dropout: float = 0.1, max_len: int = 5000) -> None:
         super().__init__()

@@ -467,7 +467,7 @@ class Fabric:
         """Return a model, a tensor or a nested structure of tensors on the device.
 
         Args:
-            obj: A model, a tensor, or a nested structure of tensors.
+            obj: The object to move. A model is moved in place.
         """
         return obj.to(self.device) if isinstance(obj, nn.Module) else move_data_to_device(obj, self.device)
 

@@ -57,7 +57,10 @@ class FabricModule(nn.Module):
         return self._original_module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's ``forward``. Inputs and outputs are cast if weights are in float16, bfloat16 or float64.
+        """Run the model's ``forward`` in the precision and on the processes of the `Fabric`.
+
+        With ``"16-true"``, ``"bf16-true"`` and ``"64-true"``, inputs are cast to the dtype of the weights, and outputs
+        to torch's default dtype.
 
         Args:
             *args: Positional inputs.
@@ -175,7 +178,8 @@ class FabricDataLoader:
         loader: The user's dataloader, which is not changed.
         world: The ranks among which the samples are distributed.
         device: Device to which batches are moved; None to leave them in place.
-        shared: Whether to distribute the samples among the ranks. Otherwise, every rank reads all of the samples.
+        shared: Whether to distribute the samples among the ranks. Otherwise, every rank reads all that ``loader``
+            yields.
 
     Raises:
         TypeError: If the argument is not a ``DataLoader``, or has a batch sampler without a sampler.

@@ -1,4 +1,4 @@
-"""Plugins that replace layers with layers that use the samples of all ranks."""
+"""Plugins that replace layers with synchronized ones, which use the samples of all ranks."""
 
 from __future__ import annotations
 

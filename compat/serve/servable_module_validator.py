@@ -44,7 +44,8 @@ class ServableModuleValidator(Callback):
 
     Args:
         optimization: Must be None.
-        server: Must be ``"fastapi"``. Python's ``http.server``, which gives the same responses, is used instead.
+        server: Must be ``"fastapi"``. Python's ``http.server`` is used instead of FastAPI, and gives the same
+            responses.
         host: Address on which the server listens.
         port: Port on which the server listens; 0 for any free port.
         timeout: Seconds to wait for the response.
@@ -54,8 +55,8 @@ class ServableModuleValidator(Callback):
         resp: The response, with ``status_code`` and ``json()``; None before training.
 
     Raises:
-        ValueError: If an argument is not supported. At the start of training, if the request fails and
-            ``exit_on_failure`` is True, or if the response differs from the expected one.
+        ValueError: If an argument is not supported. At the start of training, if the payload has no ``"body"``, if the
+            request fails and ``exit_on_failure`` is True, or if the response differs from the expected one.
         TypeError: At the start of training, if the task is not a `ServableModule`.
     """
 

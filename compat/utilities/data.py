@@ -78,7 +78,7 @@ def sized_len(dataloader: object) -> int | None:
 
 
 def has_len(dataloader: object) -> bool:
-    """Return whether a dataloader has a length. Warn if it is 0 or if the dataset is an ``IterableDataset``.
+    """Return whether a dataloader has a length. Warn about a length of 0 or that of an ``IterableDataset``.
 
     Args:
         dataloader: Dataloader to inspect.

@@ -18,8 +18,8 @@ def is_param_in_hook_signature(
         hook_fx: Method to inspect. If it is decorated, the decorated function is inspected.
         param: Name of the parameter.
         explicit: Whether to ignore ``*args``.
-        min_args: Number of parameters, not counting ``self``, from which the method is assumed to accept any parameter.
-            Default: None, which disables this rule.
+        min_args: A method with at least this many parameters, not counting ``self``, is assumed to accept any
+            parameter. Default: None, which disables this rule.
     """
     specification = inspect.getfullargspec(getattr(hook_fx, "__wrapped__", hook_fx))
     names = specification.args[1:]

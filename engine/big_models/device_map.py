@@ -30,20 +30,20 @@ def infer_auto_device_map(
 ) -> DeviceMap:
     """Return a device map that fills one device after the other with modules, in the model's order.
 
-    Modules that share a tensor go to the same device. If modules are offloaded to the CPU or the disk, memory is
-    reserved on the device that runs them, for the largest offloaded module, and for all their buffers if buffers are
-    not offloaded.
+    Modules that share a tensor go to the same device. If modules are offloaded to the CPU or the disk, the device that
+    runs them keeps enough memory free for the largest offloaded module. Unless buffers are offloaded too, memory for
+    the buffers of all offloaded modules is also reserved.
 
     Args:
         model: The model; it may be on the meta device.
         max_memory: See `get_max_memory`. The disk receives the remaining modules, without a limit unless ``max_memory``
             sets one.
-        no_split_module_classes: Classes whose modules must not be split, such as those with a residual connection.
-            torch's attention and encoder layers are never split.
+        no_split_module_classes: Names of classes whose modules must not be split, such as blocks with a residual
+            connection. ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` are never split.
         dtype: The dtype in which floating point weights will be loaded. Default: their own.
         special_dtypes: Dtypes of individual tensors, by name. They override ``dtype``.
-        verbose: Print the plan.
-        clean_result: Replace the entries of a module's parts with one entry for the module, if all are on one device.
+        verbose: Log the plan; see `device_map_plan`.
+        clean_result: Merge the entries inside a module into one entry if they are all on one device.
         offload_buffers: Offload buffers of offloaded modules too.
         fallback_allocation: If the next module does not fit on a device that is still empty, place the largest later
             module that fits, out of order.
@@ -52,7 +52,8 @@ def infer_auto_device_map(
         The device of each module or tensor, by name. Together, the names cover all tensors.
 
     Raises:
-        ValueError: If a device does not exist, a size is invalid, or the disk is too small.
+        ValueError: If ``max_memory`` has an unknown device or an invalid size, or limits the disk so that the model
+            does not fit. If a dtype or a name in ``special_dtypes`` is invalid.
     """
     room: dict[Device, int | None] = {**get_max_memory(max_memory)}
     room.setdefault("disk", None)
@@ -100,7 +101,7 @@ def _list_direct_tensors(module: nn.Module) -> list[tuple[str, object]]:
 def _fill(
     parts: list[Part], room: Mapping[Device, int | None], main: Device | None, offload_buffers: bool, fallback: bool
 ) -> DeviceMap:
-    """Fill the devices greedily; reserve memory on ``main``, if set, to run the modules that are offloaded."""
+    """Fill the devices greedily. If ``main`` is set, reserve memory on it to run offloaded modules."""
     reserves = [0]  # memory to reserve for what comes after each part
     largest = buffers = 0
     for part in reversed(parts[1:]):
@@ -135,7 +136,7 @@ def _fill(
 
 
 def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") -> DeviceMap:
-    """Return a map in which a module whose parts are all on one device has a single entry.
+    """Return a map with a single entry for each module whose entries are all on one device.
 
     Args:
         device_map: Devices by the names of modules or tensors.
@@ -159,8 +160,8 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Return memory limits with which `infer_auto_device_map` spreads the model evenly over the accelerators.
 
-    The function searches for the lowest limit with which the model still fits. The last accelerator keeps all of its
-    memory.
+    The function searches for the lowest limit with which the model still fits. The limit of the last accelerator is not
+    lowered.
 
     Args:
         model: The model; it may be on the meta device.
@@ -171,8 +172,8 @@ def get_balanced_memory(
         low_zero: Put on the first accelerator only the modules that the other accelerators cannot hold.
 
     Returns:
-        Sizes in bytes by device. The limits of ``max_memory`` are not lowered if there are fewer than two accelerators,
-        or if the model does not fit on them.
+        Limits in bytes by device. Without ``low_zero``, these are the limits of `get_max_memory` if there are fewer
+        than two accelerators, or if the model does not fit on the accelerators.
     """
     full = get_max_memory(max_memory)
     used = [device for device in full if is_accelerator(device) and full[device] > 0]
@@ -210,7 +211,7 @@ def get_balanced_memory(
 
 
 def look_up_device(device_map: Mapping[str, Device], name: str) -> Device | None:
-    """Return the device of a module or tensor: that of its nearest parent in the map, or None.
+    """Return the device of the map's entry for a module or tensor, or for its nearest parent; None without an entry.
 
     Args:
         device_map: Devices by the names of modules or tensors.
@@ -231,8 +232,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         device_map: Devices by the names of modules or tensors.
 
     Raises:
-        ValueError: If the map names something that is not in the model, or a device that this machine does not have; if
-            it misses tensors; or if it splits modules that must be on one device.
+        ValueError: If the map names an unknown module, tensor or device, or does not cover all tensors. If it assigns
+            tied tensors, or the tensors of an attention or encoder layer that must not be split, to different devices.
     """
     tensors = named_tensors(model)
     valid_names = {path for path, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()

@@ -22,8 +22,8 @@ def device_map_plan(
 ) -> str:
     """Return the map as text: a row for each entry, the total of each device, and the tied tensors.
 
-    Consecutive modules with numbers as names, such as the layers of a stack, share a row if they are on one device. A
-    tied tensor counts under its first name.
+    Consecutive modules with numbers as names, such as the layers of a stack, share a row if they are on one device. The
+    size of a tied tensor is counted once, for the entry of its first name.
 
     Args:
         model: The model; it may be on the meta device.
@@ -58,7 +58,7 @@ def device_map_plan(
 
 
 def _group_neighbours(device_map: Mapping[str, Device]) -> list[list[str]]:
-    """Return the names of the map, with numbered neighbors on one device grouped."""
+    """Return the names of the map in groups: consecutive numbered siblings on one device form a group."""
     runs: list[list[str]] = []
     for name, device in device_map.items():
         parent, _, number = name.rpartition(".")

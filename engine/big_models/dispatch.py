@@ -46,33 +46,35 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Dispatch a model's modules to the devices of a map. The model is called as before, for inference.
+    """Place a model's modules on the devices of a map, for inference. The model is called as before.
 
-    Weights on disk, and on the CPU if the map has an accelerator, are moved to the main device when their module is
-    called, and released after that. Inputs are moved too, and outputs are moved back to the device of the inputs.
+    Weights on disk are loaded onto the main device when their module is called, and released after the call. The same
+    applies to weights on the CPU if the main device is not the CPU. Inputs are moved to the device that runs the
+    module, and outputs are moved back to the device of the model's inputs.
 
     Args:
         model: The model, which is changed in place; it may be on the meta device.
         device_map: Devices by the names of modules or tensors; the nearest parent in the map applies.
         main_device: The device that runs offloaded modules. Default: the first accelerator of the map, else the CPU.
         state_dict: Values for tensors of the model that are offloaded to the CPU. Default: the model's own.
-        offload_dir: Folder to write the weights on disk into; for a model on the meta device, the checkpoint that
-            contains them. Weights that Accelerate's functions have offloaded there (``index.json``) replace the model's
-            own, as in Accelerate.
-        offload_index: Locations of offloaded weights, instead of the folder's ``index.json``: by name, the dtype and
-            shape of a ``NAME.dat`` in ``offload_dir``, or a ``safetensors_file`` and the ``weight_name`` in it.
+        offload_dir: Folder to which weights for the disk are written. For a model on the meta device, the checkpoint
+            that contains these weights. Weights that Accelerate's functions have already offloaded to the folder
+            (``index.json``) replace the model's own, as in Accelerate.
+        offload_index: Entries of offloaded weights by name, instead of the folder's ``index.json``. An entry has the
+            dtype and shape of a ``NAME.dat`` in ``offload_dir``, or a ``safetensors_file`` and the ``weight_name`` in
+            it.
         offload_buffers: Offload buffers of offloaded modules too.
-        skip_keys: Names of arguments, and of entries of the output, that are not moved.
-        preload_module_classes: Classes whose modules, when called, load the weights of all their submodules, because
-            they read these weights without calling the submodules.
+        skip_keys: Names of keyword arguments, and keys of an output that is a mapping, whose values are not moved.
+        preload_module_classes: Names of classes whose modules read the weights of their submodules without calling the
+            submodules. When such a module is called, the weights of all its submodules are loaded.
         force_hooks: Add the hooks even if everything is on one device.
 
     Returns:
         The model, with the map as its ``hf_device_map``.
 
     Raises:
-        ValueError: If the map cannot be applied, weights have no values, ``offload_dir`` is missing, or the model is
-            already dispatched.
+        ValueError: If the map cannot be applied, weights have no values, ``offload_dir`` is needed but not set, or the
+            model is already dispatched.
     """
     refuse_twice(model)
     check_device_map(model, device_map)
@@ -99,8 +101,8 @@ def cpu_offload(
 
     Args:
         model: The model, which is changed in place.
-        execution_device: The device that runs the model. Default: that of its first parameter.
-        offload_buffers: Offload buffers too.
+        execution_device: The device that runs the model. Default: the device of the model's first parameter, or the CPU
+        if the parameter is on the meta device. offload_buffers: Offload buffers too.
         state_dict: Values for the weights. Default: the model's own.
         preload_module_classes: See `dispatch_model`.
 
@@ -131,9 +133,11 @@ def disk_offload(
 
     Args:
         model: The model, which is changed in place; it may be on the meta device.
-        offload_dir: The folder to write the weights into; for a model on the meta device, the checkpoint that contains
-            them. Weights that Accelerate's functions have offloaded there replace the model's own.
-        execution_device: The device that runs the model. Default: that of its first parameter, or the CPU.
+        offload_dir: The folder to which the weights are written. For a model on the meta device, the checkpoint that
+            contains the weights. Weights that Accelerate's functions have already offloaded to the folder replace the
+            model's own.
+        execution_device: The device that runs the model. Default: the device of the model's first parameter, or the CPU
+            if the parameter is on the meta device.
         offload_buffers: Offload buffers too.
         preload_module_classes: See `dispatch_model`.
 
@@ -161,11 +165,12 @@ def cpu_offload_with_hook(
 
     Args:
         model: The model, which is changed in place.
-        execution_device: The device that runs the model. Default: the accelerator, else the CPU.
+        execution_device: The device that runs the model. Default: the first accelerator, or the CPU if there is no
+            accelerator.
         prev_module_hook: The hook of the model that runs before this one.
 
     Returns:
-        The model and its hook, with ``offload()`` and ``remove()``.
+        The model and its hook. The hook's ``offload()`` moves the model to the CPU, and ``remove()`` removes the hook.
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -173,7 +178,7 @@ def cpu_offload_with_hook(
 
 
 def find_station(module: nn.Module) -> Station | None:
-    """Return the hook that moves offloaded tensors to the device when a module itself is called, or None.
+    """Return the `Station` that loads offloaded tensors when this module is called, or None without one.
 
     Args:
         module: A module of a dispatched model.
@@ -232,7 +237,7 @@ def resolve_main_device(device_map: Mapping[str, Device], main_device: Device | 
 
     Args:
         device_map: Devices by the names of modules or tensors.
-        main_device: The device that the user chose, or None.
+        main_device: The device that the user chose. Default: the device in the summary.
     """
     if main_device is None:
         main_device = next((device for device in device_map.values() if is_accelerator(device)), "cpu")
@@ -256,12 +261,12 @@ def dispatch(
         model: The model, which is changed in place.
         device_map: Devices by the names of modules or tensors.
         main: The device that runs offloaded modules.
-        weights: Values of offloaded tensors.
-        offload_buffers: Offload buffers too.
-        skip_keys: Names of arguments and outputs that are not moved.
-        preload_module_classes: Classes whose modules load the weights of all their submodules when they are called.
+        weights: Unread values of offloaded tensors, by name. The model's own values are used for tensors that are not
+        listed. offload_buffers: Offload buffers too.
+        skip_keys: See `dispatch_model`.
+        preload_module_classes: See `dispatch_model`.
         force_hooks: Add the hooks even if everything is on one device.
-        all_away: Offload weights that the map places on the CPU even if their modules run there.
+        all_away: Offload all weights, even those that the map places on the device that runs their module.
 
     Returns:
         The model.
@@ -292,20 +297,20 @@ def dispatch(
 
 
 def refuse_twice(model: nn.Module) -> None:
-    """Check that a model has no hooks yet. Existing hooks would load weights that are no longer the model's.
+    """Check that a model is not dispatched yet, because its existing hooks would load outdated weights.
 
     Args:
         model: The model to examine.
 
     Raises:
-        ValueError: If the model has hooks.
+        ValueError: If the model is already dispatched.
     """
     if _find_hooks(model):
         raise ValueError("the model is already dispatched. Call remove_hook_from_submodules(model) first.")
 
 
 def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> None:
-    """Check that every tensor has values in the model or in ``weights``; a tied tensor under any of its names."""
+    """Check that every tensor has values in the model or, under any of its names, in ``weights``."""
     check_shapes(tensors, weights)
     empty = [
         names[0]

@@ -14,12 +14,13 @@ from ...common.tensor_bytes import view_bytes
 
 
 def digest(value: Any) -> str:
-    """Return a digest of all numbers, texts and bytes within ``value``.
+    """Return a hexadecimal 128-bit digest of all numbers, texts and bytes within ``value``.
 
-    For an object of an unknown type, the digest covers its attributes; without attributes, only its class.
+    Images, arrays and data frames of other libraries are digested by their contents. For any other object, the digest
+    covers the name of its class and its attributes.
 
     Args:
-        value: Any value, nested to any depth.
+        value: Any value, such as a batch; collections may be nested to any depth.
     """
     hasher = xxhash.xxh3_128()
     _feed(hasher.update, value, set())

@@ -1,4 +1,4 @@
-"""Numbers of samples over all ranks, if each rank reads its own data."""
+"""Sample counts of micro-batches over all ranks, for runs in which each rank reads its own data."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class Share:
     """Length of one rank's data.
 
     Attributes:
-        samples: Samples in an epoch, if they determine the size of each batch; else None.
-        batch_size: Samples in a full batch.
-        batches: Batches in an epoch; None if unknown.
-        may_read_ahead: Whether the data may be read ahead of the loop.
+        samples: Number of samples in an epoch; None if the size of each batch does not follow from this number.
+        batch_size: Number of samples in a full batch of this rank; 1 if unknown.
+        batches: Number of batches in an epoch; None if unknown.
+        may_read_ahead: Whether batches may be read before the loop requests them, so that the ranks can vote on the end
+            of the data.
     """
 
     samples: int | None
@@ -30,21 +31,22 @@ class Share:
 
 
 class RankShares:
-    """Number of samples of each micro-batch over all ranks, if every rank reads its own data.
+    """Calculator of each micro-batch's number of samples over all ranks, if every rank reads its own data.
 
-    All ranks stay in step until the last one has read its data: a rank without a batch takes part with weight zero. No
-    rank therefore waits for another that has left, and no sample is dropped.
+    All ranks stay in step until the last one has read its data. A rank without a batch takes part with weight zero, so
+    no rank waits for another that has ended, and no sample is dropped.
 
-    If each rank's batches follow from the length of its data, the lengths are exchanged once. If a stream may be read
-    ahead, the ranks vote on the next group along with the gradients; see `Outlook`. In all other cases (the first
-    group, a group that some rank can fill only partly, streams that may not be read ahead, batch samplers) one sum is
-    exchanged on the host before the group.
+    If the sizes of each rank's batches follow from the length of its data, the lengths are exchanged once. If a stream
+    may be read ahead, the ranks vote on an upcoming group along with the gradients; see `Outlook`. In all other cases,
+    one sum is exchanged on the host before the group. These cases are the first ``depth`` groups, a group that some
+    rank can fill only partly, streams that may not be read ahead, and batch samplers.
 
     Args:
         size: The world size.
 
     Attributes:
-        depth: Number of groups of micro-batches that every rank reads ahead of the loop; 0 if none.
+        depth: Number of groups of micro-batches that every rank reads ahead of the loop: 1 on CPU, 2 on other devices,
+            0 if the data may not be read ahead.
     """
 
     def __init__(self, size: int) -> None:
@@ -58,7 +60,7 @@ class RankShares:
         self.depth = 0
 
     def agree(self, share: Share, world: World, source: str) -> None:
-        """Exchange the lengths. Call it on all ranks.
+        """Exchange the lengths of the ranks' data. Call this method on all ranks.
 
         Args:
             share: The length of this rank's data.

@@ -47,8 +47,8 @@ class Fault:
         step: Optimizer step in which the fault happens, counted from 1. A step lasts until the next one begins, so it
             includes the validation and the save that follow. Step 0 is everything before the first step in this
             process. Default: None, any step.
-        occurrence: Visit to the point at which the fault happens, counted from 1. Each process counts only its own
-            visits, and only those that match the rank, the step and the file.
+        occurrence: Number of the visit to the point, counted from 1, at which the fault happens. Each process counts
+            its own visits, and only those that match the rank, the step and the file.
         match: For disk points, a pattern for the path, such as ``"*/model*"``. For a rename, either path may match.
 
     Raises:

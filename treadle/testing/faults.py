@@ -7,7 +7,7 @@ A point is a place in a run, with ``:before`` as the default moment:
 
     forward[:before|after]           of a prepared model in training; in a Trainer, its training_step
     backward[:before|after]          `Accelerator.backward`, each micro-batch
-    step[:before|after]              a prepared optimizer's real step; after: weights are updated, step is not counted
+    step[:before|after]              a prepared optimizer's real step; after: weights updated, step not counted yet
     callback:HOOK[:before|after]     before or after all calls of this hook, such as on_train_batch_end
     disk:OPERATION[:before|after]    a function of `treadle.engine.checkpoint.filesystem`, which writes checkpoints
     disk:write_...:half              half of the file is written

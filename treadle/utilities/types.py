@@ -23,7 +23,7 @@ OptimizerLRScheduler = OptimizerLRSchedulerConfig = OptimizerConfig = LRSchedule
 LRSchedulerTypeUnion = LRSchedulerType = LRScheduler | ReduceLROnPlateau
 
 _METRIC = Tensor | int | float
-"""Value that ``log`` accepts."""
+"""Number or tensor that ``log`` accepts."""
 
 __all__ = [
     "DistributedDataParallel",

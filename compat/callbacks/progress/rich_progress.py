@@ -89,7 +89,7 @@ class MetricsTextColumn(ProgressColumn):
 
     Args:
         trainer: The Trainer, which is stored but not used.
-        style: rich's style of the text, such as ``"green"``.
+        style: The text's style, such as ``"green"``, as rich defines it.
         text_delimiter: The separator between two values.
         metrics_format: The format specification of floats, such as ``".3f"``.
     """
