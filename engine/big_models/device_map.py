@@ -41,7 +41,7 @@ def infer_auto_device_map(
         no_split_module_classes: Names of classes whose modules must not be split, such as blocks with a residual
             connection. ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` are never split.
         dtype: The dtype in which floating point weights will be loaded. Default: their own.
-        special_dtypes: Dtypes of individual tensors, by name. They override ``dtype``.
+        special_dtypes: Dtypes by tensor name, for tensors that will be loaded in a dtype other than ``dtype``.
         verbose: Log the plan; see `device_map_plan`.
         clean_result: Merge the entries inside a module into one entry if they are all on one device.
         offload_buffers: Offload buffers of offloaded modules too.
@@ -52,8 +52,8 @@ def infer_auto_device_map(
         The device of each module or tensor, by name. Together, the names cover all tensors.
 
     Raises:
-        ValueError: If ``max_memory`` has an unknown device or an invalid size, or limits the disk so that the model
-            does not fit. If a dtype or a name in ``special_dtypes`` is invalid.
+        ValueError: If a device or size in ``max_memory`` is invalid, or its limit for the disk is too small. If a dtype
+            or a name in ``special_dtypes`` is invalid.
     """
     room: dict[Device, int | None] = {**get_max_memory(max_memory)}
     room.setdefault("disk", None)
@@ -72,9 +72,9 @@ def infer_auto_device_map(
 def _fill_and_run(
     parts: list[Part], room: Mapping[Device, int | None], mains: list[Device], offload_buffers: bool, fallback: bool
 ) -> DeviceMap:
-    """Fill the devices so that the first device in use can run the offloaded modules.
+    """Fill the devices, and reserve memory on the first device in use to run the offloaded modules.
 
-    A device that is too small for them is skipped.
+    A device that cannot hold any module in addition to this reserved memory is skipped.
     """
     placed: DeviceMap = {}
     for number, main in enumerate(mains):
@@ -86,7 +86,7 @@ def _fill_and_run(
 
 
 def _iter_in_model_order(model: nn.Module, names: Iterable[str]) -> Iterable[str]:
-    """Yield the names of modules and tensors as the model lists them: a module's own tensors first."""
+    """Yield the given names in the model's order: each module, its own tensors, then its submodules."""
     name_set = set(names)
     for path, module in model.named_modules(remove_duplicate=False):
         for name in [path, *(f"{path}.{name}" if path else name for name, _ in _list_direct_tensors(module))]:
@@ -211,7 +211,7 @@ def get_balanced_memory(
 
 
 def look_up_device(device_map: Mapping[str, Device], name: str) -> Device | None:
-    """Return the device of the map's entry for a module or tensor, or for its nearest parent; None without an entry.
+    """Return the device of a module or tensor from its entry or its nearest parent's; None if the map has neither.
 
     Args:
         device_map: Devices by the names of modules or tensors.

@@ -30,7 +30,7 @@ def device_map_plan(
         device_map: Devices by the names of modules or tensors.
         max_memory: The memory of the devices; see `get_max_memory`. Default: the free memory.
         dtype: The dtype in which floating point weights will be loaded. Default: their own.
-        special_dtypes: Dtypes of individual tensors, by name. They override ``dtype``.
+        special_dtypes: Dtypes by tensor name, for tensors that will be loaded in a dtype other than ``dtype``.
     """
     tensors, bytes_of = named_tensors(model), measure_tensors(model, dtype, special_dtypes)
     sizes: dict[str, int] = dict.fromkeys(device_map, 0)

@@ -56,7 +56,7 @@ def dispatch_model(
         model: The model, which is changed in place; it may be on the meta device.
         device_map: Devices by the names of modules or tensors; the nearest parent in the map applies.
         main_device: The device that runs offloaded modules. Default: the first accelerator of the map, else the CPU.
-        state_dict: Values for tensors of the model that are offloaded to the CPU. Default: the model's own.
+        state_dict: Values, by name, for tensors that are offloaded to the CPU. Default: the model's own.
         offload_dir: Folder to which weights for the disk are written. For a model on the meta device, the checkpoint
             that contains these weights. Weights that Accelerate's functions have already offloaded to the folder
             (``index.json``) replace the model's own, as in Accelerate.
@@ -102,8 +102,9 @@ def cpu_offload(
     Args:
         model: The model, which is changed in place.
         execution_device: The device that runs the model. Default: the device of the model's first parameter, or the CPU
-        if the parameter is on the meta device. offload_buffers: Offload buffers too.
-        state_dict: Values for the weights. Default: the model's own.
+            if the parameter is on the meta device.
+        offload_buffers: Offload buffers too.
+        state_dict: Values for the weights, by name. Default: the model's own.
         preload_module_classes: See `dispatch_model`.
 
     Returns:
@@ -158,7 +159,7 @@ def disk_offload(
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model in main memory until it is called, then on the device until ``hook.offload()`` is called.
+    """Keep a model in main memory until its call, then on a device until ``offload()`` of the returned hook is called.
 
     Intended for models that run one after the other: each call first moves the model of ``prev_module_hook`` off the
     device.
@@ -178,7 +179,7 @@ def cpu_offload_with_hook(
 
 
 def find_station(module: nn.Module) -> Station | None:
-    """Return the `Station` that loads offloaded tensors when this module is called, or None without one.
+    """Return the `Station` that loads offloaded tensors when a module is called; None if the module has none.
 
     Args:
         module: A module of a dispatched model.
@@ -188,7 +189,7 @@ def find_station(module: nn.Module) -> Station | None:
 
 
 def is_dispatched(model: nn.Module) -> bool:
-    """Return whether a model is on several devices or offloaded, so that it cannot be trained in a distributed run.
+    """Return whether a model is on several devices or offloaded, and therefore cannot be trained in a distributed run.
 
     Args:
         model: The model to examine.
@@ -237,7 +238,7 @@ def resolve_main_device(device_map: Mapping[str, Device], main_device: Device | 
 
     Args:
         device_map: Devices by the names of modules or tensors.
-        main_device: The device that the user chose. Default: the device in the summary.
+        main_device: The device that the user chose, or None to select the default.
     """
     if main_device is None:
         main_device = next((device for device in device_map.values() if is_accelerator(device)), "cpu")
@@ -262,7 +263,8 @@ def dispatch(
         device_map: Devices by the names of modules or tensors.
         main: The device that runs offloaded modules.
         weights: Unread values of offloaded tensors, by name. The model's own values are used for tensors that are not
-        listed. offload_buffers: Offload buffers too.
+            listed.
+        offload_buffers: Offload buffers too.
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         force_hooks: Add the hooks even if everything is on one device.
@@ -336,7 +338,7 @@ def _locate_values(
 def _disk_weights(
     tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
 ) -> Weights:
-    """Return the weights on disk: those already offloaded, those in a checkpoint, and those written from the model."""
+    """Return unread weights on disk: those offloaded earlier, in a checkpoint, or now written from the model."""
     offloaded = open_offloaded(folder, index)
     covered = {name for names in group_tied_names(tensors) if any(n in offloaded for n in names) for name in names}
     if replaced := [name for name in tensors if name in covered and not tensors[name].is_meta]:

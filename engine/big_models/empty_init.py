@@ -23,12 +23,12 @@ def init_empty_weights(include_buffers: bool | None = None) -> Any:
     """Return a context in which parameters of new modules are on the meta device, which uses no memory.
 
     Load the parameters with `load_checkpoint_and_dispatch` before use. Only the thread that enters the context is
-    affected. Contexts may be nested, and an error inside has no lasting effect. Each parameter is created as the
-    module's code specifies and released immediately, so at most one parameter is in memory.
+    affected. Contexts may be nested, and the context also ends if code inside it raises an error. Each parameter is
+    created as the module's code specifies and released immediately, so at most one parameter is in memory.
 
     Args:
-        include_buffers: Put buffers on ``meta`` too. Default: no, because most are computed and not saved in a
-            checkpoint.
+        include_buffers: Put buffers on ``meta`` too. Default: False, because most buffers are computed and not saved in
+            a checkpoint.
     """
     return init_on_device(torch.device("meta"), include_buffers=include_buffers)
 
@@ -56,7 +56,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
 
 class _Redirect:
-    """Device for the tensors that are registered inside one context."""
+    """Target device of one context, with the copies of the tensors that were registered in that context."""
 
     def __init__(self, device: torch.device, buffers: bool) -> None:
         self.device = device
@@ -66,7 +66,7 @@ class _Redirect:
         self._moved: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def move_tensor(self, tensor: Tensor) -> Tensor | None:
-        """Return the tensor on the device; None if it is already there, or has no shape yet.
+        """Return a copy of a tensor on the context's device; None if the tensor is already there or is uninitialized.
 
         Args:
             tensor: The parameter or buffer that is being registered.
@@ -97,8 +97,9 @@ def _redirect_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
 class _Hooks:
     """Registration hooks of torch, which are installed while any thread is inside a context.
 
-    torch applies them to the whole process. One pair serves all threads, because torch iterates over the hooks while it
-    registers a parameter: a thread that entered or left in the meantime would break this iteration in others.
+    torch applies the hooks to the whole process. One pair serves all threads, because torch iterates over the hooks
+    while it registers a parameter: adding or removing a pair in one thread would break this iteration in another
+    thread.
     """
 
     def __init__(self) -> None:

@@ -21,12 +21,13 @@ from .module_tensors import copy_attributes, is_buffer, set_tensor
 class StandIn(Tensor):
     """Stand-in for an offloaded tensor, with the tensor's shape on the meta device and without values.
 
-    torch 2.13 multiplies a CPU tensor by a ``meta`` one and returns uninitialized memory; this class raises an error.
+    In torch 2.13, the product of a CPU tensor and a ``meta`` tensor is uninitialized memory. This class raises an error
+    instead.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse to compute with missing values; functions that only inspect the stand-in are permitted."""
+        """Raise an error if a function combines a stand-in with a tensor that has values; run any other function."""
         kwargs = kwargs or {}
         if any(not (isinstance(tensor, cls) or tensor.is_meta) for tensor in _iter_tensors((args, kwargs))):
             raise ValueError(
@@ -53,7 +54,7 @@ class Loan:
     Args:
         module: The module that has the tensor.
         name: The tensor's name in the module.
-        piece: The location of the tensor's values.
+        piece: Reference to the tensor's values in main memory or in a file.
         shape: A description of the tensor: its class, dtype and shape, on the meta device.
         stand_in: The stand-in that the module holds while it is not running; tied tensors share one stand-in.
     """
@@ -63,7 +64,7 @@ class Loan:
         self._mark = (0, -1)  # the tensor that was lent, and its version at that time
 
     def read(self, device: torch.device) -> Tensor:
-        """Return the values on a device, in the model's dtype.
+        """Return the tensor's values on a device, in the model's dtype.
 
         Args:
             device: The device to load the values to.
@@ -74,11 +75,11 @@ class Loan:
         return self.piece.get(exact).to(device=device, dtype=dtype)
 
     def lend(self, values: Tensor, grad: bool) -> None:
-        """Put the values into the module. If ``grad`` is True, computing a gradient of these values raises an error.
+        """Put loaded values into the module. If ``grad`` is True, computing their gradient raises an error.
 
         Args:
-            values: The loaded values.
-            grad: Whether gradients are computed.
+            values: The result of `read`.
+            grad: Whether autograd records the forward pass.
         """
         self._mark = (id(values), values._version)
         new = copy_attributes(self.shape, values)
@@ -87,7 +88,7 @@ class Loan:
         set_tensor(self.module, self.name, new)
 
     def take_back(self) -> None:
-        """Release the values. A buffer that ``forward`` changed, such as a cache or running statistics, is kept."""
+        """Put the stand-in back into the module. Values of a changed buffer, such as running statistics, are kept."""
         buffer = self.module._buffers.get(self.name) if is_buffer(self.shape) else None
         if buffer is not None and buffer is not self.stand_in and self._is_changed(buffer):
             self.piece = MemoryPiece(buffer.detach().clone().to("cpu"))
@@ -99,7 +100,7 @@ class Loan:
 
 
 def make_stand_in(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the description of an offloaded tensor, and its stand-in for the module.
+    """Return the description of a tensor to offload, and its stand-in; see `Loan`.
 
     Args:
         tensor: The parameter or buffer to offload.
@@ -119,14 +120,14 @@ def _refuse_gradient(gradient: Tensor) -> None:
 class Station:
     """Hooks of one module: when it is called, its offloaded tensors are loaded and its inputs are moved.
 
-    Two threads may run the module at the same time, and a module may call itself: the values are released when the last
-    call ends.
+    Two threads may run the module at the same time, and a module may call itself. The loaded values are therefore
+    released only when the last call ends.
 
     Args:
         device: The device that runs the module.
-        loans: The module's offloaded tensors.
-        moves: Whether inputs may be on another device.
-        skip: Names of arguments that are not moved.
+        loans: The offloaded tensors to load, in the module or its submodules.
+        moves: Whether to move the inputs to ``device``.
+        skip: Names of keyword arguments that are not moved.
     """
 
     def __init__(self, device: torch.device, loans: list[Loan], moves: bool, skip: Collection[str]) -> None:
@@ -151,7 +152,7 @@ class Station:
             handle.remove()
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Load the tensors and move the inputs before the forward pass.
+        """Load the offloaded tensors and move the inputs before the forward pass.
 
         Args:
             module: The module that is called.
@@ -159,7 +160,7 @@ class Station:
             kwargs: The keyword arguments of the call.
 
         Returns:
-            The moved arguments, or None if they are not moved.
+            The moved positional and keyword arguments, or None if ``moves`` is False.
         """
         if self.loans:
             with self._lock:
@@ -187,7 +188,7 @@ class Station:
             self._leave()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Release the tensors after the forward pass, even if it raised an error.
+        """Release the offloaded tensors after the forward pass, even if the pass raised an error.
 
         Args:
             module: The module that is called.
@@ -208,7 +209,7 @@ class Station:
         """Load the module's offloaded tensors. A tensor with several names is loaded once.
 
         Args:
-            device: The device to load them to. Default: the one that runs the module.
+            device: The device to load the tensors to. Default: the one that runs the module.
         """
         grad = torch.is_grad_enabled()
         # A tensor created in inference mode would remain an inference tensor on any device.
@@ -220,20 +221,20 @@ class Station:
                 loan.lend(brought[id(loan.stand_in)], grad)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy, without the lock and the calls in progress."""
+        """Return the attributes to copy or pickle, without the lock and the number of calls in progress."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_inside")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state; see `__getstate__`."""
+        """Restore the attributes, with a new lock and without calls in progress."""
         self.__dict__.update(state, _lock=threading.Lock(), _inside=0)
 
 
 class Home:
-    """Hooks of the whole model: inputs are moved to its first device, outputs back to the device of the inputs.
+    """Hooks of the whole model, which move inputs to its main device and outputs back to the device of the inputs.
 
     Args:
-        device: The first device of the model.
-        skip: Names of arguments, and of entries of the output, that are not moved.
+        device: The main device, which runs offloaded modules; see `dispatch_model`.
+        skip: Names of keyword arguments, and keys of an output that is a mapping, whose values are not moved.
     """
 
     def __init__(self, device: torch.device, skip: Collection[str]) -> None:
@@ -258,7 +259,7 @@ class Home:
             handle.remove()
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Move the inputs to the model's first device before the forward pass.
+        """Move the inputs to the model's main device before the forward pass.
 
         Args:
             module: The model.
@@ -266,7 +267,7 @@ class Home:
             kwargs: The keyword arguments of the call.
 
         Returns:
-            The moved arguments.
+            The moved positional and keyword arguments.
         """
         first = next(_iter_tensors((args, kwargs)), None)
         self._get_device_stack().append(None if first is None else first.device)
@@ -293,21 +294,21 @@ class Home:
         return self._calls.devices  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy, without the calls in progress."""
+        """Return the attributes to copy or pickle, without the calls in progress."""
         return {name: value for name, value in self.__dict__.items() if name != "_calls"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state; see `__getstate__`."""
+        """Restore the attributes, without calls in progress."""
         self.__dict__.update(state, _calls=threading.local())
 
 
 def move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
-    """Move the tensors in ``data`` to a device, except the entries of a mapping that are named in ``skip``.
+    """Return ``data`` with its tensors on a device, except the values of a mapping whose keys are in ``skip``.
 
     Args:
         data: A tensor or a nested structure (dict, list, tuple) of tensors.
         device: The target device.
-        skip: Names of entries.
+        skip: Keys whose values are not moved, if ``data`` is a mapping.
     """
     if isinstance(data, Tensor):
         return data if data.device == device else data.to(device)

@@ -53,15 +53,15 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Load a checkpoint into a model, usually one created under `init_empty_weights`, and dispatch it over devices.
 
-    Weights on disk stay in the checkpoint's own files, and are read from there whenever their module runs. The
-    model is returned, with the map as its ``hf_device_map``.
+    Weights that the map places on disk stay in the checkpoint's files, and are read whenever their module runs. The
+    model is returned. If it is dispatched, its ``hf_device_map`` is the map.
 
     Args:
         model: The model, which is changed in place.
         checkpoint: A safetensors file, an index or folder of several, a Treadle checkpoint, or a ``torch.save`` file.
-        device_map: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators, ``"balanced_low_0"``
-            leaves the first as free as possible, ``"sequential"`` fills one after the other; the rest goes to the CPU,
-            then the disk, and the plan is printed. A dict maps names to devices. Default: only load the model.
+        device_map: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators. ``"balanced_low_0"``
+            leaves the first as free as possible. ``"sequential"`` fills one after the other. Other modules go to the
+            CPU, then to the disk. The plan is logged. A dict maps names to devices. Default: only load.
         max_memory: See `get_max_memory`.
         no_split_module_classes: See `infer_auto_device_map`.
         offload_folder: Accepted but not needed, because no weights are copied to disk.
@@ -71,10 +71,10 @@ def load_checkpoint_and_dispatch(
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
-        strict: Raise an error if the names of tensors differ. Default: warn, unless a tensor would have no values.
+        strict: Raise an error if tensor names differ. Default: warn, but raise an error if a tensor gets no values.
         full_state_dict: Only True is supported, because each process reads the whole checkpoint.
-        broadcast_from_rank0: Only False is supported.
-        quantization: ``"int8"`` or ``"int4"`` (or a `WeightQuantizer`): round each linear layer's weight as it is read.
+        broadcast_from_rank0: Only False is supported, for the same reason.
+        quantization: ``"int8"``, ``"int4"`` or a `WeightQuantizer`: round each linear layer's weight as it is read.
 
     Raises:
         ValueError: If the checkpoint is damaged or belongs to another model, or if the map cannot be applied.
@@ -130,19 +130,20 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint into a model without adding hooks.
 
-    Weights that the map places on disk are left on the meta device: pass the checkpoint as ``offload_dir`` to
-    `dispatch_model`.
+    Weights that the map places on disk are left on the meta device. To use them, pass the checkpoint to
+    `dispatch_model` as ``offload_dir``.
 
     Args:
         model: The model, which is changed in place.
         checkpoint: See `load_checkpoint_and_dispatch`.
-        device_map: Devices by the names of modules or tensors. Default: tensors on the meta device go to the CPU,
-            others stay where they are.
-        offload_folder: Accepted but not needed.
+        device_map: Devices by the names of modules or tensors. Default: move tensors on the meta device to the CPU, and
+            keep the device of other tensors.
+        offload_folder: Accepted for compatibility with Accelerate. Has no effect.
         dtype: The dtype of floating point weights after the load. Default: that of the model.
-        offload_state_dict: Accepted but not needed.
+        offload_state_dict: Accepted for compatibility with Accelerate. Has no effect.
         offload_buffers: Leave buffers on disk too, if the map places them there.
-        keep_in_fp32_modules: Parts of names, such as ``"norm"``, whose weights become float32 regardless of ``dtype``.
+        keep_in_fp32_modules: Components of dotted names, such as ``"norm"``. Weights with one of these components in
+            their name become float32 instead of ``dtype``. Has no effect if ``dtype`` is None.
         strict: See `load_checkpoint_and_dispatch`.
         full_state_dict: See `load_checkpoint_and_dispatch`.
         broadcast_from_rank0: See `load_checkpoint_and_dispatch`.
@@ -166,7 +167,7 @@ def load_weights(
     in_fp32: set[str] = frozenset(),  # type: ignore[assignment]
     quantizer: WeightQuantizer | None = None,
 ) -> None:
-    """Load an open checkpoint into a model. The model is changed only after the whole checkpoint is checked.
+    """Load an open checkpoint into a model. Names and shapes are checked before the model is changed.
 
     Args:
         model: The model, which is changed in place.
@@ -175,8 +176,8 @@ def load_weights(
         dtype: The dtype of floating point weights after the load.
         offload_buffers: Leave buffers on disk too, if the map places them there.
         strict: Raise an error if only the model or only the checkpoint has a tensor.
-        in_fp32: Parts of names whose weights become float32.
-        quantizer: Rounds the weights of linear layers.
+        in_fp32: Components of dotted names; see ``keep_in_fp32_modules`` of `load_checkpoint_in_model`.
+        quantizer: Quantizer that rounds the weights of linear layers when they are loaded. Default: None.
 
     Raises:
         ValueError: See `load_checkpoint_and_dispatch`.

@@ -1,4 +1,4 @@
-"""Devices of a plan and their memory."""
+"""Devices that a device map can name, their free memory, and sizes as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ...common.messages import join_words, nearest
 
 Device = int | str | torch.device
-"""Device of a map: an accelerator's number, ``"cpu"``, ``"disk"``, or anything that ``torch.device`` accepts."""
+"""Device in a device map: an accelerator's number, ``"cpu"``, ``"disk"``, or anything that ``torch.device`` accepts."""
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -64,15 +64,15 @@ def accelerators() -> tuple[str, int]:
 
 
 def resolve(device: Device, subject: str = "", storage: bool = False) -> torch.device:
-    """Return the torch device for a value of a device map, except ``"disk"``.
+    """Return the torch device for a value of a device map other than ``"disk"``.
 
     Args:
         device: The value, such as ``0``, ``"cuda:1"`` or ``"cpu"``.
         subject: The argument and its value, for the error. Default: ``device=...``.
-        storage: Whether the argument may also be ``"disk"``, for the error.
+        storage: Whether the error lists ``"disk"`` as a valid value.
 
     Raises:
-        ValueError: If this machine has no such device.
+        ValueError: If the value is ``"disk"``, is invalid, or names a device that this machine does not have.
     """
     subject = subject or f"device={device!r}"
     kind, count = accelerators()
@@ -115,8 +115,8 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     """Return the memory of each device in bytes: accelerators first, then ``"cpu"``, then ``"disk"``.
 
     Args:
-        max_memory: Sizes by device, as bytes or text such as ``"10GiB"``. Default: the free memory of each accelerator
-            and of the machine.
+        max_memory: Sizes by device, as a number of bytes or as text such as ``"10GiB"``. Devices that are not listed
+            are not returned. Default: the free memory of each accelerator and the free main memory.
 
     Raises:
         ValueError: If a size is invalid, or if this machine does not have one of the devices.
@@ -141,7 +141,7 @@ def _read_free_bytes(kind: str, number: int) -> int:
 
 
 def available_memory() -> int:
-    """Return the main memory in bytes that this process can still use within its container's limit."""
+    """Return the free main memory in bytes, at most the memory left within the container's limit."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))

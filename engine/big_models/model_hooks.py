@@ -1,7 +1,8 @@
-"""Hooks around a module's forward, in Accelerate's form.
+"""Hooks that wrap a module's ``forward``, with the interface of Accelerate's hooks.
 
-Libraries subclass `ModelHook` and read ``module._hf_hook``, so those names are fixed. Unlike in `hooks`, the forward
-itself is replaced: a `ModelHook` also applies to ``module.forward(...)``, which torch's own forward hooks do not.
+Libraries subclass `ModelHook` and read ``module._hf_hook``, so these names are fixed. Unlike the hooks in `hooks`, a
+`ModelHook` replaces ``forward``. It therefore also runs in a direct call of ``module.forward(...)``, where torch's
+forward hooks do not run.
 """
 
 from __future__ import annotations
@@ -125,12 +126,12 @@ class SequentialHook(ModelHook):
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Run a hook before and after every forward pass of a module, until `remove_hook_from_module` is called.
+    """Add a hook that runs before and after every forward pass, until `remove_hook_from_module` is called.
 
     Args:
         module: The module; it is changed in place.
-        hook: The hook to run.
-        append: Run it after the module's existing hook. Default: replace the existing hook without detaching it.
+        hook: The `ModelHook` to run.
+        append: Run the hook after the module's existing hook. Default: replace the existing hook without detaching it.
 
     Returns:
         The module.
@@ -160,7 +161,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove a module's `ModelHook` and restore its own forward.
+    """Remove a module's `ModelHook` and restore the module's own ``forward``.
 
     Args:
         module: The module; it is changed in place.
@@ -219,7 +220,7 @@ class CpuOffload(ModelHook):
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Move the model and its inputs to the device, after the previous model has left it.
+        """Move the previous model to the CPU, and this model and its inputs to the device.
 
         Args:
             module: The model.
@@ -233,11 +234,11 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """Handle of a model that stays on its device after a call; `cpu_offload_with_hook` returns it.
+    """Handle that offloads a model after use, returned by `cpu_offload_with_hook`.
 
     Args:
         model: The model that the hook is added to.
-        hook: Its hook, usually a `CpuOffload`.
+        hook: The model's hook, usually a `CpuOffload`.
     """
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:

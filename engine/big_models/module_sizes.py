@@ -1,4 +1,4 @@
-"""Sizes of the modules of a model, in bytes."""
+"""Sizes of a model's modules and tensors in bytes, and the smallest parts into which a model can be split."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Return the size of every module and tensor by name; ``""`` is the whole model.
 
-    A tied tensor counts once in each module.
+    A tied tensor is counted once in the size of each module that contains it.
 
     Args:
         model: The model; it may be on the meta device.
         dtype: The dtype in which floating point tensors will be loaded. Default: their own.
-        special_dtypes: Dtypes of individual tensors, by name. They override ``dtype``.
-        buffers_only: Count only buffers.
+        special_dtypes: Dtypes by tensor name, for tensors that will be loaded in a dtype other than ``dtype``.
+        buffers_only: Measure only buffers. Parameters are then not listed.
     """
     tensors = named_tensors(model)
     bytes_of = measure_tensors(model, dtype, special_dtypes)
@@ -66,7 +66,7 @@ def measure_tensors(
     Args:
         model: The model; it may be on the meta device.
         dtype: The dtype in which floating point tensors will be loaded. Default: their own.
-        special_dtypes: Dtypes of individual tensors, by name. They override ``dtype``.
+        special_dtypes: Dtypes by tensor name, for tensors that will be loaded in a dtype other than ``dtype``.
 
     Raises:
         ValueError: If a dtype does not exist, or if ``special_dtypes`` names a tensor that does not exist.
@@ -89,14 +89,14 @@ def measure_tensors(
 
 @dataclass(frozen=True)
 class Part:
-    """Modules and tensors that go to one device as a whole, because they are kept together or share a tensor.
+    """Modules and tensors that are placed on one device together, because they share a tensor or must not be split.
 
     Attributes:
-        names: The names of its modules and tensors.
-        size: Its size in bytes.
-        buffers: The size of its buffers in bytes.
-        largest: The size in bytes of the parameters of its largest module: the memory needed to run the part if it is
-            offloaded.
+        names: The names of the modules and tensors in the part.
+        size: The size of the part in bytes, with tied tensors counted once.
+        buffers: The size of the buffers in the part, in bytes.
+        largest: The size in bytes of the parameters of the part's largest module. An offloaded part needs this memory
+            on the device that runs it.
     """
 
     names: list[str]
@@ -111,11 +111,11 @@ def split_model(
     dtype: torch.dtype | str | None = None,
     special_dtypes: Dtypes | None = None,
 ) -> list[Part]:
-    """Split the model into the smallest permitted parts, in its own order.
+    """Split the model into the smallest permitted parts, in the order of its modules.
 
     Args:
         model: The model; it may be on the meta device.
-        no_split: Names of classes whose modules are not split.
+        no_split: Names of classes whose modules are not split. Default: none besides `READ_FROM_OUTSIDE`.
         dtype: See `compute_module_sizes`.
         special_dtypes: See `compute_module_sizes`.
     """
@@ -163,12 +163,12 @@ def _build_part(names: list[str], atoms: dict[str, dict[Any, bool]], bytes_of: d
 
 
 def check_class_names(model: nn.Module, argument: str, names: list[str] | str | None) -> set[str]:
-    """Return the names as a set; warn if no module of the model has one of these classes.
+    """Return class names as a set; warn if no module of the model has one of these classes.
 
     Args:
         model: The model whose modules are compared with the names.
         argument: The name of the argument, for the warning.
-        names: The names of the classes.
+        names: One or several names of classes or of their base classes.
     """
     requested = {names} if isinstance(names, str) else set(names or ())
     model_classes = set().union(*(list_class_names(module) for module in model.modules()))

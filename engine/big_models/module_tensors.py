@@ -1,4 +1,4 @@
-"""Parameters and buffers of a model by name: which are tied, and how one is replaced."""
+"""Functions that list, group and replace the parameters and buffers of a model by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...common.messages import nearest
 from ..parameter_names import make_view_key
 
 READ_FROM_OUTSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""torch's modules that read the weights of their submodules without calling them: they are never split."""
+"""Modules of torch that read the weights of their submodules without calling the submodules. They are never split."""
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -29,7 +29,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def iter_direct_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers that a module holds itself.
+    """Yield the parameters and buffers of a module, without those of its submodules, each with its name.
 
     Args:
         module: The module whose own tensors are listed.
@@ -41,7 +41,7 @@ def iter_direct_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_buffer(tensor: Tensor) -> bool:
-    """Return whether a model's tensor is a buffer, which a forward pass may change, and not a parameter.
+    """Return whether a model's tensor is a buffer rather than a parameter. A forward pass may change buffers.
 
     Args:
         tensor: A parameter or buffer.
@@ -78,9 +78,9 @@ def copy_attributes(old: Tensor, data: Tensor, plain: bool = False) -> Tensor:
     """Return ``data`` as a parameter or buffer like ``old``, with the same class and attributes.
 
     Args:
-        old: The tensor to imitate.
+        old: The parameter or buffer to take the class, attributes and ``requires_grad`` from.
         data: The new values.
-        plain: Return a plain parameter without attributes.
+        plain: Return a parameter of class ``nn.Parameter`` without further attributes.
     """
     if is_buffer(old):
         return data
@@ -99,7 +99,7 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
     Args:
         module: The module that holds the tensor itself.
-        name: The tensor's name in the module, without dots.
+        name: The tensor's name in the module itself, without dots.
         tensor: The new tensor.
     """
     if isinstance(module, nn.RNNBase):
@@ -114,7 +114,7 @@ def set_tensor_by_names(model: nn.Module, names: list[str], tensor: Tensor) -> N
 
     Args:
         model: The model that holds the tensor.
-        names: The names of the tensor.
+        names: All names of the tensor, relative to the model.
         tensor: The new tensor.
     """
     for name in names:
@@ -153,7 +153,7 @@ def resolve_stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dty
 
 
 def list_class_names(module: nn.Module) -> set[str]:
-    """Return the names under which a module's class can be listed: those of the class and of its bases.
+    """Return the names that match a module's class in arguments: those of the class and of its base classes.
 
     Args:
         module: A module of the model.

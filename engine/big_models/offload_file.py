@@ -1,4 +1,4 @@
-"""Weights on disk while a model runs, and the check that they belong to the model."""
+"""Files of offloaded weights that are read while a model runs, and the check that their shapes match the model."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
 
     Args:
         folder: The folder with the ``.dat`` files.
-        index: Dtype and shape by name, or ``"safetensors_file"`` and ``"weight_name"``. Default: the folder's
-            ``index.json``; a folder without this file contains no offloaded weights.
+        index: Entries by weight name, each with ``"dtype"`` and ``"shape"``, or with ``"safetensors_file"`` and
+            optionally ``"weight_name"``. Default: the folder's ``index.json``; a folder without this file contains no
+            offloaded weights.
 
     Raises:
-        ValueError: If an entry has neither form, or if its file is missing or has the wrong size.
+        ValueError: If an entry is invalid, or its file is missing or has the wrong size.
     """
     if index is None:
         path = None if folder is None else Path(folder) / INDEX
@@ -101,14 +102,14 @@ def _open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
 
 
 def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Weights:
-    """Write tensors to a file in a folder, replacing the file of an earlier run.
+    """Write tensors to ``offload.safetensors`` in a folder, replacing the file of an earlier run.
 
     Args:
         folder: The folder, which is created if it does not exist.
         tensors: Tensors by name.
 
     Returns:
-        References to the tensors in the file, which are read when they are used.
+        The tensors in the file, by name. Each is read when it is used.
     """
     path = Path(folder).absolute() / "offload.safetensors"
     filesystem.make_directory(path.parent)
@@ -125,7 +126,7 @@ def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
 
 
 def _clear_dead(path: Path) -> None:
-    """Delete the files that killed processes of this machine left next to ``path``."""
+    """Delete the unfinished files that killed processes of this machine left next to ``path``."""
     if os.name != "posix":  # on other systems a process cannot be checked without affecting it
         return
     of_a_process = re.compile(rf"\.{re.escape(path.name)}\.{re.escape(socket.gethostname())}-(\d+)\.part")

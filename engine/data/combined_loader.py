@@ -23,20 +23,20 @@ class CombinedLoader:
     """Combination of several loaders; each batch has the structure of ``iterables``, with one batch per loader.
 
     Pass it to ``fit`` or to `Accelerator.prepare`. In ``fit``, a plain dict, list or tuple of loaders is combined in
-    mode ``"max_size_cycle"``. If it is iterated directly, it yields ``(batch, batch_idx, dataloader_idx)``.
+    mode ``"max_size_cycle"``. Direct iteration yields ``(batch, batch_idx, dataloader_idx)``.
 
     A micro-batch is weighted by the total number of samples in its parts. With several processes, or in a short last
     group of micro-batches, a loss that is the mean over all of these samples is therefore exact.
 
     Args:
         iterables: Loaders, or other iterables of batches, in dicts, lists and tuples that may be nested.
-        mode: ``"min_size"`` ends with the shortest loader; ``"max_size_cycle"`` ends with the longest and restarts the
-            others; ``"max_size"`` ends with the longest and yields None for loaders that have ended; ``"sequential"``
-            reads one loader after the other, and each of its batches comes from one loader.
+        mode: ``"min_size"`` ends with the shortest loader. ``"max_size_cycle"`` ends with the longest and restarts the
+            others. ``"max_size"`` ends with the longest and yields None for loaders that have ended. ``"sequential"``
+            reads one loader after the other, and each batch comes from one loader.
 
     Raises:
-        ValueError: If the mode is unknown, or if there is no iterable.
-        TypeError: If an object is not iterable.
+        ValueError: If ``mode`` is unknown, or if ``iterables`` contains no loader.
+        TypeError: If an entry of ``iterables`` is not iterable.
 
     Example:
         >>> from treadle.engine import CombinedLoader
@@ -66,7 +66,7 @@ class CombinedLoader:
 
     @property
     def flattened(self) -> list[Any]:
-        """The iterables in order. It may be set to another list of the same length."""
+        """Flat list of the iterables, in order. It may be set to another list of the same length."""
         return self._flattened
 
     @flattened.setter
@@ -81,7 +81,7 @@ class CombinedLoader:
 
     @property
     def limits(self) -> list[int | float] | None:
-        """Maximum number of batches per pass of each iterable. It may be set to one number for all iterables."""
+        """Maximum number of batches per pass of each iterable; None for no limits. A single number applies to all."""
         return self._limits
 
     @limits.setter
@@ -97,19 +97,19 @@ class CombinedLoader:
 
     @property
     def sampler(self) -> Any:
-        """The samplers, in the structure of ``iterables``."""
+        """The sampler of each loader, or None if a loader has none, in the structure of ``iterables``."""
         return self.in_form([getattr(loader, "sampler", None) for loader in self._flattened])
 
     @property
     def batch_sampler(self) -> Any:
-        """The batch samplers, in the structure of ``iterables``."""
+        """The batch sampler of each loader, or None if a loader has none, in the structure of ``iterables``."""
         return self.in_form([getattr(loader, "batch_sampler", None) for loader in self._flattened])
 
     def in_form(self, values: Iterable[Any]) -> Any:
         """Return ``values``, one for each iterable, in the structure of ``iterables``.
 
         Args:
-            values: The values in order.
+            values: One value per iterable, in the order of `flattened`.
         """
         return _fill_form(self.iterables, iter(values), True)
 
@@ -159,7 +159,7 @@ class CombinedLoader:
 
 
 def is_collection(value: Any) -> bool:
-    """Return whether the value is a collection of loaders: a dict, or a list or tuple that contains a loader.
+    """Return whether a value is a collection of loaders: a dict, or a list or tuple that contains a loader.
 
     A list of batches is a loader itself.
 
@@ -198,7 +198,7 @@ def _fill_form(form: Any, values: Iterator[Any], outermost: bool = False) -> Any
 
 
 def find_least(*counts: int | None) -> int | None:
-    """Return the smallest of the counts that are not None; None if there are none.
+    """Return the smallest of the counts that are not None; None if all of them are None.
 
     Args:
         counts: Numbers, or None if unknown.
@@ -207,10 +207,10 @@ def find_least(*counts: int | None) -> int | None:
 
 
 def compute_joint_length(mode: str, lengths: list[int | None]) -> int | None:
-    """Return the number of batches in an epoch; None if it depends on an unknown length.
+    """Return the number of batches in an epoch of combined iterables; None if it depends on an unknown length.
 
     Args:
-        mode: The mode of the combination.
+        mode: A mode of `CombinedLoader`.
         lengths: The number of batches of each iterable; None if unknown.
     """
     if mode == "min_size":
@@ -224,17 +224,17 @@ def compute_joint_length(mode: str, lengths: list[int | None]) -> int | None:
 def read_rows(
     mode: str, start: Callable[[int, bool], Iterator[Any]], passes: list[int]
 ) -> Iterator[tuple[list[Any], list[int]]]:
-    """Yield batches of several iterables in one of the modes.
+    """Yield the batches of several iterables, combined in one of the modes of `CombinedLoader`.
 
     Args:
-        mode: The mode of the combination.
-        start: Function that starts or resumes a pass of the iterable with this index; the second argument states
-            whether all start together.
+        mode: A mode of `CombinedLoader`.
+        start: Function ``start(index, together)`` that starts or resumes a pass of the iterable at ``index``.
+            ``together`` is True if all iterables start at the same time.
         passes: The number of passes that each iterable has completed in this epoch; updated in place.
 
     Yields:
-        A batch of each iterable (None if it has ended), and the indices of those that were read. In mode
-        ``"sequential"``, a single batch and its index.
+        A list with a batch of each iterable (None if the iterable has ended), and a list of the indices of the
+        iterables that were read. In mode ``"sequential"``, each list has a single entry.
     """
     if mode == "sequential":
         for number in range(len(passes)):

@@ -1,7 +1,7 @@
 """Check that the ranks' datasets hold the same samples, without reading samples that are not in memory.
 
-Samples are never read for this check, because a dataset that opens a file in this process would pass it on to its
-workers.
+Samples are never read for this check, because a dataset that opens a file in this process would pass the open file on
+to its workers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PLAIN = (bool, int, float, str, bytes, os.PathLike, np.generic)
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return a digest of a dataset's class, and of an excerpt of the data that it holds in memory for each sample.
+    """Return a digest of a dataset's class and length, and of excerpts of the per-sample data that it holds in memory.
 
     Args:
-        dataset: The dataset of this rank.
+        dataset: The dataset of this rank; datasets nested in it are included.
     """
     parts: list[Any] = [type(dataset).__name__, get_length(dataset)]
     parts += map(_take_excerpt, _iter_columns(dataset))
@@ -44,14 +44,14 @@ def share_data(dataset: Any, world: World) -> bool:
 
     Args:
         dataset: The dataset of this rank.
-        world: The ranks.
+        world: The ranks to compare.
 
     Returns:
-        False if each rank holds samples that no other rank has: the data is already split by rank.
+        True if all ranks hold the same dataset. False if each rank holds samples that no other rank has, so the data is
+        already split by rank.
 
     Raises:
-        ValueError: On every rank, if the datasets differ and some samples are on several ranks, or cannot be
-            distinguished.
+        ValueError: On every rank, if the datasets differ, and samples are on several ranks or cannot be distinguished.
     """
     identities = world.gather_objects((get_length(dataset), fingerprint(dataset)))
     if len(set(identities)) == 1:
@@ -92,7 +92,7 @@ def warn_length_changed(saved: int | None, current: int | None) -> None:
 
 
 def get_length(value: Any) -> int | None:
-    """Return ``len(value)``, or None if it has no length.
+    """Return ``len(value)``, or None if ``value`` has no length.
 
     Args:
         value: Any object.
@@ -133,7 +133,7 @@ def _is_column(value: Any) -> bool:
 
 
 def _strip_common_folder(column: Any) -> list[Any]:
-    """Return paths relative to their common folder, which may differ between machines."""
+    """Return a column, with absolute paths made relative to their common folder, which may differ between machines."""
     rows = [row if isinstance(row, tuple) else (row,) for row in column]
     if not isinstance(rows[0][0], str | os.PathLike) or not os.path.isabs(os.fspath(rows[0][0])):
         return list(column)
@@ -165,7 +165,7 @@ def _take_excerpt(column: Any) -> list[Any]:
 
 
 def _sketch_samples(dataset: Any) -> list[int] | None:
-    """Return the smallest keys of a dataset's samples; None if the keys do not distinguish them."""
+    """Return the smallest hashes of a dataset's samples; None if the hashes do not distinguish the samples."""
     keys = _hash_samples(dataset)
     if keys is None:
         return None
@@ -179,7 +179,7 @@ def _are_disjoint(sketches: list[list[int] | None]) -> bool:
 
 
 def _hash_samples(dataset: Any) -> np.ndarray | None:
-    """Return one evenly distributed number per sample."""
+    """Return a 64-bit hash per sample; None if the dataset holds no per-sample data in memory."""
     if isinstance(dataset, Subset):
         inner, indices = _hash_samples(dataset.dataset), np.asarray(dataset.indices, dtype=np.int64)
         return _hash_columns(indices) if inner is None else inner[indices]

@@ -56,8 +56,8 @@ class _HostCopier:
     """Asynchronous copier of a batch's tensors from the host to a GPU.
 
     Host memory is pinned, so that the copy is asynchronous. A large tensor is copied on a separate stream, while the
-    device still computes the previous step. The host is at most two such batches ahead of the device, because each of
-    them takes memory on the device.
+    device still computes the previous step. The host waits when it is more than two such batches ahead of the device,
+    because each of them takes device memory.
 
     Batches are not read ahead of their step, because datasets draw random numbers while they are read, and a checkpoint
     stores the resulting state.
@@ -147,9 +147,9 @@ class _Movable(Protocol):
 
 
 def choose_mover(device: torch.device, precision: Precision) -> Callable[[Any], Any] | None:
-    """Return the function that prepares each batch for the model; None if nothing has to be done.
+    """Return the function that moves each batch to the model's device and casts it; None if neither is needed.
 
-    A CPU batch for a CPU model needs no change, so it has no overhead.
+    On a CPU without a storage dtype, batches need no change and cause no overhead.
 
     Args:
         device: The device of the model.

@@ -1,4 +1,4 @@
-"""Prepared `CombinedLoader`, whose loaders are sharded, read together, and resumed, each at its own position."""
+"""Prepared `CombinedLoader`, each of whose loaders is sharded and resumes at its own position."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .sampler_rng import read_states
 
 
 class JointBatches:
-    """Reader of prepared loaders in one of the modes, in groups with exact weights.
+    """Reader that combines prepared loaders in a mode of `CombinedLoader`, in accumulation groups with exact weights.
 
     Args:
-        loaders: The prepared loaders; each of their batches is a separate group.
-        source: The user's combination.
-        planner: Computes the accumulation groups and the weights of their batches.
+        loaders: The prepared loaders, whose own accumulation groups contain one batch each.
+        source: The user's `CombinedLoader`, for its mode and the structure of its batches.
+        planner: Planner of the accumulation groups, which computes the weights of their batches.
 
     Attributes:
-        order: Not None while an epoch runs.
+        order: An empty dict while an epoch runs; else None.
         passes: The number of passes that each loader has completed in the epoch.
         micros: Metadata of batches that were yielded and that the loop has not processed yet.
     """
@@ -40,10 +40,10 @@ class JointBatches:
         self.micros: deque[tuple[Micro, Draw | None, None]] = deque()
 
     def length(self, limit: int | None) -> int | None:
-        """Return the number of batches in an epoch, at most ``limit``; None if it is not known.
+        """Return the number of batches in an epoch, at most ``limit``; None if unknown.
 
         Args:
-            limit: The maximum; None for no limit.
+            limit: Maximum number of batches; None for no limit.
         """
         return find_least(compute_joint_length(self.mode, [loader.length for loader in self.loaders]), limit)
 
@@ -59,7 +59,7 @@ class JointBatches:
 
     @property
     def full(self) -> int:
-        """Number of samples in a full batch, over all processes."""
+        """Number of samples in a full batch, over all processes; in mode ``"sequential"``, the largest number."""
         return (max if self.mode == "sequential" else sum)(loader.total_batch_size for loader in self.loaders)
 
     @property
@@ -73,7 +73,7 @@ class JointBatches:
         A group is read before its first batch is yielded, because its weights depend on the whole group.
 
         Args:
-            left: The maximum; None for no limit.
+            left: Maximum number of micro-batches; None for no limit.
         """
         self.micros.clear()
         read = self._read()
@@ -104,11 +104,11 @@ class JointBatches:
 
 
 class JointLoader(Loader):
-    """`CombinedLoader` prepared for this process: every loader in it is sharded, seeded and resumed separately.
+    """`CombinedLoader` prepared for this process: every loader in it is sharded and resumed separately.
 
-    Each loader restarts at the beginning of an epoch and counts its passes. Loaders with torch's own samplers, or
-    without a sampler, draw from one random stream, as in a loop over ``zip``. A loader that draws random numbers during
-    the epoch has a separate stream.
+    Each loader restarts at the beginning of an epoch and counts its passes. Loaders that draw random numbers only at
+    the beginning of an epoch, such as those with torch's ``RandomSampler``, draw from one random stream, as in a loop
+    over ``zip``. A loader that draws during the epoch has a separate stream.
 
     Attributes:
         loaders: The prepared loaders.
@@ -156,7 +156,7 @@ class JointLoader(Loader):
 
     @property
     def mode(self) -> str:
-        """Mode of the combination."""
+        """Mode of the `CombinedLoader`, such as ``"min_size"``."""
         return self._plan.mode
 
     def _refuse_shared_generators(self, loader: Loader) -> None:
@@ -181,7 +181,7 @@ class JointLoader(Loader):
         return self._pass_over(passing, batches) if passing else batches
 
     def end_epoch(self) -> None:
-        """End the epoch, even if it was left early, and continue with the next one. A complete iteration calls this."""
+        """End the epoch, even if it was left early, and continue with the next. A full iteration calls this method."""
         if self._plan.order is not None:
             self._plan.passes = [0] * len(self.loaders)
             for loader in self.loaders:
@@ -204,15 +204,15 @@ class JointLoader(Loader):
         return any(shuffled)
 
     def close(self) -> None:
-        """End persistent workers."""
+        """End all workers of the combined loaders; see `Loader.close`."""
         for loader in self.loaders:
             loader.close()
 
     def agree(self, world: World) -> None:
-        """Compare the data of the ranks; see `Loader.agree`.
+        """Determine for each combined loader whether the ranks share its data; see `Loader.agree`.
 
         Args:
-            world: The ranks.
+            world: The ranks that iterate the loaders.
         """
         for loader in self.loaders:
             loader.agree(world)
@@ -232,13 +232,14 @@ class JointLoader(Loader):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position, with any world size.
+        """Continue after the batches that `state_dict` counted, with any world size.
 
         Args:
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: See `check`.
+            ValueError: If the state does not fit the loaders; see `check`. If the number of loaders or the mode
+                differs, an evaluation loader restores only the epoch number instead.
         """
         if self.evaluation and self._describe_difference(state):
             self.set_epoch(state["epoch"])
@@ -282,7 +283,7 @@ class JointLoader(Loader):
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the loaders or the mode differ.
+            ValueError: If the number of loaders, the mode, or the random sources of a loader differ.
         """
         if text := self._describe_difference(state):
             raise ValueError(f"{text}. Pass the same loaders, or load only the weights with treadle.load_weights.")
@@ -303,7 +304,7 @@ class JointLoader(Loader):
 
 
 def _derive_stream(stream: RandomStream, number: int) -> RandomStream:
-    """Return a stream that depends on another stream and on a loader's index."""
+    """Return a random stream seeded from the state of another stream and from a loader's index."""
     with isolated_random_state():
         seed_everything(seed_from(stream.get_state(), f"loader {number}") % 2**32)
         return RandomStream(random_state())

@@ -1,4 +1,4 @@
-"""Prepared loader, which shards the user's loader exactly, forms optimizer steps, and can resume at any position."""
+"""Prepared loader, which shards the user's loader exactly, forms optimizer steps, and can resume after each step."""
 
 from __future__ import annotations
 
@@ -36,26 +36,27 @@ _NO_MORE = object()
 
 
 class Loader:
-    """Loader prepared for this process.
+    """Loader that `Accelerator.prepare` returns, which yields this process's share of the data and can be resumed.
 
-    The user's loader is never changed or rebuilt: a shallow copy of it (same class, same settings) runs with Treadle's
-    batch sampler, which replays the user's sampler and keeps this process's share.
+    The user's loader is never changed or rebuilt. A ``DataLoader`` is iterated through a shallow copy (same class, same
+    settings). For a dataset that can be indexed, the copy has Treadle's batch sampler, which replays the user's sampler
+    and keeps this process's share.
 
     Args:
         source: A ``DataLoader`` (any subclass), or any iterable of batches.
         world: The processes that share the data.
-        cursor: Updated with each micro-batch that is yielded.
-        stream: The stream that samplers draw from.
+        cursor: Position of the loop, updated with each micro-batch that is yielded.
+        stream: The random stream that samplers without their own generator draw from.
         accumulate: Function that returns the number of micro-batches per optimizer step.
-        shard: If False, each process gets all batches of its own loader.
-        evaluation: Form no accumulation groups, and distribute the last samples so that every process takes part in
-            every batch.
-        move: Function applied to each batch (device transfer), or None.
+        shard: If False, each process yields all batches of its own loader.
+        evaluation: If True, each batch is a separate group, and the last samples are distributed so that every process
+            takes part in every batch.
+        move: Function applied to each batch, such as the transfer to the device; None to yield batches unchanged.
         split: If True, ``batch_size`` is the global batch size.
         on_begin: Function that is called before the first batch of each epoch.
 
     Attributes:
-        epoch: Number of completed epochs. A checkpoint restores it.
+        epoch: Number of completed epochs, which a checkpoint restores and `set_epoch` changes.
 
     Raises:
         TypeError: If the source is not iterable.
@@ -255,7 +256,7 @@ class Loader:
     def _begin(self) -> Iterator[Any]:
         """Start the epoch's iterator; its order is drawn with the first batch.
 
-        The plan has the metadata of each batch.
+        The metadata of each batch is appended to ``self._plan.micros``.
         """
         plan = self._plan
         self._leave_epoch()
@@ -275,7 +276,7 @@ class Loader:
         return self._pass_over(passing, iter(self._view)) if passing else iter(self._view)
 
     def _pass_over(self, passing: int, batches: Iterator[Any]) -> Iterator[Any]:
-        """Count the batches that the epoch skips; those of a stream have to be read."""
+        """Yield the epoch's remaining batches, and count the ``passing`` skipped ones, which a stream must read."""
         plan = self._plan
         if not isinstance(plan, ShardedBatches):
             for _ in itertools.islice(batches, passing):
@@ -300,8 +301,8 @@ class Loader:
             batch: The index of the batch among those of this process, from 0.
 
         Returns:
-            False if `finish_epoch` has ended the epoch and ``batch`` lies past its end, so that there is nothing to
-            iterate.
+            False if `finish_epoch` has ended the epoch and ``batch`` is past its last batch, so that there is nothing
+            to iterate; else True.
 
         Raises:
             ValueError: If a stream is already past this batch.
@@ -326,7 +327,7 @@ class Loader:
         return True
 
     def end_epoch(self) -> None:
-        """End the epoch, even if it was left early, and continue with the next one. A complete iteration calls this."""
+        """End the epoch, even if it was left early, and continue with the next. A full iteration calls this method."""
         if self._plan.order is not None:
             self.epoch += 1
             self.samples = self.batches = self._ahead = 0
@@ -337,7 +338,7 @@ class Loader:
         """Start the next epoch if a resume has restored the position after the last batch of an epoch.
 
         Returns:
-            Whether it started the next epoch. Always False for a stream of unknown length.
+            True if this call started the next epoch. Always False for a stream of unknown length.
         """
         if not self._resuming or self.length is None or self.batches < self.length:
             return False
@@ -347,7 +348,7 @@ class Loader:
         return True
 
     def _leave_epoch(self) -> None:
-        """End an epoch that was left early. If `set_epoch` was called since, its number is that of the next epoch."""
+        """End an epoch that was left early. A number set by `set_epoch` in the meantime applies to the next epoch."""
         named, self._named = self._named, False
         if self._resuming or self._plan.order is None:
             return
@@ -361,7 +362,7 @@ class Loader:
         """Use the same order in every epoch: that of the dataset, or the first one that a user-defined sampler draws.
 
         Returns:
-            Whether the loader would have shuffled.
+            True if the loader would otherwise have shuffled.
         """
         self._repeats = True
         return self._plan.unshuffle()
@@ -383,7 +384,7 @@ class Loader:
 
     @property
     def length(self) -> int | None:
-        """Number of micro-batches in an epoch, or None if the source has no length."""
+        """Number of micro-batches of this process in an epoch, at most ``limit``; None if unknown and unlimited."""
         return self._plan.length(self.limit)
 
     def __getattr__(self, name: str) -> Any:
@@ -394,7 +395,7 @@ class Loader:
 
     @property
     def total_batch_size(self) -> int:
-        """Number of samples in a full batch, over all processes."""
+        """Number of samples in a full batch, over all processes; the number of batches if their sizes are unknown."""
         return self._plan.full
 
     @property
@@ -414,30 +415,30 @@ class Loader:
 
     @property
     def micro(self) -> Micro:
-        """Metadata of the last batch that was yielded, within its epoch."""
+        """Metadata of the last batch that was yielded in the current epoch."""
         assert self._micro is not None
         return self._micro
 
     def is_at(self, micro: Micro) -> bool:
-        """Return whether ``micro`` is the last batch that was yielded.
+        """Return whether ``micro`` belongs to the last batch that was yielded.
 
         Args:
-            micro: Metadata of a batch.
+            micro: Metadata of a batch, compared by identity.
         """
         return self._micro is micro
 
     def draw_from(self, stream: RandomStream) -> None:
-        """Draw the order from another random stream. Call it before the first draw.
+        """Draw the order from another random stream. Call this method before the first draw.
 
         Args:
-            stream: The stream to draw from.
+            stream: The random stream that replaces the current one.
         """
         self._stream = self._plan.draws.stream = stream
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next or current epoch, for samplers and datasets with a ``set_epoch`` method.
 
-        The epoch in which a run is resumed continues in its own order.
+        A resumed epoch keeps its saved order.
 
         Args:
             epoch: The number of the epoch, from 0.
@@ -451,8 +452,8 @@ class Loader:
     def close(self) -> None:
         """End all workers: persistent ones, and those of an epoch that an error has interrupted.
 
-        The error's traceback refers to the epoch's iterator, and a notebook keeps the error. Garbage collection would
-        wait for each persistent worker for five seconds.
+        The traceback of such an error refers to the epoch's iterator, so a notebook that keeps the error would keep the
+        workers alive. Garbage collection would wait five seconds for each persistent worker.
         """
         if isinstance(self.source, DataLoader):
             end_workers(self._view)
@@ -461,13 +462,13 @@ class Loader:
     # -- position ------------------------------------------------------------------------------------------------
 
     def agree(self, world: World) -> None:
-        """Determine whether the ranks read shares of the same data, in the same order, or each rank its own data.
+        """Determine whether all ranks share the same data in the same order, or whether each rank reads its own data.
 
         Args:
-            world: The ranks.
+            world: The ranks that iterate the loader.
 
         Raises:
-            ValueError: On every rank, if neither holds.
+            ValueError: On every rank, if neither is the case.
         """
         if world.size > 1:
             self._plan.agree(world)
@@ -515,7 +516,8 @@ class Loader:
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: See `check`.
+            ValueError: If the state belongs to other random sources; see `check`. An evaluation loader keeps its own
+                order instead.
         """
         plan = self._plan
         if self.evaluation and plan.draws.difference(state):

@@ -15,13 +15,14 @@ class Cursor:
     """Position of the loop, shared by an Accelerator and its loaders.
 
     Attributes:
-        micro: The last micro-batch that was yielded.
+        micro: Metadata of the last micro-batch that was yielded; None while no loader is iterated.
         waited: Seconds that this process has waited for batches.
         read: Number of batches that this process has read.
         number: The value of ``read`` at the current batch, which distinguishes it from others with the same metadata.
         around: Function that returns the context in which a batch is processed; its argument states whether the batch
             is a short last one. None if no context is needed.
-        outlook: The upcoming group that the votes of the current group describe; or None.
+        outlook: This rank's votes on an upcoming group, which are reduced along with the gradients of the current
+            group; None if the rank does not vote.
     """
 
     __slots__ = ("around", "micro", "number", "outlook", "read", "waited")
@@ -42,14 +43,16 @@ class Micro:
     """Metadata of one micro-batch.
 
     Attributes:
-        samples: Samples that belong to this process; 0 for a stand-in that only keeps the processes in step.
-        scale: Factor of its mean loss, so that the gradient of the step is the mean over the whole group.
-        last: Whether it is the last of its group. If so, its backward pass reduces gradients, and the optimizer then
-            steps.
-        group_samples: Samples of its whole group, over all processes.
-        everyone: Samples of the micro-batch, over all processes.
-        number: Its index in its group, from 0.
-        group_scale: The sum of ``scale`` over its group, in order.
+        samples: Number of samples of the micro-batch that belong to this process; 0 for a stand-in that only keeps the
+            processes in step.
+        scale: Factor by which the mean loss of the micro-batch is multiplied, so that the gradient of the step is the
+            mean over all samples of the group.
+        last: Whether the micro-batch is the last of its group. If so, its backward pass reduces gradients, and the
+            optimizer then steps.
+        group_samples: Number of samples in the whole group, over all processes.
+        everyone: Number of samples in the micro-batch, over all processes.
+        number: Index of the micro-batch in its group, from 0.
+        group_scale: Sum of ``scale`` over the group, added in the order of the micro-batches.
     """
 
     samples: int
@@ -67,7 +70,7 @@ def share(count: int, rank: int, size: int) -> slice:
     Shares are contiguous, their sizes differ by at most one, and no share is larger than rank zero's.
 
     Args:
-        count: The number of samples.
+        count: The number of samples in the global batch.
         rank: The rank of the process.
         size: The world size.
     """
@@ -80,7 +83,8 @@ def avoid_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
     """Return an iterator over the same items on which ``iter`` has no effect.
 
     ``itertools.islice``, ``zip`` and ``for`` call ``iter`` on their argument. A user-defined iterator whose
-    ``__iter__`` rewinds it would start again with each call. Iterators written in C and generators do not.
+    ``__iter__`` rewinds it would start again with each call. Generators and iterators written in C are returned
+    unchanged.
 
     Args:
         iterator: The iterator to protect.
@@ -98,16 +102,16 @@ def _iter_without_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 class GroupPlanner:
-    """Splitter of a stream of batches into groups that form one optimizer step each, with exact weights.
+    """Planner of accumulation groups, each of which forms one optimizer step, with exact weights for its micro-batches.
 
     Args:
         rank: The rank of this process.
         size: The world size.
         accumulate: Function that returns the number of micro-batches per group; called for each group.
-        presharded: Each rank reads its own data, so that nothing is sharded.
+        presharded: If True, each rank reads its own data, and batches are not sharded.
 
     Attributes:
-        shares: The shares of all ranks, if each reads its own data; else None.
+        shares: Sample counts over all ranks, if several ranks each read their own data; else None.
     """
 
     def __init__(self, rank: int, size: int, accumulate: Callable[[], int], presharded: bool = False) -> None:
@@ -120,7 +124,7 @@ class GroupPlanner:
             self.disable_sharding()
 
     def disable_sharding(self) -> None:
-        """Disable sharding: each rank reads its own data."""
+        """Disable sharding, because each rank reads its own data."""
         self.rank, self.size = 0, 1
         self.shares = RankShares(self.world_size)
 

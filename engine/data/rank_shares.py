@@ -38,7 +38,7 @@ class RankShares:
 
     If the sizes of each rank's batches follow from the length of its data, the lengths are exchanged once. If a stream
     may be read ahead, the ranks vote on an upcoming group along with the gradients; see `Outlook`. In all other cases,
-    one sum is exchanged on the host before the group. These cases are the first ``depth`` groups, a group that some
+    one sum is exchanged on the host before the group. These cases include the first ``depth`` groups, a group that some
     rank can fill only partly, streams that may not be read ahead, and batch samplers.
 
     Args:
@@ -46,7 +46,7 @@ class RankShares:
 
     Attributes:
         depth: Number of groups of micro-batches that every rank reads ahead of the loop: 1 on CPU, 2 on other devices,
-            0 if the data may not be read ahead.
+            0 if nothing is read ahead.
     """
 
     def __init__(self, size: int) -> None:
@@ -64,8 +64,8 @@ class RankShares:
 
         Args:
             share: The length of this rank's data.
-            world: The ranks.
-            source: The name of the loader, for errors.
+            world: The ranks that iterate the loader.
+            source: The name of the user's dataset or sampler class, for errors.
 
         Raises:
             ValueError: On every rank, if some ranks have no data and others do.
@@ -87,7 +87,7 @@ class RankShares:
 
     @property
     def batches(self) -> int | None:
-        """Number of batches in an epoch, on the rank that has the most; None if the number of some rank is unknown."""
+        """Number of batches in an epoch, on the rank that has the most; None if any rank's number is unknown."""
         if self._shares is None:
             return None
         counts = [share.batches for share in self._shares]
@@ -100,12 +100,12 @@ class RankShares:
         """Return the sample counts of the next micro-batches over all ranks; empty once all ranks have read their data.
 
         Args:
-            first: Number of micro-batches of the epoch that precede these.
+            first: Number of micro-batches of the epoch before these.
             local_samples: Number of samples of each of this rank's next micro-batches; fewer than ``width`` entries at
                 the end of its data.
-            width: Micro-batches in a full group.
-            source: The name of the loader, for errors.
-            outlook: The votes of the ranks on these micro-batches; None if there were none.
+            width: Number of micro-batches in a full group.
+            source: The name of the user's dataset or sampler class, for errors.
+            outlook: The votes of the ranks on these micro-batches; None if the ranks have not voted.
 
         Raises:
             ValueError: On every rank, if some ranks have no data and others do.
@@ -150,13 +150,13 @@ def compare_across_ranks(first: str, source: str, kind: str, world: World) -> bo
     """Compare a source's first item across ranks, and log a message if all differ. Call it on all ranks.
 
     Args:
-        first: A digest of the first item; a unique value if there is none.
-        source: The name of the source.
-        kind: The name of the items, for messages.
-        world: The ranks.
+        first: A digest of the first item; a value that is unique to the rank if the source is empty.
+        source: The name of the user's dataset or sampler class, for messages.
+        kind: The plural name of the items, for messages: ``"batches"`` or ``"indices"``.
+        world: The ranks to compare.
 
     Returns:
-        False if the first item differs on every rank.
+        True if the first item is the same on all ranks; False if it differs on every rank.
 
     Raises:
         ValueError: On every rank, if the first item is the same on some ranks and not on others.

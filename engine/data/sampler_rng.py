@@ -53,7 +53,7 @@ class Draws:
         self._last: list[dict[str, int]] = []
 
     def state(self) -> dict[str, Any]:
-        """Return the current state of all sources."""
+        """Return the current states of the stream, the generators, the samplers and the datasets' epoch counters."""
         return {
             "stream": self.stream.get_state(),
             "generators": self.private_states(),
@@ -65,7 +65,7 @@ class Draws:
         """Restore a state returned by `state`.
 
         Args:
-            state: The state to restore.
+            state: A state returned by `state`, with the keys ``stream``, ``generators``, ``samplers`` and ``epochs``.
         """
         self.rewind(state)
         self.load_samplers(state)
@@ -74,7 +74,7 @@ class Draws:
         """Restore a state returned by `state` except for the samplers' own states, which must not have changed since.
 
         Args:
-            state: The state to restore.
+            state: A state returned by `state`; its ``samplers`` are ignored.
         """
         self.stream.go_to(state["stream"])
         self.load_private(state["generators"])
@@ -128,7 +128,7 @@ class Draws:
             sampler.load_state_dict(copy.deepcopy(saved))
 
     def read_host_state(self) -> dict[str, Any]:
-        """Return the states of the CPU generators and the private ones. Call it inside `RandomStream.drawing`."""
+        """Return the states of the CPU generators and of the private generators. Call it in `RandomStream.drawing`."""
         return {"stream": host_state(), "generators": self.private_states()}
 
     @contextmanager
@@ -180,8 +180,8 @@ class Draws:
         """Warn if a sampler has changed one of its integer attributes, which checkpoints do not contain.
 
         Args:
-            inside: True while an epoch is running. A resume draws its order again, so changes made during it are
-                ignored.
+            inside: True while an epoch is running. A resume draws the epoch's order again, so changes during the epoch
+                are ignored.
         """
         if self._first is None or not self._counting:
             return
@@ -246,7 +246,7 @@ def get_stateful(value: Any) -> Any:
 
 
 def _counts_epochs(dataset: Any) -> bool:
-    """Return whether a stream, or one of its components, counts epochs in ``epoch`` and has no ``set_epoch``."""
+    """Return whether a stream, or a stage of it, counts epochs in ``epoch`` and has no method to restore the count."""
     return (
         not (isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset))
         and type(getattr(dataset, "__dict__", {}).get("epoch")) is int
@@ -259,7 +259,7 @@ def find_generators(dataset: Any) -> list[Any]:
     """Return the generators among the attributes of a dataset and of the datasets nested in it.
 
     Args:
-        dataset: The dataset.
+        dataset: The user's dataset.
     """
     return collect_generators(_find_nested([dataset], Dataset))
 
@@ -268,7 +268,7 @@ def collect_generators(owners: Iterable[Any]) -> list[Any]:
     """Return the generators among the attributes of ``owners``, each once.
 
     Args:
-        owners: Any objects.
+        owners: The objects whose attributes are searched, including the items of lists and dicts of generators.
     """
     generators: dict[int, Any] = {}
     for owner in owners:
@@ -323,7 +323,7 @@ def match_generators(generators: list[Any], states: list[Any]) -> bool:
     """Return whether ``states`` fit ``generators`` in number and kind.
 
     Args:
-        generators: The generators to compare with.
+        generators: Generators of torch, NumPy or Python's ``random``.
         states: States returned by `read_states`.
     """
     return len(generators) == len(states) and all(map(_accepts_state, generators, states))
@@ -333,8 +333,8 @@ def warn_unrestored_generators(owner: Any, generators: list[Any], states: list[A
     """Warn that the generators of ``owner`` are not restored, because the checkpoint's states do not fit them.
 
     Args:
-        owner: The dataset.
-        generators: The generators of the dataset.
+        owner: The dataset that holds the generators; its class is named in the warning.
+        generators: The generators of the dataset in this run.
         states: The states of the checkpoint's generators.
     """
     warn(

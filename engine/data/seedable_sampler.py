@@ -47,7 +47,7 @@ class SeedableRandomSampler(RandomSampler):
         """Restore a state returned by `state_dict`, so that a resumed run keeps its seed.
 
         Args:
-            state_dict: The seed and the epoch number.
+            state_dict: Dict with the keys ``"seed"`` and ``"epoch"``.
         """
         self.seed, self.epoch = state_dict["seed"], state_dict["epoch"]
 

@@ -37,8 +37,8 @@ class GroupIndices(NamedTuple):
     """Sample indices of the micro-batches of one accumulation group.
 
     Attributes:
-        global_batches: For each micro-batch, the indices of all processes, and the sizes of the user's own batches if
-            these are kept.
+        global_batches: For each micro-batch, the indices of all processes, and the sizes of the ranks' batches. The
+            sizes are None if the indices are divided evenly among the ranks.
         slices: This process's share of each global batch.
     """
 
@@ -62,18 +62,18 @@ class ShardedBatches:
 
     Args:
         loader: The user's loader; only its samplers are used.
-        planner: Computes the accumulation groups and the weights of their batches.
-        stream: The stream that samplers without their own generator draw from.
-        merge_tail: Evaluation only: if the last global batch has fewer samples than there are processes, add them to
-            the one before, so that every process takes part in every batch.
+        planner: Planner of the accumulation groups, which computes the weights of their batches.
+        stream: The random stream that samplers without their own generator draw from.
+        merge_tail: For evaluation: if the last global batch has fewer samples than there are processes, add its samples
+            to the batch before it, so that every process takes part in every batch.
         positions: Yield ``(epoch seed, position, index)`` triples, for workers that seed each sample.
 
     Attributes:
-        order: The RNG state that the epoch's order was drawn from; if it is set before the epoch begins, that epoch is
-            repeated.
-        micros: For each batch that was yielded but not yet processed by the loop: its metadata, the draws made for it
-            from a copy of the stream, and the indices of its group. The draws are None if the epoch's order was drawn
-            in one call.
+        order: The RNG state that the epoch's order was drawn from; None between epochs. If it is set before an epoch
+            begins, the order is drawn again from this state.
+        micros: A tuple for each batch that was yielded but not yet processed by the loop: its metadata, the draws made
+            for the batch from a copy of the stream, and the indices of its group. The draws are None if the epoch's
+            order was drawn in one call.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ShardedBatches:
             epoch: The epoch number, from 0.
             skip: Number of samples of the epoch that were already yielded, over all ranks.
             limit: The maximum number of batches to yield; None for no limit.
-            done: Number of this rank's batches that contained these samples.
+            done: Number of this rank's batches that were already yielded.
             passed: Number of further batches to skip.
         """
         self.epoch, self.skip, self.limit = epoch, skip, limit
@@ -138,7 +138,7 @@ class ShardedBatches:
         return not self.draws_at_once
 
     def unshuffle(self) -> bool:
-        """Replace a ``RandomSampler`` or ``SubsetRandomSampler`` by the order of the dataset or of its indices.
+        """Replace a ``RandomSampler`` with the dataset's order, and a ``SubsetRandomSampler`` with that of its indices.
 
         Returns:
             True if the loader shuffled before this call. Any other sampler is kept. It counts as shuffling, unless it
@@ -155,7 +155,7 @@ class ShardedBatches:
         return True
 
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
-        """Start the loader's iterator; the seed that it draws for its workers comes from the stream.
+        """Start the loader's iterator, which draws the seed of its workers from the run's random stream.
 
         Args:
             get_iterator: Function that starts and returns the iterator.
@@ -181,7 +181,7 @@ class ShardedBatches:
         """Return the number of batches that this process yields in a whole epoch, at most ``limit``.
 
         Args:
-            limit: The maximum; None for no limit.
+            limit: Maximum number of batches; None for no limit.
 
         Raises:
             TypeError: If the user's sampler has no length.
@@ -198,7 +198,7 @@ class ShardedBatches:
             world: The ranks that iterate the loader.
 
         Raises:
-            ValueError: On every rank, if neither applies.
+            ValueError: On every rank, if neither is the case.
         """
         if self.planner.shares is None and not share_data(self.dataset, world):
             self.planner.disable_sharding()
@@ -213,7 +213,8 @@ class ShardedBatches:
         """Return whether the user's sampler yields the same indices on all ranks.
 
         Raises:
-            ValueError: On every rank, if the samplers of some ranks yield the same indices and others do not.
+            ValueError: On every rank, if the samplers of some ranks yield the same indices and those of other ranks do
+                not.
         """
         if type(self.sampler).__module__ == Sampler.__module__:  # torch's own samplers do not depend on the rank
             return True
@@ -255,7 +256,7 @@ class ShardedBatches:
         """Return the number of batches in an epoch, at most ``limit``; ``limit`` itself if the sampler has no length.
 
         Args:
-            limit: The maximum; None for no limit.
+            limit: Maximum number of batches; None for no limit.
         """
         return limit if self._count_items(get_length) is None else self.total(limit)
 
@@ -306,7 +307,7 @@ class ShardedBatches:
             self.take_drawn()
 
     def take_drawn(self) -> Draw | None:
-        """Return the draws from a copy of the stream since the last call; None if the order was drawn in one call."""
+        """Return the draws from the copy of the stream since the last call; None if the order was drawn in one call."""
         if self._rest is None:
             return None
         before, self._taken = self._taken, self._rest.state
@@ -496,7 +497,7 @@ def shards_itself(loader: Any) -> bool:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of the dataset and the samplers of ``loader`` that have this method.
+    """Call ``set_epoch`` on the dataset and on the samplers of ``loader``, if they have this method.
 
     Args:
         loader: The user's loader.

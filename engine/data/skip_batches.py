@@ -25,7 +25,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         num_batches: Number of batches that each process has already trained on.
 
     Raises:
-        ValueError: If the number is negative.
+        ValueError: If ``num_batches`` is not an integer of at least 0.
     """
     count = check_int("num_batches", num_batches, 0)
     if hasattr(type(dataloader), "skip_first_batches"):  # a loader that iterates in its own way without an Accelerator
@@ -37,8 +37,8 @@ class SkippedLoader:
     """Iterable over one epoch of a loader without its first batches; other attributes are looked up in the loader.
 
     Args:
-        loader: The loader to iterate.
-        skipped: The number of batches to skip.
+        loader: A prepared loader, a ``DataLoader``, or any other iterable of batches.
+        skipped: The number of batches to skip at the beginning of the epoch.
     """
 
     def __init__(self, loader: Any, skipped: int) -> None:

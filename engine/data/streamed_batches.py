@@ -26,7 +26,7 @@ from .workers import TORCH_SEEDED, SeededStream, note_workers, seed_epoch
 
 
 class Counted:
-    """Collate function that also returns the number of samples of the batch. It can be used in worker processes."""
+    """Collate function that wraps the user's and also returns the number of samples; usable in worker processes."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -90,10 +90,10 @@ class BatchAhead:
     """Batch that was read ahead of the loop.
 
     Attributes:
-        size: The number of samples in the batch; 1 if sizes are unknown.
+        size: The number of samples in the batch; 1 if batch sizes are unknown.
         batch: The batch as the source yielded it.
         state: The state of the source before the batch was read; None if the source has no state.
-        drawn: The draws made to read the batch; None if this process draws nothing.
+        drawn: The states of the random stream before and after the batch was read; None if this process draws nothing.
     """
 
     size: int
@@ -106,9 +106,9 @@ class StreamedBatches:
     """Reader that groups the batches of a stream into optimizer steps and weights them exactly.
 
     A stream that is already split by rank, by its own code or by a library, is read unchanged: each rank trains on the
-    batches of its own stream. A stream that is the same on all ranks is distributed: every rank reads all of it, and in
-    each round of ``size`` batches, batch r belongs to rank r. The first batches are compared across ranks to determine
-    which case applies.
+    batches of its own stream. A stream that is the same on all ranks is distributed: every rank reads all of it. In
+    each round of batches, one for each rank, batch r belongs to rank r. The first batches are compared across ranks to
+    determine which case applies.
 
     A rank without a batch in a round takes part with weight zero.
 
@@ -119,18 +119,19 @@ class StreamedBatches:
         source: The user's loader or iterable.
         counted: The number of samples in a full batch, if ``sizes`` contains the size of each batch; None if all
             batches have the same weight.
-        planner: Computes the accumulation groups and the weights of their batches.
+        planner: Planner of the accumulation groups, which computes the weights of their batches.
         draws: The random sources that the source may draw from.
         lent: Whether this process reads the source itself. The source then draws from the run's random stream, so that
             its draws are the same on every rank and are repeated after a resume.
-        stateful: An object with ``state_dict`` and ``load_state_dict`` that contains the position of the source, or
-            None.
+        stateful: The object whose ``state_dict`` and ``load_state_dict`` save and restore the position of the source;
+            None if the source has no usable state.
         gap: The reason why the state of the source is not used, or "".
-        cursor: Receives the upcoming group that the votes describe; None if the stream may not be read ahead.
+        cursor: Position of the loop, on which this rank's votes on an upcoming group are set; None if the stream may
+            not be read ahead.
 
     Attributes:
-        order: The RNG state that the epoch was drawn from; if it is set before the epoch begins, that epoch is
-            repeated.
+        order: The RNG state at the beginning of the epoch; None between epochs. If it is set before an epoch begins,
+            the epoch is drawn again from this state.
         micros: Metadata of the batches that were yielded but not yet processed by the loop.
         sizes: The numbers of samples in the batches that the source has created but not yet yielded.
         compare: The ranks whose first batches have not been compared yet; None if no comparison is pending.
@@ -182,7 +183,7 @@ class StreamedBatches:
             epoch: The epoch number, from 0.
             skip: Number of samples of the epoch that were already yielded, over all ranks.
             limit: The maximum number of batches to yield; None for no limit.
-            done: Number of this rank's batches that contained these samples.
+            done: Number of this rank's batches that were already yielded.
         """
         self.epoch, self.skip, self.limit, self.done = epoch, skip, limit, done
         self.sizes.clear()
@@ -204,7 +205,7 @@ class StreamedBatches:
         """Return the number of batches that this process yields in a whole epoch, at most ``limit``; None if unknown.
 
         Args:
-            limit: The maximum; None for no limit.
+            limit: Maximum number of batches; None for no limit.
         """
         shares = self.planner.shares
         if shares is not None:
@@ -333,7 +334,7 @@ class StreamedBatches:
         Persistent workers draw their seed once per run. A resumed run gives them the same seed again.
 
         Args:
-            persistent: Whether the workers persist.
+            persistent: Whether the loader has persistent workers.
         """
         if not persistent:
             yield
@@ -345,7 +346,7 @@ class StreamedBatches:
                 yield
 
     def started(self) -> None:
-        """Move the reader's stream to the saved position, now that the loader's iterator exists.
+        """Restore the saved state of the stream that the source draws from, now that the loader's iterator exists.
 
         Creating the iterator draws random numbers. A loader subclass may create it only with the first batch.
         """
@@ -464,10 +465,11 @@ class StreamedBatches:
         self.cursor.outlook = outlook
 
     def _pop_outlook(self, shares: RankShares, width: int) -> Outlook | None:
-        """Return the votes on the next group; None if there are none.
+        """Return the votes on the next group; None if no votes apply to it.
 
-        If the loop's backward passes carry no votes, reading ahead is disabled on all ranks. If the width of the group
-        is not the one that was voted on, the votes on this group and on the groups already read ahead are discarded.
+        If the loop's gradient reductions do not include the votes, reading ahead is disabled on all ranks. If the width
+        of the group differs from the width that was voted on, the votes on this group and on the groups already read
+        ahead are discarded.
         """
         if self.cursor is not None:
             self.cursor.outlook = None
@@ -521,7 +523,7 @@ class StreamedBatches:
             )
 
     def state(self, drawn: Draw | None) -> dict[str, Any] | None:
-        """Return the position of the source, if it has a state.
+        """Return the position of the source; None if the source has no state, or if this rank's own stream has ended.
 
         If batches are buffered ahead of the loop, the position is that of the first buffered batch.
 
@@ -604,11 +606,11 @@ class StreamedBatches:
 
 
 def follow_iterator(view: DataLoader[Any], plan: StreamedBatches) -> None:
-    """Patch ``view`` so that ``plan`` learns when its iterator is created and records the sizes that `Counted` adds.
+    """Patch ``view`` to notify ``plan`` when its iterator is created, and to record the sizes that `Counted` adds.
 
     Args:
         view: The copy of the user's loader; its ``_get_iterator`` is replaced.
-        plan: The reader of its batches.
+        plan: The reader of the view's batches.
     """
     weak = weakref.ref(view)  # a cycle would keep persistent workers alive
 

@@ -1,4 +1,4 @@
-"""Reading of samples in worker processes, with a seed per sample, or in this process; lifetime of the workers."""
+"""Seeds of samples in worker processes, iteration without workers, and the lifetime of workers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
 TORCH_SEEDED = -1
-"""Marks an epoch whose workers have just been started, and seeded by torch."""
+"""Value that marks an epoch whose workers have just been started and seeded by torch."""
 
 
 class _StandIn:
-    """Base class of datasets that wrap another dataset and forward all other attributes to it."""
+    """Base class of datasets that wrap another dataset and forward attribute access and ``len`` to it."""
 
     dataset: Any
 
@@ -58,7 +58,7 @@ class SeededStream(_StandIn, IterableDataset[Any]):
 
 
 def seed_epoch(stream: SeededStream, seed: int) -> None:
-    """Set the workers' seed for the next epoch. This is a function because a method could hide one of the dataset's.
+    """Set the workers' seed for the next epoch. A method would hide a dataset attribute of the same name.
 
     Args:
         stream: The stream whose workers are seeded.
@@ -68,11 +68,12 @@ def seed_epoch(stream: SeededStream, seed: int) -> None:
 
 
 class SeededSamples(_StandIn):
-    """Dataset that seeds the generators before each sample is read. It is used only in loader workers.
+    """Dataset for workers that seeds the generators of Python, NumPy and torch before each sample is read.
 
-    The seed depends on the epoch and on the sample's position in it. A resumed run, or a run with another number of
+    The seed depends on the epoch and on the sample's position in it. A resumed run, or a run with a different number of
     workers or processes, therefore draws the same augmentations. A sample that occurs twice in an epoch gets two
-    different augmentations.
+    different augmentations. A dataset with ``__getitems__`` is seeded once per batch, from the position of the first
+    sample.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -136,7 +137,7 @@ class LiveWithRank:
     """``worker_init_fn`` that makes a worker end with its rank, and then calls the user's own ``worker_init_fn``.
 
     Launchers and terminals signal whole process groups. A rank that receives SIGTERM needs its workers to complete the
-    step and save a checkpoint, but torch's workers end on SIGTERM. The workers therefore form a separate process group.
+    step and save a checkpoint, but torch's workers end on SIGTERM. Each worker therefore has a separate process group.
     A Ctrl-C that is sent to each process individually is ignored.
 
     When the rank ends, its workers end immediately; torch's own check of the parent process runs only every 5 s. A
@@ -151,7 +152,7 @@ class LiveWithRank:
         self._init = init
 
     def __call__(self, worker_id: int) -> None:
-        """Prepare the worker process; torch calls this inside it."""
+        """Prepare the worker process, in which torch calls this function."""
         if hasattr(os, "setpgid"):
             os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -173,10 +174,10 @@ def note_workers(view: DataLoader[Any], iterator: Any) -> Any:
 
     Args:
         view: The loader to store the reference on.
-        iterator: The iterator of the loader.
+        iterator: An iterator of the loader, with or without workers.
 
     Returns:
-        The same iterator.
+        ``iterator``, unchanged.
     """
     if hasattr(iterator, "_shutdown_workers"):
         view.__dict__["_treadle_iterator"] = weakref.ref(iterator)

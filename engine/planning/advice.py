@@ -1,4 +1,4 @@
-"""Suggestions of how to make a plan fit into memory or run faster, each of them verified by a plan."""
+"""Suggestions that make a planned run fit into memory or run faster. Each suggestion is verified by another plan."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Again = Callable[..., Plan]
 
 
 def advise(plan: Plan, again: Again) -> list[str]:
-    """Return suggestions as texts; an empty list if no change is worthwhile.
+    """Return suggestions as text. The list is empty if the run fits into memory and no change makes it 2 % faster.
 
     Args:
-        plan: The requested plan.
+        plan: The plan of the run as the user requested it.
         again: Function that plans the same run with changes. Its keyword arguments are those of
             `strategies.simulation.varied`, and ``micro_batch``, ``accumulate`` and ``precision``.
     """
@@ -33,7 +33,7 @@ def advise(plan: Plan, again: Again) -> list[str]:
 
 
 def _advise_fit(plan: Plan, again: Again) -> str:
-    """Return a text with the first change, or combination of changes, with which the run fits into memory."""
+    """Return text that names the changes with which the run fits into memory, or states that they do not suffice."""
     changes: dict[str, Any] = {}
     words: list[str] = []
     candidate = plan
@@ -75,7 +75,7 @@ def _advise_fit(plan: Plan, again: Again) -> str:
 
 
 def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
-    """Return a plan with smaller micro-batches and the same number of samples per step."""
+    """Return a plan with smaller micro-batches and about the same number of samples per step."""
     fixed = sum(candidate.states.values())
     room = candidate.gpu.memory / candidate.calibration.reserved - fixed
     sample_bytes = max(1, (candidate.peak - fixed) // candidate.micro_batch)
@@ -87,7 +87,7 @@ def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Pla
 
 
 def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:
-    """Suggest mixed precision, in which parameters and optimizer states keep their dtype."""
+    """Suggest mixed precision for a float32 run. Parameters and optimizer state keep their dtype."""
     if plan.precision.name != "32-true":
         return []
     name = "16-mixed" if plan.gpu.name == "v100" else "bf16-mixed"  # Volta has no bfloat16

@@ -8,17 +8,17 @@ from typing import Any
 
 
 class Event:
-    """Point in time in a simulated stream."""
+    """Simulated ``torch.cuda.Event``, which is a point in time in a stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.at = 0.0
         self.clocks: Clocks | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Set the event to the current time of ``stream``.
+        """Set the event to the time at which all work in ``stream`` is complete.
 
         Args:
-            stream: The stream. Default: the current one.
+            stream: The stream to record in. Default: the current stream.
         """
         if stream is None:
             assert self.clocks is not None
@@ -29,7 +29,7 @@ class Event:
         """Make subsequent work in ``stream`` wait for the event.
 
         Args:
-            stream: The stream. Default: the current one.
+            stream: The stream that waits. Default: the current stream.
         """
         if stream is None:
             assert self.clocks is not None
@@ -37,7 +37,7 @@ class Event:
         stream.wait_event(self)
 
     def query(self) -> bool:
-        """Return True, because the host has no clock and all work appears complete to it."""
+        """Return True, because the host has no clock, so all work appears complete."""
         return True
 
     def synchronize(self) -> None:
@@ -45,14 +45,14 @@ class Event:
 
 
 class Stream:
-    """Simulated stream. Its ``time`` is when all operations added to it are complete, in seconds."""
+    """Simulated ``torch.cuda.Stream``. Its ``time`` is the time in seconds at which all of its work is complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.time = 0.0
         self.device = None
 
     def wait_stream(self, other: Stream) -> None:
-        """Make subsequent work wait for the work that another stream already contains.
+        """Make subsequent work in this stream wait for the work that another stream already contains.
 
         Args:
             other: The stream to wait for.
@@ -60,7 +60,7 @@ class Stream:
         self.time = max(self.time, other.time)
 
     def wait_event(self, event: Event) -> None:
-        """Make subsequent work wait for an event.
+        """Make subsequent work in this stream wait for an event.
 
         Args:
             event: The event to wait for.
@@ -68,7 +68,7 @@ class Stream:
         self.time = max(self.time, event.at)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return an event at which all work that the stream already contains is complete.
+        """Return an event, set to the time at which all work in this stream is complete.
 
         Args:
             event: The event to set. Default: a new one.
@@ -128,9 +128,9 @@ class Clocks:
         """Add a collective, which starts after the earlier collectives of its group.
 
         Args:
-            group: The ranks that take part.
+            group: The ranks that take part in the collective.
             seconds: The duration of the collective once all ranks are ready.
-            wait: Whether the current stream waits for it.
+            wait: Whether the current stream waits for the end of the collective.
 
         Returns:
             The time at which the collective ends, in seconds.

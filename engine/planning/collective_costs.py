@@ -24,11 +24,11 @@ def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gp
     """Estimate the duration of a collective in seconds, starting when all ``ranks`` are ready.
 
     Args:
-        kind: One of `STEPS`.
+        kind: Kind of collective, a key of `STEPS` such as ``"all_gather"``.
         size: Size of the whole tensor in bytes: the tensor that each rank has after a gather, before a scatter, or
             before and after a reduction.
-        ranks: The ranks that take part. Consecutive ranks share a machine.
-        gpu: The kind of GPU.
+        ranks: The ranks that take part. Consecutive ranks share a machine with ``gpu.per_machine`` GPUs.
+        gpu: The GPU of each rank, with the bandwidths of its links.
     """
     count = len(ranks)
     if count == 1:
@@ -52,7 +52,7 @@ def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gp
 
 
 def _compute_network_bandwidth(size: int, machines: int, count: int, gpu: GPU) -> float:
-    """Return the bandwidth of a ring through several machines, in bytes per second."""
+    """Return the bandwidth, in bytes per second, of a ring through several machines for a message of ``size`` bytes."""
     rate = gpu.network * (_FEW_MACHINES + (1 - _FEW_MACHINES) * min(1.0, (machines - 1) / 7))
     ports = min(gpu.per_machine, math.ceil(count / machines))
     if machines > 2 and ports > 1:  # a ring with one rank per machine has one port

@@ -48,7 +48,7 @@ def sizes_of(name: str) -> Sizes:
     """Return the dimensions of a model by name, such as ``llama-7b`` or, for short, ``7b``.
 
     Args:
-        name: The name, one of `MODELS` or its last part.
+        name: A key of `MODELS`, or its part after the hyphen.
 
     Raises:
         ValueError: If the name is unknown. The error names the closest one.
@@ -78,7 +78,7 @@ class Attention(nn.Module):
 
         Args:
             x: Features of shape (batch, length, width).
-            turn: Cosines and sines of the rotary position embeddings.
+            turn: Cosines and sines of the rotary position embeddings, of shape (2, length, 1, width / heads / 2).
         """
         batch, length, _ = x.shape
         q, k, v = (part(x).view(batch, length, -1, self.head) for part in (self.queries, self.keys, self.values))
@@ -96,7 +96,7 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
 
     Args:
         x: Features of shape (batch, length, heads, features).
-        turn: Cosines and sines of the angles.
+        turn: Cosines and sines of the angles, of shape (2, length, 1, features / 2).
     """
     first, second = x.float().chunk(2, dim=-1)
     cosine, sine = turn.unbind(0)
@@ -126,7 +126,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block of attention and a feed-forward layer.
+    """Transformer block: attention and a feed-forward layer, each with pre-normalization and a residual connection.
 
     Args:
         sizes: The dimensions of the decoder.
@@ -144,7 +144,7 @@ class Block(nn.Module):
 
         Args:
             x: Features of shape (batch, length, width).
-            turn: Cosines and sines of the rotary position embeddings.
+            turn: Cosines and sines of the rotary position embeddings; see `Attention.forward`.
         """
         x = x + self.attention(self.attention_norm(x), turn)
         return x + self.feed(self.feed_norm(x))
@@ -194,7 +194,7 @@ def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def tokens(sizes: Sizes, samples: int) -> Tensor:
-    """Return a batch of zeros, because a plan does not use token values.
+    """Return a batch of zeros of shape (samples, length + 1), because a plan does not use token values.
 
     Args:
         sizes: The dimensions of the decoder.

@@ -78,7 +78,7 @@ def find_gpu(name: str | GPU) -> GPU:
     """Return a GPU by name.
 
     Args:
-        name: The name, one of `GPUS`. A `GPU` is returned unchanged.
+        name: A key of `GPUS`, such as ``"h100"``. A `GPU` object is returned unchanged.
 
     Raises:
         ValueError: If the name is unknown. The error names the closest one.
@@ -89,7 +89,7 @@ def find_gpu(name: str | GPU) -> GPU:
 
 
 def detect_gpu() -> GPU | None:
-    """Return the GPU of this machine, with the memory size that the driver reports; None if it is unknown."""
+    """Return this machine's GPU with the memory size that the driver reports; None without a known CUDA GPU."""
     if not torch.cuda.is_available():
         return None
     gpu = match_driver_name(torch.cuda.get_device_name())
@@ -97,10 +97,10 @@ def detect_gpu() -> GPU | None:
 
 
 def match_driver_name(name: str) -> GPU | None:
-    """Return the GPU that a driver's name denotes; None if it is unknown.
+    """Return the GPU for a device name that the driver reports; None if the name is unknown.
 
     Args:
-        name: The name that the driver reports, such as ``"NVIDIA H100 80GB HBM3"``.
+        name: The device name, such as ``"NVIDIA H100 80GB HBM3"``.
     """
     words = re.findall("[a-z0-9]+", name.lower().replace("rtx 4090", "rtx4090"))
     if _OTHERS & set(words):

@@ -69,7 +69,7 @@ class Memory:
 
         Args:
             tensor: The tensor whose storage is counted.
-            category: The category to count it in.
+            category: The category to which the memory is added, one of `CATEGORIES`.
         """
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -79,11 +79,11 @@ class Memory:
             self._add(size, category)
 
     def name(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Change the category of the memory of ``tensors``.
+        """Move the memory of ``tensors`` to another category.
 
         Args:
             tensors: The tensors whose memory is recategorized; memory that is not counted is skipped.
-            category: The new category.
+            category: The new category, one of `CATEGORIES`.
         """
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
@@ -94,7 +94,7 @@ class Memory:
                 self.live[category] += size
 
     def resized(self, tensor: Tensor) -> None:
-        """Update the size of the memory of ``tensor``, a gathered parameter that sharding resizes.
+        """Update the recorded size of a tensor that sharding has resized, and move it to the category ``GATHERED``.
 
         Args:
             tensor: The tensor whose storage has a new size.
@@ -143,7 +143,7 @@ class Traffic:
         """Count a collective.
 
         Args:
-            kind: The kind of the collective.
+            kind: The kind of the collective, such as ``"all_gather"``.
             size: The size of the whole tensor in bytes.
         """
         self.count[kind] += 1
@@ -155,14 +155,14 @@ class Meter(TorchDispatchMode):
 
     Args:
         clocks: The simulated device.
-        prices: The costs of operations.
-        memory: The record of allocations.
+        prices: Estimator of the durations of operations.
+        memory: Record to which allocations are added.
 
     Attributes:
-        traffic: Recorded communication.
-        launched: Number of operations that the host has sent to the device.
-        spent: Seconds spent in the compute stream, by category.
-        category: The category that subsequent allocations are counted in.
+        traffic: Number and size of the collectives since `begin`, by kind.
+        launched: Number of operations that the host has sent to the device since `begin`.
+        spent: Seconds spent in the compute stream, by cause, such as ``"arithmetic"``.
+        category: The memory category of subsequent allocations, one of `CATEGORIES`.
     """
 
     def __init__(self, clocks: Clocks, prices: Prices, memory: Memory) -> None:

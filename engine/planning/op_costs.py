@@ -29,16 +29,16 @@ class Calibration:
         host: Seconds that the host takes to send an operation: at best, most likely, at worst. An estimate, because no
             part of Treadle was timed on a GPU: Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a
             kernel launch takes additional time.
-        host_compiled: Share of these operations that remains in a compiled model: at best, most likely, at worst. Not
-            measured either.
+        host_compiled: Share of the operations that the host still sends for a compiled model: at best, most likely, at
+            worst. This is an estimate too.
         straggler: Relative increase of the step time with each doubling of the number of processes beyond
             ``straggler_from``. In MosaicML's published runs on 128, 256 and 512 H100 GPUs, the step time increased with
             each doubling by 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B) and 3.6 to 6.4 % (1B).
         straggler_from: Number of processes up to which the step time does not increase.
-        spread: Assumed relative error of a prediction in cases like those compared with measurements, which deviated by
-            up to 2.6 %.
+        spread: Assumed relative error of predictions for cases like those compared with measurements. Their predictions
+            deviated by up to 2.6 %.
         spread_unchecked: Assumed relative error in all other cases: another kind of GPU, or a step that is not
-            dominated by large matrix products in half precision. Not derived from measurements.
+            dominated by large matrix products in half precision. This error is not derived from measurements.
         reserved: Memory that torch's allocator reserves, as a multiple of the peak. The published 8B runs reserved 1.07
             to 1.2 times the predicted peak.
     """
@@ -118,9 +118,9 @@ class Prices:
     """Estimator of the durations of operations on a GPU.
 
     Args:
-        gpu: The kind of GPU.
+        gpu: The GPU that runs the operations.
         calibration: Corrections to the peak values in the GPU's data sheet.
-        compiled: Whether pointwise operations are fused.
+        compiled: Whether the model is compiled, which fuses pointwise operations.
 
     Attributes:
         flops: Number of arithmetic operations in all matrix products since recording began.
@@ -135,11 +135,11 @@ class Prices:
         self._free: dict[Any, bool] = {}
 
     def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, str]:
-        """Return the duration of ``func`` in seconds, zero if it does no work, and its category.
+        """Return the duration of an operation in seconds, and its cause, such as ``"arithmetic"``. Views take no time.
 
         Args:
             func: The operation, as an overload of a torch operator.
-            args: The arguments of the operation.
+            args: The positional arguments of the operation, which may contain fake tensors.
             kwargs: The keyword arguments of the operation.
             out: The result of the operation.
         """

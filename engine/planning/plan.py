@@ -16,18 +16,18 @@ WAITING = "waiting for other processes"
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Conditions under which a model is trained.
+    """Settings of the run to plan: hardware, strategy, batch sizes and precision.
 
     Args:
         world_size: Number of processes.
-        strategy: The strategy, which lays out the model over the processes. A strategy object can be used by one plan
+        strategy: The strategy that distributes the model over the processes. A strategy object can be used by one plan
             only.
         gpu: The GPU of each process; see `gpus.GPUS`.
         micro_batch: Number of samples per forward pass. Default: 1.
         accumulate: Number of forward passes per optimizer step. Default: 1.
         precision: The precision, as for `Trainer`. Default: ``"bf16-mixed"``.
-        compiled: Whether pointwise operations are fused.
-        clip: Norm to clip gradients to; None for no clipping.
+        compiled: Whether the model is compiled, which fuses pointwise operations.
+        clip: Maximum norm of the gradients; None for no clipping.
         step: Name of the method of the model that returns the loss, such as ``"training_step"``; None for ``forward``.
         rank: The rank of the process to plan. Default: 0.
         calibration: Corrections to the peak values in the GPU's data sheet.
@@ -65,14 +65,15 @@ class Plan(Conditions):
         grid: The numbers of processes by dimension: ``replicate``, ``shard``, ``tensor``.
         parameters: Number of parameters of the whole model.
         trainable: Number of trainable parameters.
-        shards: The shape of this process's shard of each parameter.
-        memory: Bytes in use at the peak, by category.
-        states: Bytes that remain in use between steps, by category.
+        shards: The shape of this process's shard of each parameter, by parameter name.
+        memory: Bytes in use at the peak, by category (`meter.CATEGORIES`).
+        states: Bytes that remain in use between steps, for ``"parameters"`` and ``"optimizer"``.
         checkpoint: Size of a checkpoint of all processes, in bytes.
-        traffic: Communication of the process.
-        flops: Number of arithmetic operations in its matrix products, including recomputation.
+        traffic: Number and size of the process's collectives, by kind.
+        flops: Number of arithmetic operations in the process's matrix products, including recomputation.
         seconds: Device time of the step in seconds, without stragglers.
-        spent: Device time in seconds, by category. `WAITING` is the time spent waiting for other processes.
+        spent: Device time in seconds, by cause, such as ``"arithmetic"``. `WAITING` is the time spent waiting for other
+            processes.
         launched: Number of operations that the host sends to the device.
     """
 
@@ -96,7 +97,7 @@ class Plan(Conditions):
 
     @property
     def peak(self) -> int:
-        """Bytes in use at the peak."""
+        """Bytes that the process uses at the memory peak of the step."""
         return sum(self.memory.values())
 
     @property

@@ -48,7 +48,7 @@ def screen(
 
     Args:
         plan: The plan to report.
-        name: The name of the model.
+        name: The name of the model, for the heading.
         schedule: The length and learning rate schedule of the run.
         hints: The suggestions of `advice.advise`.
         gpu_from: Text that states how the GPU was determined, if the user did not name it.
@@ -168,7 +168,7 @@ def _describe_time(plan: Plan) -> str:
 
 
 def _describe_bound(plan: Plan) -> str:
-    """Describe which categories take the time of a step, or that the host limits it."""
+    """Describe how the time of a step divides into causes, or that the host limits the step."""
     if plan.host_bound:
         low, _, high = (seconds / plan.launched * 1e6 for seconds in plan.host)
         return (

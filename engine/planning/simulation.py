@@ -33,12 +33,11 @@ def simulate(
     size, the simulation takes seconds and a few hundred MB.
 
     Args:
-        build_model: Function that creates the model. It is called on the meta device, so that parameters take no
-            memory.
+        build_model: Function that creates the model. It is called on the meta device, so parameters take no memory.
         make_batch: Function that creates a batch, given the number of samples.
         loss: Function that returns the loss, given the model (or its method ``step``) and a batch. It must not read a
             tensor's value.
-        optimizer: Function that creates an optimizer, given parameters.
+        optimizer: Function that creates an optimizer, given the trainable parameters.
         conditions: Arguments of `Conditions`, at least ``world_size`` and ``strategy``.
 
     Returns:
@@ -126,7 +125,7 @@ class _Step:
                 raise _make_value_error(error, "numpy()") from error
 
     def _note_gradients(self) -> list[tuple[Tensor, float]]:
-        """Register hooks that record when each replicated parameter's gradient is ready, and return their record."""
+        """Register hooks that record when each replicated parameter's gradient is ready; return the list they fill."""
         order: list[tuple[Tensor, float]] = []
 
         def note(parameter: Tensor) -> None:
@@ -223,7 +222,7 @@ class _Step:
 
 
 def _give_sizes(called: nn.Module) -> None:
-    """Replace a model's tensors on the meta device by tensors with memory of the same size, and keep tied ones tied."""
+    """Replace a model's meta tensors with fake CPU tensors, whose size can be counted. Tied parameters remain tied."""
     places = [(part, name, p) for part in called.modules() for name, p in part._parameters.items() if p is not None]
     called.to_empty(device="cpu")
     first: dict[Any, Any] = {}

@@ -1,7 +1,7 @@
-"""Protocol by which all ranks leave a loop before the same batch, for loops without a collective that carries votes.
+"""Protocol by which all ranks leave a loop before the same batch, for loops without votes in each step.
 
 The ranks may be at different batches, or wait for each other within a batch. A rank must not simply stop, because a
-rank that is ahead may need it in a collective of its current batch. Therefore:
+rank that is further ahead may wait for the stopped rank in a collective. Therefore:
 
 1. The rank that wants to leave writes a request to the store.
 2. Each rank that reads the request pledges not to begin the batch after its current batch without a decision. A thread
@@ -23,7 +23,7 @@ _POLL = 0.005  # seconds
 _FAR = 2**62
 
 Position = tuple[int, int]
-"""The number of a loop since the start, and of a batch in it."""
+"""Number of a loop since the start of the stage, and number of a batch in this loop."""
 
 
 class _Round:
@@ -32,7 +32,7 @@ class _Round:
     Attributes:
         number: The number of the stage, which is the same on all ranks.
         position: The batch that this rank is processing, or is about to begin.
-        asked: Whether this rank wants to leave.
+        asked: Whether this rank has requested to leave.
         limit: The batch before which this rank waits for the decision; None if no rank has requested to leave.
         decision: The batch before which all ranks leave; None if it is not decided yet.
     """
@@ -70,9 +70,9 @@ class Departure:
         """Begin a stage, and discard earlier requests. Must be called on all ranks.
 
         Args:
-            watchdog: The watchdog, whose thread accesses the store. Without a watchdog, several ranks cannot leave a
-                loop early.
-            on_asked: Function that this thread calls when any rank has requested to leave.
+            watchdog: Watchdog whose thread calls `exchange` with the store. Without a watchdog, several ranks cannot
+                leave a loop early.
+            on_asked: Function that the watchdog's thread calls when any rank has requested to leave.
         """
         self._round, self._on_asked = _Round(), on_asked
         if watchdog is not None:
@@ -83,7 +83,7 @@ class Departure:
         self._round.asked = True
 
     def begin_loop(self) -> None:
-        """Begin a loop. All ranks must go through the same loops."""
+        """Begin a loop. All ranks must run the same loops in the same order."""
         self._round.position = (self._round.position[0] + 1, 0)
 
     def end_loop(self) -> None:
@@ -91,10 +91,10 @@ class Departure:
         self._round.position = (self._round.position[0], _FAR)
 
     def must_leave(self, batch: int) -> bool:
-        """Return whether all ranks leave the loop before a batch. It may wait once for the other ranks.
+        """Return whether all ranks leave the loop before a batch. After a request, one call waits for the other ranks.
 
         Args:
-            batch: The number of the batch in the loop.
+            batch: The number in the loop of the batch that this rank is about to begin.
         """
         state = self._round
         state.position = position = (state.position[0], batch)
@@ -113,13 +113,13 @@ class Departure:
         self._round.decision = self._round.limit
 
     def exchange(self, store: Any) -> bool:
-        """Exchange requests and pledges through the store. A thread calls this periodically.
+        """Exchange requests and pledges through the store. The watchdog's thread calls this method periodically.
 
         Args:
             store: Torch's store of the process group.
 
         Returns:
-            True if it must be called again.
+            True if the decision is pending, so the method must be called again soon.
         """
         state = self._round
         asking, deciding = f"leave {state.number}", f"leave {state.number} at"

@@ -37,7 +37,7 @@ _ECHO = 1.0
 
 
 class Preempted(SystemExit):
-    """Exit raised when a signal ends the run, after the run was saved if there was something to save.
+    """``SystemExit`` that ends the program after a signal. The run is saved first if there is anything to save.
 
     The exit status is the same as if the signal had ended the program: 143 for SIGTERM, 129 for SIGHUP. It is also 143
     for SIGUSR1, which schedulers send some time before SIGTERM.
@@ -68,15 +68,16 @@ class Preemption:
     delayed; with several processes, it must arrive more than a second after the first.
 
     Args:
-        accelerator: The Accelerator of the run, whose votes carry the flag.
-        grace: Time in seconds after which all ranks end, regardless of their state, counted from the first signal that
-            any rank receives. Default: no limit.
+        accelerator: The Accelerator of the run, whose votes include the flag.
+        grace: Time limit in seconds, from the first signal that any rank receives. When it expires, all ranks end, even
+            if they hang. Default: no limit.
 
     Attributes:
         caught: The signal that this process received; None if it has not received one.
         interrupts: Whether Ctrl-C is handled like the other signals.
         abandoned: Whether a second Ctrl-C arrived, so that nothing more is saved.
-        departure: Agreement that lets the ranks leave loops without votes, such as evaluations, together.
+        departure: Agreement of the ranks on the batch before which they leave a loop without votes, such as an
+            evaluation.
 
     Example:
         >>> import treadle
@@ -144,7 +145,7 @@ class Preemption:
 
     @contextmanager
     def catching_interrupts(self) -> Iterator[None]:
-        """Return a context in which Ctrl-C acts like the other signals; its end then raises KeyboardInterrupt."""
+        """Return a context in which Ctrl-C is handled like the other signals; its end then raises KeyboardInterrupt."""
         self.interrupts = True
         try:
             yield
@@ -182,7 +183,7 @@ class Preemption:
         self._failing = True
 
     def _start_deadline(self) -> None:
-        """Start the deadline, because another rank has received a signal. A thread calls this."""
+        """Start the deadline, because a rank has received a signal. The watchdog's thread calls this method."""
         if (deadline := self._deadline) is not None:
             deadline.start()
 
@@ -308,7 +309,7 @@ class Preemption:
         return self._agreed
 
     def leave(self) -> NoReturn:
-        """Requeue the job after SIGUSR1, and end the process. Call it on all ranks, after saving.
+        """Requeue the SLURM job after SIGUSR1, and end the process. Call it on all ranks, after saving.
 
         Raises:
             Preempted: After any signal except Ctrl-C.

@@ -19,8 +19,8 @@ class AdvancedProfiler(Profiler):
     Args:
         dirpath: See `Profiler`.
         filename: See `Profiler`.
-        line_count_restriction: Number of functions to show for each action (an int), or share of them, up to 1.0 (a
-            float). Default: 1.0.
+        line_count_restriction: Functions to show for each action: their number as an int, or their share as a float
+            from 0.0 to 1.0. Default: 1.0.
         dump_stats: Write each action's statistics to a file, for ``python -m pstats`` and viewers such as snakeviz.
 
     Raises:
@@ -65,7 +65,7 @@ class AdvancedProfiler(Profiler):
         return self.dump_stats or self.filename is not None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Start a stage, and discard the measurements of the previous one; see `Profiler.setup`.
+        """Prepare for a stage, and discard the measurements of the previous one; see `Profiler.setup`.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -77,10 +77,10 @@ class AdvancedProfiler(Profiler):
         self._running.clear()
 
     def start(self, action_name: str) -> None:
-        """Start an action; see `Profiler.start`.
+        """Begin recording an action; see `Profiler.start`.
 
         Args:
-            action_name: The name of the action.
+            action_name: The name of the action, such as ``"forward"``.
         """
         if self._running:
             self.profiled_actions[self._running[-1]].disable()
@@ -88,13 +88,13 @@ class AdvancedProfiler(Profiler):
         self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
 
     def stop(self, action_name: str) -> None:
-        """End an action; see `Profiler.stop`.
+        """End the recording of an action, and continue that of the enclosing action; see `Profiler.stop`.
 
         Args:
-            action_name: The name of the action.
+            action_name: The name that `start` received.
 
         Raises:
-            ValueError: If the action is not running.
+            ValueError: If no action with this name is running.
         """
         if action_name not in self._running:
             raise ValueError(

@@ -16,7 +16,7 @@ class Span:
 
     Args:
         name: The name of the measured action.
-        start: The mark at its beginning.
+        start: The mark at the beginning of the span.
         outer: The enclosing span, or None.
 
     Attributes:
@@ -40,9 +40,9 @@ class Span:
 class DeviceClock:
     """Clock that marks the beginning and end of actions in a device's queue, and reads the marks without waiting.
 
-    The device reaches a mark when all work before it is complete. The time between two marks is therefore the
-    additional time for which the device was busy with the work launched in between, or idle because no work was
-    launched. Only ``read(wait=True)`` waits for the device.
+    The device reaches a mark when all work before it is complete. The time between two marks therefore includes the
+    work launched in between, and the time in which the device was idle because no work was launched. The time for
+    earlier work is excluded. Only ``read(wait=True)`` waits for the device.
 
     Args:
         new_mark: Function that creates a mark, such as ``torch.cuda.Event(enable_timing=True)``, with ``record()``,

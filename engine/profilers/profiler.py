@@ -25,13 +25,14 @@ class Profiler:
 
     Args:
         dirpath: Directory of the profiler's files. Default: the run's log directory.
-        filename: Write the report of each process to a file with this word in its name, such as ``fit-FILENAME-0.txt``,
-            instead of showing it; see `path_for`.
+        filename: Word in the names of report files, such as ``fit-FILENAME-0.txt``; see `path_for`. If it is set, each
+            process writes its report to a file. Default: rank zero logs its report.
 
     Attributes:
         device: The device of the run; None without a Trainer.
-        model: The task of the run; None without a Trainer.
-        advice: Suggestions on how to make actions faster, by name of the action.
+        model: The task of the Trainer, a ``torch.nn.Module``; None outside of a stage.
+        advice: Suggestions on how to make actions faster, by name of the action. The Trainer adds advice on its
+            dataloaders.
 
     Example:
         >>> import time
@@ -63,24 +64,24 @@ class Profiler:
     # -- methods to define ---------------------------------------------------------------------------------------
 
     def start(self, action_name: str) -> None:
-        """Start an action.
+        """Begin measuring an action. The base class does nothing.
 
         Args:
-            action_name: The name of the action.
+            action_name: The name of the action, such as ``"forward"``.
         """
 
     def stop(self, action_name: str) -> None:
-        """End an action.
+        """End the measurement of an action. The base class does nothing.
 
         Args:
-            action_name: The name of the action.
+            action_name: The name that `start` received.
         """
 
     def step(self) -> None:
-        """Mark the end of an optimizer step, with its callbacks and logging, or of a batch of an evaluation."""
+        """Mark the end of an optimizer step, including its callbacks and logging, or of an evaluation batch."""
 
     def summary(self) -> str:
-        """Return the report as text."""
+        """Return the report as text; "" if there is nothing to report."""
         return ""
 
     # -- methods to call -----------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ class Profiler:
         """Return a context that measures an action: ``with profiler.profile("augment"): ...``.
 
         Args:
-            action_name: The name of the action.
+            action_name: The name of the action, which is also the value of the ``with`` statement.
         """
         return self._profile(action_name)
 
@@ -106,10 +107,10 @@ class Profiler:
 
         Args:
             iterable: The iterable to measure.
-            action_name: The name of the action.
+            action_name: The name of the action under which the waiting time is recorded.
 
         Yields:
-            The items.
+            The items of ``iterable``, unchanged.
         """
         iterator = iter(iterable)
         while True:
@@ -123,7 +124,7 @@ class Profiler:
             yield item
 
     def describe(self) -> None:
-        """Show the report on rank zero or, with a ``filename``, write each process's report to its file."""
+        """Log the report on rank zero or, if ``filename`` is set, append each process's report to its own file."""
         text = self.summary()
         if not text:
             return
@@ -138,11 +139,11 @@ class Profiler:
 
     @property
     def needs_directory(self) -> bool:
-        """True if the profiler writes files, so that `setup` must receive a directory."""
+        """True if the profiler writes files, so `setup` needs a directory. Always True in the base class."""
         return True
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Start a stage and set the directory for files.
+        """Prepare for a stage. If ``dirpath`` is not set, use ``log_dir``.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -154,7 +155,7 @@ class Profiler:
         self.dirpath = self.dirpath or log_dir
 
     def teardown(self, stage: str | None) -> None:
-        """End a stage after its report.
+        """Clean up at the end of a stage, after `describe`. The base class does nothing.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -162,13 +163,13 @@ class Profiler:
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process, as passed to `setup`."""
+        """Rank of this process, as passed to `setup`; 0 if it was None."""
         return self._rank or 0
 
     def path_for(self, ending: str, part: str = "") -> Path:
-        """Return a path for this stage and process, ``dirpath/fit-name-0-part.txt``, and create its directory.
+        """Return a path such as ``dirpath/STAGE-FILENAME-RANK-PART.txt``, and create its directory.
 
-        With a world size of one, the rank is omitted.
+        Words that are not set are omitted, as is the rank with a world size of one.
 
         Args:
             ending: The suffix of the file name, with its dot.
@@ -182,7 +183,7 @@ class Profiler:
 
 
 class PassThroughProfiler(Profiler):
-    """Profiler that measures nothing. It is the ``trainer.profiler`` if no profiler is requested.
+    """Profiler that measures nothing. The Trainer uses this class by default.
 
     Example:
         >>> from treadle.profilers import PassThroughProfiler
@@ -195,7 +196,7 @@ class PassThroughProfiler(Profiler):
         """Return a context that measures nothing; see `Profiler.profile`.
 
         Args:
-            action_name: The name of the action.
+            action_name: The name of the action, which is also the value of the ``with`` statement.
         """
         return nullcontext(action_name)
 
@@ -204,7 +205,7 @@ class PassThroughProfiler(Profiler):
 
         Args:
             iterable: The iterable to iterate over.
-            action_name: The name of the action.
+            action_name: The name of the action; unused.
         """
         return iter(iterable)
 

@@ -32,8 +32,8 @@ class PyTorchProfiler(Profiler):
         emit_nvtx: Emit ranges for Nsight Systems (``nsys profile python train.py``) instead of recording operations.
         export_to_chrome: Write traces in Chrome's format. Default: True.
         row_limit: Maximum number of rows in the table; -1 for all. Default: 20.
-        sort_by_key: Order of the table, one of `AVAILABLE_SORT_KEYS`. Default: the time on the device, or on the CPU if
-            no device was recorded.
+        sort_by_key: Column by which the table is sorted, one of `AVAILABLE_SORT_KEYS`. Default: the device time, or the
+            CPU time if no device was recorded.
         record_module_names: Create a range for each call of a submodule, except within compiled code. Default: True.
         table_kwargs: Further arguments of torch's ``EventList.table``.
         profiler_kwargs: Arguments of ``torch.profiler.profile``: ``schedule`` (default: record steps 3 to 5; None
@@ -108,7 +108,7 @@ class PyTorchProfiler(Profiler):
         return traces or self.filename is not None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Start a stage and the recording; see `Profiler.setup`.
+        """Prepare for a stage, and begin recording; see `Profiler.setup`.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -135,23 +135,23 @@ class PyTorchProfiler(Profiler):
             self._names = ModuleNames(self.model)
 
     def start(self, action_name: str) -> None:
-        """Start an action; see `Profiler.start`.
+        """Begin the range of an action in the trace; see `Profiler.start`.
 
         Args:
-            action_name: The name of the action.
+            action_name: The name of the action, such as ``"forward"``.
         """
         record = record_function(f"[treadle]{action_name}")
         record.__enter__()
         self._running.append((action_name, record))
 
     def stop(self, action_name: str) -> None:
-        """End an action; see `Profiler.stop`.
+        """End the range of an action in the trace; see `Profiler.stop`.
 
         Args:
-            action_name: The name of the action.
+            action_name: The name that `start` received.
 
         Raises:
-            ValueError: If the action is not running.
+            ValueError: If no action with this name is running.
         """
         for place in range(len(self._running) - 1, -1, -1):
             if self._running[place][0] == action_name:
@@ -163,7 +163,7 @@ class PyTorchProfiler(Profiler):
         )
 
     def step(self) -> None:
-        """Advance the schedule; see `Profiler.step`."""
+        """Advance the recording schedule by one step; see `Profiler.step`."""
         self._steps += 1
         if not self.emit_nvtx and self.profiler is not None:
             self.profiler.step()
@@ -174,7 +174,7 @@ class PyTorchProfiler(Profiler):
         super().describe()
 
     def summary(self) -> str:
-        """End the recording and return a table of the operations recorded last; see `Profiler.summary`."""
+        """End the recording, and return the table of operations in its last cycle; see `Profiler.summary`."""
         self._end()
         return self._table
 
@@ -204,7 +204,7 @@ class PyTorchProfiler(Profiler):
             )
 
     def _export_cycle(self, profiler: Any) -> None:
-        """Store the table of a recorded cycle of the schedule, and write or pass on its trace."""
+        """Store the table of a recorded schedule cycle, and write its trace or pass it to ``on_trace_ready``."""
         rows = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
         on_device = any(activity.name != "CPU" for activity in profiler.activities)
         key = self.sort_by_key or ("device_time_total" if on_device else "cpu_time_total")

@@ -25,7 +25,7 @@ class SimpleProfiler(Profiler):
         extended: Also show the number of calls, the longest call and the share of the time. Default: True.
 
     Attributes:
-        actions: The measurements, by name of the action.
+        actions: The measurements of the current stage (see `verdict.Action`), by name of the action.
 
     Example:
         >>> import time
@@ -55,7 +55,7 @@ class SimpleProfiler(Profiler):
         return self.filename is not None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Start a stage, and discard the measurements of the previous one; see `Profiler.setup`.
+        """Prepare for a stage, and discard the measurements of the previous one; see `Profiler.setup`.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -66,10 +66,10 @@ class SimpleProfiler(Profiler):
         self._forget()
 
     def start(self, action_name: str) -> None:
-        """Start an action; see `Profiler.start`.
+        """Begin measuring an action; see `Profiler.start`.
 
         Args:
-            action_name: The name of the action.
+            action_name: The name of the action, such as ``"forward"``.
         """
         span = None
         if self._clock is not None:
@@ -78,13 +78,13 @@ class SimpleProfiler(Profiler):
         self._running.append((action_name, time.perf_counter(), span))
 
     def stop(self, action_name: str) -> None:
-        """End an action; see `Profiler.stop`.
+        """End the measurement of an action; see `Profiler.stop`.
 
         Args:
-            action_name: The name of the action.
+            action_name: The name that `start` received.
 
         Raises:
-            ValueError: If the action is not running.
+            ValueError: If no action with this name is running.
         """
         end = time.perf_counter()
         running = self._running
@@ -141,13 +141,13 @@ class SimpleProfiler(Profiler):
 
 
 def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_device: bool) -> list[str]:
-    """Return the lines of a table, largest share first. The last line is the time outside of all actions.
+    """Return the lines of the table of actions, largest share first. The last line is the time outside of all actions.
 
     Args:
-        actions: The measurements, by name of the action.
-        elapsed: Total time in seconds.
-        extended: Show all columns.
-        on_device: Compute the shares from device time.
+        actions: The measurements of each action, by its name.
+        elapsed: Duration of the stage in seconds; shares are relative to this time.
+        extended: Show all columns; otherwise only the means and the total.
+        on_device: Compute the shares from device time instead of the process's time.
     """
     exclusive = {name: a.device_exclusive if on_device else a.exclusive for name, a in actions.items()}
     rest = max(0.0, elapsed - sum(exclusive.values()))
@@ -171,7 +171,7 @@ def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_devi
 
 
 def _format_seconds(value: float) -> str:
-    """Format a duration in seconds, milliseconds or microseconds."""
+    """Format a duration, given in seconds, with the unit s, ms or us."""
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"

@@ -21,7 +21,7 @@ def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pro
     Args:
         handler: Settings of the profiler. If ``output_trace_dir`` is set, each process writes its trace to this
             directory.
-        world: All processes. If traces are written, each process waits for the other ones at the end.
+        world: The ranks of the run. If traces are written, each rank waits for the other ranks at the end of the block.
 
     Yields:
         The running ``torch.profiler.profile``.

@@ -21,13 +21,14 @@ class Action:
     """Measurements of all calls of one action.
 
     Attributes:
-        calls: Number of calls.
+        calls: Number of completed calls.
         total: Seconds spent in the action; in a recursion, only the outermost call counts.
         exclusive: Seconds spent in the action outside of nested actions.
         longest: Duration of the longest call in seconds.
         first: ``exclusive`` of the first call, which may take longer because it starts workers, compiles or allocates
             memory.
-        device_total, device_exclusive, device_first: The same values in device time.
+        device_total, device_exclusive, device_first: ``total``, ``exclusive`` and ``first`` in device time. Without a
+            CUDA device: 0.0, 0.0 and None.
     """
 
     __slots__ = ("calls", "device_exclusive", "device_first", "device_total", "exclusive", "first", "longest", "total")
@@ -40,7 +41,7 @@ class Action:
 
 
 def kind_of(name: str, alone: bool = False) -> str:
-    """Return the kind of an action: ``"computing"``, a kind such as ``"data"``, or the name of the action.
+    """Return the category of an action, such as ``"computing"`` or ``"data"``; without a category, its name.
 
     Args:
         name: The name of the action.
@@ -60,12 +61,12 @@ def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device:
     the loop is excluded too.
 
     Args:
-        actions: The measurements, by name of the action.
+        actions: The measurements of each action, by its name.
         advice: Advice that replaces the default advice, by name of the action.
-        on_device: Whether to use device time.
+        on_device: Use device time instead of the process's time.
 
     Returns:
-        A sentence; "" if no loop was measured.
+        The verdict, with advice if other work takes at least 20 % of the time; "" if no computation was measured.
     """
     spent: dict[str, float] = {}
     slowest: dict[str, tuple[float, str]] = {}  # the action of each kind that takes the most time

@@ -23,18 +23,18 @@ def is_url(source: object) -> bool:
     """Return whether a source of weights is a URL rather than a path.
 
     Args:
-        source: The source of weights.
+        source: A path or URL; see `load_weights`.
     """
     return isinstance(source, str) and _SCHEME.match(source) is not None
 
 
 def find_in_store(source: object) -> RemotePath | None:
-    """Return the location of a source in an object store; None if it is a path or a URL on the web.
+    """Return the location of a source in an object store; None if the source is a path or a URL on the web.
 
-    No digest is needed, as for a path, because the object store controls who can write to it.
+    A source in an object store needs no digest, because the store controls who can write to it.
 
     Args:
-        source: The source of weights.
+        source: A path or URL; see `load_weights`.
     """
     if not is_url(source) or str(source).partition("://")[0].lower() in _WEB:
         return None
@@ -42,7 +42,7 @@ def find_in_store(source: object) -> RemotePath | None:
 
 
 def fetch_from_store(source: RemotePath, folder: Path) -> Path:
-    """Download an object, or the objects directly in a folder, from an object store.
+    """Download an object, or all objects directly in a folder but not in its subfolders, from an object store.
 
     Args:
         source: The URL of the object or folder.
@@ -53,7 +53,7 @@ def fetch_from_store(source: RemotePath, folder: Path) -> Path:
 
     Raises:
         ValueError: If the source does not exist or is empty.
-        OSError: If the object store reported an error.
+        OSError: If the object store reports an error.
     """
     if source.is_file():
         source.download(folder / source.name)
@@ -86,15 +86,15 @@ def fetch(url: str, sha256: str | None, folder: Path) -> Path:
 
     Args:
         url: A URL that begins with ``https://``, ``http://`` or ``file://``.
-        sha256: The expected digest, as 64 hexadecimal digits. Required.
+        sha256: The expected SHA-256 digest, as 64 hexadecimal digits. None raises an error.
         folder: The local folder to download to. A ``file://`` URL is not copied.
 
     Returns:
         The path of the local file.
 
     Raises:
-        ValueError: If the digest is missing or differs, if the file is too large, or if a ``file://`` URL does not name
-            a local file.
+        ValueError: If the digest is missing or differs, or if a ``file://`` URL does not name a local file. If the file
+            is larger than 256 GiB or than the free space in ``folder``.
         OSError: If the download failed, or if the scheme of the URL is not supported.
     """
     scheme = _SCHEME.match(url)[1].lower()  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Loading of weights that other programs wrote into a model, without running code in a file."""
+"""Loading of weights from Treadle and other programs into a model, without running code in a file."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class _LeftOut:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of `load_weights`, with names to which ``prefix`` and ``rename`` were applied.
+    """Result of `load_weights`. All names are those after ``prefix`` and ``rename`` were applied.
 
     Attributes:
-        names: Names of weights that were loaded.
+        names: Names of the weights that were loaded.
         missing: Names of weights that only the model has.
         unexpected: Names of weights that only the source has.
         reshaped: Names of weights that have a different shape in the source.
@@ -59,19 +59,20 @@ def load_weights(
     """Load weights of any supported format into a model, by name. Code in the file is never run.
 
     Args:
-        model: The model, prepared or not. With any strategy, each process loads its shards.
-        source: A path or URL. The supported formats are a checkpoint of Treadle; a folder in Hugging Face's format,
-            with ``model.safetensors`` or ``pytorch_model.bin``, as one file or several files with an index; a
-            safetensors file; and a file of ``torch.save`` with a state dict, at the top level or under
-            ``"state_dict"``, ``"model_state_dict"`` or ``"model"``, such as Lightning's ``.ckpt``. A URL on the web
-            must name a single file and requires ``sha256``. Each process reads or downloads the source separately.
+        model: The model, prepared or not. If it is sharded, each process loads its own shards.
+        source: A path or URL. The supported formats are a Treadle checkpoint, a folder in Hugging Face's format, a
+            safetensors file and a file of ``torch.save``, such as Lightning's ``.ckpt``. A folder contains
+            ``model.safetensors`` or ``pytorch_model.bin``, as one file or as several files with an index. A file of
+            ``torch.save`` contains a state dict, at the top level or under ``"state_dict"``, ``"model_state_dict"`` or
+            ``"model"``. A URL on the web must name a single file and requires ``sha256``. Each process reads or
+            downloads the source separately.
         strict: Require that names and shapes in the source are exactly those of the model. If False, the weights that
-            fit are loaded, and a warning lists the other ones.
-        prefix: Load only names with this prefix, which is removed from them. Prefixes of common wrappers are removed
-            automatically.
+            fit are loaded, and a warning lists the differences.
+        prefix: Load only weights whose names begin with this prefix, and remove it from the names. If no prefix is set,
+            the prefixes of common wrappers, such as DDP, are removed automatically.
         rename: A function that maps a name in the source to the name in the model, or to None to skip the weight.
-            Alternatively a mapping of names, in which a name that ends with ``"."`` or is empty applies to all names
-            with this prefix.
+            Alternatively, a mapping of names. A key that is empty or ends with ``"."`` applies to all names with this
+            prefix.
         sha256: The SHA-256 digest of the file, which is verified before the content is parsed. Required for a URL on
             the web.
 
@@ -81,7 +82,7 @@ def load_weights(
     Raises:
         ValueError: If the source is damaged, harmful or in an unsupported format, or if its names or shapes differ from
             those of the model. The error lists the differences, and suggests a prefix that would fit. The model is then
-            not changed, unless it has a custom ``load_state_dict`` or hooks that change names, in which case torch may
+            unchanged, with one exception: if it has a custom ``load_state_dict`` or hooks that change names, torch may
             already have loaded the weights that fit.
         OSError: If the source cannot be downloaded.
     """
@@ -101,7 +102,7 @@ def load_opened(
 
     Args:
         model: The model, prepared or not.
-        source: The opened source.
+        source: The result of `open_source`.
         strict: Require that names and shapes in the source are exactly those of the model.
         prefix: Load only names with this prefix.
         rename: A function or a mapping from names in the source to names in the model.
@@ -294,7 +295,7 @@ def _strip_wrappers(values: dict[str, Any], model_names: set[str]) -> dict[str, 
 
 
 def _suggest_prefix(weights: Mapping[str, Any], model_names: Mapping[str, Any]) -> str:
-    """Return a hint with a prefix that would make more names fit; "" if there is no such prefix."""
+    """Return a hint with a prefix whose removal or addition makes more names fit; "" without such a prefix."""
     if len(weights) > 100_000:
         return ""
 

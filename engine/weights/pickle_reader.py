@@ -56,7 +56,8 @@ class UnbuiltCall:
         name: The name of the called class or function; ``"persistent"`` for data stored outside the pickle, such as the
             memory of tensors.
         args: The positional arguments.
-        state: The state that the pickle would set on the result.
+        state: The state that the pickle would set on the result, or the keyword arguments of the call. None without
+            either.
         pairs: The key-value pairs that the pickle would set on the result, in order.
         items: The items that the pickle would append to the result.
     """
@@ -132,7 +133,7 @@ class _Machine:
 
 
 def _check_key(value: Any) -> Any:
-    """Return a key of a dict or set; raise an error if keys like it could be made to collide by the thousands."""
+    """Return a dict key or set item; raise an error if many such keys could be crafted with the same hash."""
     if isinstance(value, int) and value.bit_length() > 64:
         raise ValueError(f"its pickle has a number of {value.bit_length():,} bits as a key, but at most 64 are allowed")
     if isinstance(value, tuple):

@@ -27,14 +27,14 @@ class Unknown(Exception):
 
 
 class Reader:
-    """Converter of results of `pickle_reader.read` to data.
+    """Converter that turns results of `pickle_reader.read` into Python objects, arrays and other plain data.
 
     Args:
         persistent: Function that converts a persistent id, which is a tuple, to data.
         calls: Functions that convert the arguments of a call to data, by name of the called function. They extend the
             built-in table.
-        budget: The maximum number of bytes to copy, because a file can refer to one long text a million times. Default:
-            256 MiB.
+        budget: The maximum number of bytes to copy. Without a limit, a file that refers to one long text a million
+            times would fill the memory. Default: 256 MiB.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Reader:
         self._open: set[int] = set()
 
     def mapping(self, value: Any, place: str) -> dict[Any, Any]:
-        """Return the items of a dict that are plain data, and note the types of the others in ``dropped``, by place.
+        """Return the items of a dict that are plain data. Record the type of each other item in ``dropped``, by place.
 
         Args:
             value: A dict, or a recorded call that builds a dict; see `container`.
@@ -91,7 +91,7 @@ class Reader:
         return value
 
     def data(self, value: Any, depth: int = 0) -> Any:
-        """Return a value converted to data, with all nested values.
+        """Return a value converted to data, including all nested values.
 
         Args:
             value: A result of `pickle_reader.read`, or a part of it.
@@ -119,7 +119,7 @@ class Reader:
         return built
 
     def charge(self, size: int) -> None:
-        """Subtract copied memory from the budget.
+        """Reduce the budget by the number of bytes that a conversion is about to copy.
 
         Args:
             size: The number of bytes.
@@ -167,7 +167,7 @@ class Reader:
 
 
 def check_extent(value: Any, limit: int = 1_000_000) -> None:
-    """Raise an error for data that refers to its parts so often that traversing it would take too long.
+    """Raise an error if data refers to the same objects so often that a traversal would take too long.
 
     Args:
         value: The data to traverse.

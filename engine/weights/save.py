@@ -1,4 +1,4 @@
-"""Writing of weights and data to files that other tools read, atomically and, if large, in shards with an index."""
+"""Atomic writing of weights and data to files that other tools read. Large weights are split into indexed shards."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def parse_byte_size(size: int | str) -> int:
 
 
 def save_object(obj: Any, f: Any, safe: bool) -> None:
-    """Write data to a path or URL, atomically, or to an open file.
+    """Write data to a path or URL atomically, or to an open file.
 
     Args:
-        obj: The data to write.
+        obj: An object that ``torch.load(weights_only=True)`` can load. For safetensors, a dict of tensors by name.
         f: A path, a URL or an open file.
-        safe: Write safetensors instead of torch's format. Of several tied tensors, the first is written, and the header
-            lists the names of the other ones.
+        safe: Write safetensors instead of torch's format. Only the first of several tied tensors is written. The header
+            lists the names of the others.
 
     Raises:
         TypeError: If ``obj`` contains anything other than data that ``torch.load(weights_only=True)`` loads, or, for
@@ -105,7 +105,7 @@ def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
 
     Args:
         path: The final path or URL of the file.
-        write: Function that writes the file to the path that it is called with.
+        write: Function that is called with a local path, to which it writes the file.
     """
     if isinstance(path, RemotePath):
         with tempfile.TemporaryDirectory(prefix="treadle-") as folder:
@@ -126,7 +126,7 @@ def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
 
 
 def make_parent(path: AnyPath) -> None:
-    """Create the parent folder of a file, durably. An object store does not need folders.
+    """Create the parent folder of a file and flush it to disk. For a URL, nothing is done.
 
     Args:
         path: The path or URL of the file.
@@ -136,7 +136,7 @@ def make_parent(path: AnyPath) -> None:
 
 
 def _clear(paths: Iterable[AnyPath]) -> None:
-    """Delete the files that a failure left behind, and ignore errors, because the failure itself is raised."""
+    """Delete the files that a failure left behind. Errors are ignored, because the failure itself is raised."""
     for path in paths:
         with suppress(OSError):
             _delete(path)
@@ -152,16 +152,16 @@ def _delete(path: AnyPath) -> None:
 def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, safe: bool) -> None:
     """Write weights as one file, or as several files with an index, under Hugging Face's file names.
 
-    At any time, the folder contains either the old or the new weights completely. Several new files get unused names
-    (with ``-v1`` if the usual names exist). The new index replaces the old one in one rename, and then the old files
-    are deleted.
+    At any time, the folder contains either the complete old or the complete new weights. Several new files get unused
+    names, which contain ``-v1`` if the usual names exist. The new index replaces the old index in one rename. Then the
+    old files are deleted.
 
     Args:
-        weights: Tensors by name. Of several tied tensors, the first is written, and the header of a safetensors file
-            lists the names of the other ones.
-        directory: A folder or a URL.
+        weights: Tensors by name. In a safetensors file, only the first of several tied tensors is written, and the
+            header lists the names of the others.
+        directory: The path or URL of the folder.
         limit: The maximum size of a file in bytes, which only a single larger tensor exceeds.
-        safe: Write safetensors; otherwise torch's format.
+        safe: Write safetensors files. If False, write files of ``torch.save``.
 
     Raises:
         TypeError: If a value is not a tensor, or is one process's shard of a tensor.
@@ -179,14 +179,15 @@ def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, saf
 def write_weights(
     tensors: Mapping[str, Whole], aliases: Mapping[str, str], directory: AnyPath, limit: int, safe: bool = True
 ) -> None:
-    """Write tensors that are read one by one while they are written; see `save_weights`.
+    """Write distinct tensors to one or several files, reading each tensor only when it is written; see `save_weights`.
 
     Args:
-        tensors: Tensors by name, each once.
+        tensors: Tensors by name, each under one name only. A value may be a reference to an unread tensor.
         aliases: Further names of tied tensors, each with the name of the tensor in ``tensors``.
-        directory: A folder or a URL.
+        directory: The path or URL of the folder.
         limit: The maximum size of a file in bytes, which only a single larger tensor exceeds.
-        safe: Write safetensors; otherwise torch's format, in which a tied tensor is listed under all its names.
+        safe: Write safetensors files. If False, write files of ``torch.save``, in which a tied tensor is listed under
+            all its names.
 
     Raises:
         ValueError: If the directory is a checkpoint, whose files would be replaced. No file is written then.
@@ -223,7 +224,7 @@ def refuse_checkpoint(directory: AnyPath) -> None:
     """Raise an error if a directory is a Treadle checkpoint, because exported weights would overwrite its files.
 
     Args:
-        directory: A folder or a URL.
+        directory: The path or URL of the folder.
 
     Raises:
         ValueError: If the directory is a checkpoint.
@@ -337,10 +338,10 @@ def make_readable(value: Any, place: str) -> Any:
     Args:
         value: Anything that `json_codec.encode` accepts. Values that need no conversion are returned as the same
             object.
-        place: The place of the value, for errors.
+        place: The position of the value in the saved object, such as ``"obj.name"``, for errors.
 
     Raises:
-        TypeError: If a value is not supported. The error names the place, the type and the fix.
+        TypeError: If a value is not supported. The error names the value's position and type, and a fix.
     """
     kind = type(value)
     if isinstance(value, np.generic):
@@ -373,5 +374,5 @@ def make_readable(value: Any, place: str) -> Any:
 
 
 def _has_identical_items(old: Iterable[Any], new: Iterable[Any]) -> bool:
-    """Return whether both containers hold the same objects, so that the old one can be kept with its attributes."""
+    """Return whether two containers hold the same objects, in which case the original container can be kept."""
     return all(old_item is new_item for old_item, new_item in zip(old, new, strict=True))

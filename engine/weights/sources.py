@@ -47,12 +47,12 @@ _ACCEPTED_SOURCES = (
 
 @dataclass
 class Opened:
-    """Opened source of weights.
+    """Opened source of weights, whose tensors are read on demand.
 
     Attributes:
         place: The path or URL of the source, for errors.
         weights: The unread tensors by name.
-        others: Other values in the state dict, by name.
+        others: Values of the state dict that are not tensors, by name, such as extra state of modules.
         file: The file of ``torch.save``, if it alone contains the weights; otherwise None.
         checkpoint: The Treadle checkpoint that contains the weights; None for other sources.
         frozen: The digests, by name, of weights that a checkpoint omits because they were not trained.
@@ -68,7 +68,7 @@ class Opened:
 
 @contextmanager
 def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
-    """Return a context in which a source of weights is open. Downloads are deleted when it ends.
+    """Return a context in which a source of weights is open. Downloads are deleted when the context ends.
 
     Args:
         source: A path or URL; see `load_weights`.
@@ -107,9 +107,9 @@ def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
 
     Args:
         checkpoint: A path, or a URL of an object store, whose files are kept locally until the process ends. The
-            supported formats are a safetensors file; a file of ``torch.save``, whose code is not run; a ``.index.json``
-            that names several files; a folder that contains one of these; and a Treadle checkpoint. Each may be a
-            symbolic link, as in Hugging Face's cache.
+            supported formats are a safetensors file, a file of ``torch.save``, a ``.index.json`` that names several
+            files, a folder that contains one of these, and a Treadle checkpoint. No code in a file is run. A file may
+            be a symbolic link, as in Hugging Face's cache.
 
     Raises:
         ValueError: If the format is not supported, or if the checkpoint is damaged or lacks a file.
@@ -243,7 +243,7 @@ def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the unread tensors of the state dict in a file of ``torch.save``, and its other values, each by name.
 
     Args:
-        file: The opened file.
+        file: The file of ``torch.save``.
 
     Raises:
         ValueError: If the file does not contain a state dict, or if the state dict contains values other than tensors

@@ -1,4 +1,4 @@
-"""Reader of ``torch.save`` files that does not use ``torch.load``: names and positions of tensors, and plain data.
+"""Reader of ``torch.save`` files that returns plain data and unread tensors without using ``torch.load``.
 
 `pickle_reader` reads the pickle in the file as data, so no code in it can run. Tensors are read only when they are
 requested.
@@ -36,7 +36,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Storage:
-    """Block of memory in a file, of which tensors are views."""
+    """Block of tensor memory in a file. Several tensors may be views of one block."""
 
     dtype: torch.dtype
     key: str
@@ -68,10 +68,10 @@ class Strided:
         return self.base.dtype
 
     def get(self, exact: bool = True) -> Tensor:
-        """Return the tensor as a view of memory, which may be mapped onto the file.
+        """Return the tensor as a strided view of its memory, which may be mapped onto the file.
 
         Args:
-            exact: As for `FilePiece.get`.
+            exact: See `FilePiece.get`.
         """
         return self.base.get(exact).as_strided(self.shape, self.stride)
 
@@ -85,10 +85,10 @@ class Strided:
 
 
 class TorchFile:
-    """Opened file of ``torch.save``.
+    """File of ``torch.save`` whose pickle is parsed and whose tensors are read on demand.
 
     Args:
-        path: The path of the file.
+        path: The path of the file, which is opened again for each read.
 
     Attributes:
         document: The content of the file, as returned by `pickle_reader.read`.
@@ -219,7 +219,7 @@ class TorchFile:
 
 
 def _read_directory_bytes(file: Any, size: int) -> int:
-    """Return the declared length of the directory of a zip file in bytes, without reading the directory."""
+    """Return the length in bytes that a zip file declares for its directory, without reading the directory."""
     file.seek(max(0, size - 2**16 - 22))
     tail = file.read()
     at = tail.rfind(b"PK\x05\x06")

@@ -29,7 +29,7 @@ def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
 
     Args:
         source: The user's loader of an ``IterableDataset``.
-        state_owner: The object whose ``state_dict`` contains the position of the stream; or None.
+        state_owner: The object whose ``state_dict`` contains the position of the stream; None if no state is saved.
     """
     owners = [state_owner]
     if source.num_workers == 0:
@@ -40,10 +40,11 @@ def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
 
 
 def holds_model(dataset: Any) -> bool:
-    """Return whether a dataset refers to a module, directly or through nested objects and functions.
+    """Return whether a dataset refers to an ``nn.Module``, directly or through nested objects and functions.
 
     Args:
-        dataset: The dataset.
+        dataset: The dataset. References are followed for up to five levels and 1,000 objects; a list, tuple or dict
+            with more than 100 items is treated as data.
     """
     visited, level = set[int](), [dataset, getattr(type(dataset), "__iter__", None)]
     for _ in range(_LEVELS):
@@ -59,7 +60,7 @@ def holds_model(dataset: Any) -> bool:
 
 
 def _iter_held(value: Any) -> Iterator[Any]:
-    """Yield what an object refers to: attributes, items of a short list or dict, or a function's variables."""
+    """Yield the objects that a value refers to: attributes, items of a short list or dict, a function's variables."""
     if isinstance(value, MethodType):
         yield value.__self__
     elif isinstance(value, partial):
