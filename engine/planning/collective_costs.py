@@ -17,7 +17,7 @@ _PORTS_AT, _PORTS_POWER = 50e6, 0.17
 _FEW_MACHINES = 0.77  # share of it between two machines; it rises to the whole between eight
 
 STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1}
-"""How many times each byte goes around the ring."""
+"""Number of times that each byte goes around the ring, by kind of collective."""
 
 
 def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -> float:

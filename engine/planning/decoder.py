@@ -186,7 +186,7 @@ def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
     """Return the mean cross-entropy of predicting each next token.
 
     Args:
-        model: A decoder.
+        model: Model that returns logits of shape (batch, length, vocabulary), such as a `Decoder`.
         batch: Token indices of shape (batch, length + 1).
     """
     scores = model(batch[:, :-1])

@@ -1,4 +1,4 @@
-"""Peak performance of GPUs and their links, from the manufacturers' data sheets."""
+"""Peak performance and memory of GPUs from NVIDIA's data sheets, and typical bandwidths of their links and networks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GPU:
     """GPU model in a typical machine.
 
     Args:
-        name: The name that selects this GPU.
+        name: Short name for reports, such as ``"h100"``. For a GPU in `GPUS`, this is its key.
         half: Operations per second in half-precision matrix products, without sparsity.
         tf32: Operations per second in TF32; equal to ``single`` if the GPU does not support TF32.
         single: Operations per second in float32.
@@ -23,7 +23,7 @@ class GPU:
         memory: Memory size in bytes.
         link: Bandwidth of a ring within a machine in each direction, in bytes per second (NCCL's bus bandwidth).
         network: The GPU's share of the machine's network bandwidth in each direction, in bytes per second.
-        per_machine: Number of GPUs in a machine.
+        per_machine: Number of GPUs in a machine. Default: 8.
     """
 
     name: str

@@ -15,7 +15,7 @@ from .gpus import GPU
 aten = torch.ops.aten
 
 ARITHMETIC, TRAFFIC, LAUNCHES = "arithmetic", "memory traffic", "launches"
-"""Categories of an operation's time."""
+"""Causes of an operation's duration, which are the keys of `Meter.spent`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,9 @@ class Calibration:
         arithmetic: Share of the peak performance that matrix products reach, fitted without compilation.
         fused: Share of the memory traffic that remains in a compiled model, fitted with compilation.
         launch: Minimum duration of an operation on a GPU, in seconds.
-        host: Seconds that the host takes to send an operation: at best, most likely, at worst. An estimate, because no
-            part of Treadle was timed on a GPU: Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a
-            kernel launch takes additional time.
+        host: Seconds that the host takes to send an operation: at best, most likely, at worst. This is an estimate,
+            because no part of Treadle was timed on a GPU. Python, autograd and the dispatcher take 3 to 10 us on a CPU,
+            and a kernel launch takes additional time.
         host_compiled: Share of the operations that the host still sends for a compiled model: at best, most likely, at
             worst. This is an estimate too.
         straggler: Relative increase of the step time with each doubling of the number of processes beyond

@@ -22,7 +22,7 @@ class Conditions:
         world_size: Number of processes.
         strategy: The strategy that distributes the model over the processes. A strategy object can be used by one plan
             only.
-        gpu: The GPU of each process; see `gpus.GPUS`.
+        gpu: The GPU of each process, as a `GPU` or a key of `gpus.GPUS`. Default: ``"h100"``.
         micro_batch: Number of samples per forward pass. Default: 1.
         accumulate: Number of forward passes per optimizer step. Default: 1.
         precision: The precision, as for `Trainer`. Default: ``"bf16-mixed"``.

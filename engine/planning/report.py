@@ -180,7 +180,7 @@ def _describe_bound(plan: Plan) -> str:
 
 
 def format_rounded(number: float) -> str:
-    """Format a number with three significant digits.
+    """Format a number with three significant digits, such as ``"0.0123"`` or ``"10,900"``.
 
     Args:
         number: The number to format.
@@ -213,7 +213,7 @@ def draw_curve(values: Sequence[float], width: int = 40) -> str:
 
     Args:
         values: The numbers; the largest one has a full bar.
-        width: Maximum number of bars.
+        width: Maximum number of bars. If there are more values, evenly spaced ones are drawn. Default: 40.
     """
     if not values:
         return ""

@@ -40,7 +40,7 @@ class Deadline:
         self._thread.start()
 
     def start(self) -> None:
-        """Start the time limit, because another rank has received a signal."""
+        """Start the time limit, because a rank has received a signal."""
         with contextlib.suppress(OSError):  # it has ended
             os.write(self._writing, bytes([_BY_OTHER_RANK]))
 
@@ -84,6 +84,6 @@ class Deadline:
 
 
 def _stop_waking() -> None:
-    """Disable the pipe in a forked child process, whose signals do not concern its parent."""
+    """Disable the pipe of `Deadline` in a forked child process, whose signals do not concern the parent."""
     with contextlib.suppress(ValueError):  # forked by a thread other than the main thread
         signal.set_wakeup_fd(-1)

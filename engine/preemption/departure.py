@@ -79,7 +79,7 @@ class Departure:
             self._round.number = watchdog.run_errand(self.exchange)
 
     def ask(self) -> None:
-        """Request that all ranks leave. A signal handler may call this at any time."""
+        """Request that all ranks leave their loop before the same batch. A signal handler may call this at any time."""
         self._round.asked = True
 
     def begin_loop(self) -> None:

@@ -75,7 +75,7 @@ class Preemption:
     Attributes:
         caught: The signal that this process received; None if it has not received one.
         interrupts: Whether Ctrl-C is handled like the other signals.
-        abandoned: Whether a second Ctrl-C arrived, so that nothing more is saved.
+        abandoned: Whether a second Ctrl-C arrived, so nothing more is saved.
         departure: Agreement of the ranks on the batch before which they leave a loop without votes, such as an
             evaluation.
 
@@ -105,7 +105,7 @@ class Preemption:
 
     @contextmanager
     def watching(self) -> Iterator[Preemption]:
-        """Return a context in which the signals are handled.
+        """Return a context in which SIGTERM, SIGUSR1, SIGHUP and Ctrl-C (SIGINT) are handled.
 
         A handler that the script has set is called too. Ignored signals remain ignored. Outside the main thread, where
         Python cannot set handlers, no signal is handled. A signal after the last step raises `Preempted` at the end of
@@ -227,7 +227,7 @@ class Preemption:
         return watchdog.ended if watchdog is not None and watchdog.interruptible else None
 
     def _raise_interruption(self) -> None:
-        """Raise `PeerFailed` if another rank has ended, so that the step cannot finish; a save is completed first."""
+        """Raise `PeerFailed` if another rank has ended, so the step cannot finish. A save is completed first."""
         rank, watchdog = self._interruption(), self._accelerator.watchdog
         if rank is None or watchdog is None:
             return

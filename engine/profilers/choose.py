@@ -12,7 +12,7 @@ def choose_profiler(profiler: Any) -> Profiler:
     """Return the profiler that the argument of ``Trainer(profiler=...)`` selects.
 
     Args:
-        profiler: None, ``"simple"``, ``"advanced"``, ``"pytorch"``, or a `Profiler`.
+        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"``, a `Profiler` object, or None for a `PassThroughProfiler`.
 
     Raises:
         ValueError: If the name is unknown. The error names the closest one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ENOUGH = 0.2
-"""Share of the time above which something other than the computation is reported as what a run waits for."""
+"""Minimum share of the time at which the verdict reports work other than computation as the bottleneck."""
 
 COMPUTING = ("forward", "backward", "optimizer", "zero_grad", "clip", "agree", "test_step", "predict_step")
 _KINDS = {
@@ -45,7 +45,7 @@ def kind_of(name: str, alone: bool = False) -> str:
 
     Args:
         name: The name of the action.
-        alone: Whether the run does not train, so that validation steps count as computing.
+        alone: Whether the run does not train, so validation steps count as computing.
     """
     if name in COMPUTING or (alone and name == "validation_step"):
         return "computing"
@@ -57,8 +57,8 @@ def kind_of(name: str, alone: bool = False) -> str:
 def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device: bool) -> str:
     """Describe which work other than computation takes the most time, and give advice.
 
-    The first call of an action is excluded if there are further calls, because it takes longer. Time before and after
-    the loop is excluded too.
+    The first call of an action is excluded if there are further calls, because it takes longer. Time outside of all
+    actions is excluded too.
 
     Args:
         actions: The measurements of each action, by its name.
@@ -66,7 +66,8 @@ def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device:
         on_device: Use device time instead of the process's time.
 
     Returns:
-        The verdict, with advice if other work takes at least 20 % of the time; "" if no computation was measured.
+        The verdict; "" if no computation was measured. It includes advice if the slowest category besides computation
+        is a common one, such as ``"data"``, and takes at least 20 % of the time.
     """
     spent: dict[str, float] = {}
     slowest: dict[str, tuple[float, str]] = {}  # the action of each kind that takes the most time
