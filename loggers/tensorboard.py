@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..common.messages import nearest
 from ..common.mirror import flush
 from ..common.validation import check_bool
+from ._services import check_names
 from .directory import DirectoryLogger
 from .logger import Params, process_rank, rank_zero_experiment
 from .values import as_mapping, as_metrics, as_number, flatten, plain
@@ -69,12 +69,7 @@ class TensorBoardLogger(DirectoryLogger):
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
         self.strict = check_bool("strict", strict)
-        for option in kwargs:
-            if option not in WRITER_OPTIONS:
-                raise TypeError(
-                    f"{option}={kwargs[option]!r} is not an argument of SummaryWriter, which accepts "
-                    f"{', '.join(WRITER_OPTIONS)}.{nearest(option, WRITER_OPTIONS)}"
-                )
+        check_names("SummaryWriter", kwargs, WRITER_OPTIONS)
         self._sub_dir = None if sub_dir is None else os.path.expandvars(os.path.expanduser(os.fspath(sub_dir)))
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric

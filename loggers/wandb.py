@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import secrets
 import string
@@ -11,10 +10,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from ..common.messages import name_type, nearest
+from ..common.messages import name_type
 from ..common.optional import require
 from ..common.validation import check_bool
-from ._services import Uploads, check_arguments
+from ._services import Uploads, check_arguments, check_options
 from .logger import Logger, Params, process_rank, rank_zero_experiment
 from .values import as_mapping, as_metrics, check_step, flatten, plain
 
@@ -96,7 +95,7 @@ class WandbLogger(Logger):
                 f"log_model={log_model!r} needs uploads, which an offline run does not make. Remove log_model, or log "
                 "online."
             )
-        _check_init(kwargs)
+        check_options("wandb.init", kwargs)
         self._save_dir = os.path.expandvars(os.path.expanduser(os.fspath(directory)))
         self._requested = {"name": name, "project": project, "id": _choose_argument("version", version, "id", id)}
         self._requested["entity"] = kwargs.get("entity")
@@ -420,21 +419,6 @@ def _choose_argument(name: str, value: Any, twin: str, other: Any) -> Any:
     if value is not None and other is not None and value != other:
         raise ValueError(f"{name}={value!r} and {twin}={other!r} are the same setting. Pass only one of them.")
     return other if value is None else value
-
-
-def _check_init(options: dict[str, Any]) -> None:
-    """Raise a TypeError for arguments that ``wandb.init`` does not accept."""
-    if not options:
-        return  # without options, wandb need not be imported
-    import wandb
-
-    valid = inspect.signature(wandb.init).parameters
-    for option, value in options.items():
-        if option not in valid:
-            raise TypeError(
-                f"{option}={value!r} is not an argument of wandb.init, which accepts {', '.join(valid)}."
-                f"{nearest(option, valid)}"
-            )
 
 
 def _make_id() -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .arguments import check_arguments, check_options
+    from .arguments import check_arguments, check_names, check_options
     from .service_logger import ServiceLogger
     from .undisturbed import undisturbed
     from .uploads import Uploads

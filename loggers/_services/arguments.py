@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...common.messages import nearest
@@ -36,8 +36,18 @@ def check_options(function: str, options: Mapping[str, Any], also: Iterable[str]
         target: Any = importlib.import_module(package)
     for part in path:
         target = getattr(target, part)
-    valid = [*inspect.signature(target).parameters, *also]
-    for option in options:  # its value is not shown, because it may be a key or a token
+    check_names(function, options, [*inspect.signature(target).parameters, *also])
+
+
+def check_names(function: str, options: Iterable[str], valid: Sequence[str]) -> None:
+    """Raise a TypeError for the first option that is not a valid name. The error does not show values such as tokens.
+
+    Args:
+        function: Name of the function that gets the options, for the error message.
+        options: Names of the options.
+        valid: Names of the function's arguments.
+    """
+    for option in options:
         if option not in valid:
             raise TypeError(
                 f"{function} has no argument {option!r}. Its arguments are {', '.join(valid)}.{nearest(option, valid)}"

@@ -499,7 +499,7 @@ def precisions(strategy=FSDP, world=2):
     for precision in PRECISIONS:
         torch.manual_seed(11)
         task = Task()
-        one = trainer(strategy(), precision=precision, epochs=8, gradient_clip_val=None)
+        one = trainer(strategy(), precision=precision, epochs=4, gradient_clip_val=None)
         one.fit(task, DataLoader(dataset(), batch_size=4 // world, shuffle=True))
         loss = float(one.validate(task, DataLoader(dataset(), 2), verbose=False)[0]["val_loss"])
         found[precision] = loss, str(next(task.parameters()).dtype)
