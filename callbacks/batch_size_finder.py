@@ -40,15 +40,18 @@ class BatchSizeFinder(Callback):
         max_val: The largest size to try. The result never exceeds the number of samples of a process. Default: 8192.
         keep_global_batch: In ``fit``, increase ``accumulate_grad_batches`` as the batch size decreases, so that the
             number of samples per optimizer step does not change. The result is then the largest divisor of this number
-            that fits. Default: False.
+            that does not exceed the size found. Default: False.
 
     Attributes:
         optimal_batch_size: The batch size that the search found; None before the search.
+        accumulate: Number of micro-batches per optimizer step that the search set; None without ``keep_global_batch``.
 
     Raises:
-        ValueError: If an argument is invalid or, before the search, if ``keep_global_batch`` is combined with a
-            `GradientAccumulationScheduler`.
+        ValueError: If an argument is invalid. Before the search, if the attribute does not exist or does not affect the
+            batch size, if dataloaders were passed to the stage, or if ``keep_global_batch`` is combined with manual
+            optimization or a `GradientAccumulationScheduler`.
         TypeError: If an argument has the wrong type.
+        MemoryError: Before the stage, if none of the sizes that were tried fits.
 
     Example:
         >>> from treadle.callbacks import BatchSizeFinder
@@ -91,7 +94,7 @@ class BatchSizeFinder(Callback):
         self.accumulate: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Raise a ValueError if another callback also sets the number of micro-batches per step."""
+        """Raise a ValueError if ``fit`` combines ``keep_global_batch`` with a `GradientAccumulationScheduler`."""
         scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
         if stage == "fit" and self.keep_global_batch and scheduled:
             raise ValueError(
@@ -108,7 +111,7 @@ class BatchSizeFinder(Callback):
             limit: The largest size to try.
 
         Raises:
-            MemoryError: If no size fits.
+            MemoryError: If none of the sizes that were tried fits.
         """
         best, worst, size = 0, 0, min(self.init_val, limit)  # the first fits, the second does not
         for _ in range(self.max_trials):

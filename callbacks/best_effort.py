@@ -29,7 +29,7 @@ class BestEffortCallback(Callback):
         self._broken = False
 
     def _safely(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Call ``work``. If it raises an error, warn and disable the callback."""
+        """Call ``work`` unless the callback is disabled. Disable it after an error, or raise if ``strict`` is set."""
         if self._broken:
             return None
         try:

@@ -52,7 +52,7 @@ class Callback:
         """Log one value. The arguments and the permitted hooks are those of `TaskModule.log`.
 
         Args:
-            name: Name under which the value is logged.
+            name: Name of the value.
             value: A number, a tensor with one element, or a ``torchmetrics.Metric``.
             args: Further positional arguments of `TaskModule.log`.
             kwargs: Further keyword arguments of `TaskModule.log`.
@@ -267,7 +267,10 @@ class Callback:
         """
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Run once the gradients of a group of micro-batches are complete and unscaled, before they are clipped.
+        """Run before each optimizer step, once its gradients are complete, but before the Trainer clips them.
+
+        With float16, the gradients are still multiplied by the loss scale. To unscale them, call
+        ``trainer.accelerator.unscale_gradients()``.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -276,7 +279,10 @@ class Callback:
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Run after the optimizer step, before the gradients are reset.
+        """Run before the Trainer resets the gradients. Does not run with manual optimization.
+
+        The hook runs after the optimizer step. With an optimizer that needs a closure, such as LBFGS, it runs at the
+        start of each closure call.
 
         Args:
             trainer: The Trainer that runs the stage.

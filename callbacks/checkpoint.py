@@ -42,6 +42,6 @@ class Checkpoint(Callback):
     def resume_path(self) -> str | None:
         """Return the path of the checkpoint for ``ckpt_path="last"`` and ``"auto"``; None if there is no checkpoint.
 
-        The Trainer calls this method on all ranks. The result must be the same on every rank.
+        The Trainer calls this method on all ranks if ``keeper`` is set. The result must be the same on every rank.
         """
         return None

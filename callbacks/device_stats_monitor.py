@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(BestEffortCallback):
-    """Monitor that logs device statistics every ``log_every_n_steps`` steps, at the start and the end of the step.
+    """Callback that logs device statistics every ``log_every_n_steps`` steps, at the start and the end of the step.
 
     On a CUDA GPU, the statistics are those of ``torch.cuda.memory_stats``, which do not require a synchronization with
     the device. On an Apple GPU, they are ``current_allocated_memory`` and ``driver_allocated_memory``. On a CPU, they
@@ -132,7 +132,8 @@ def read_device_stats(device: torch.device) -> dict[str, float]:
         device: Device to query.
 
     Returns:
-        Statistics by name, such as ``"allocated_bytes.all.current"`` on CUDA; empty for a CPU.
+        Statistics by name, such as ``"allocated_bytes.all.current"`` on CUDA; empty for devices other than CUDA and
+        MPS.
     """
     if device.type == "cuda":
         return dict(torch.cuda.memory_stats(device))

@@ -43,12 +43,13 @@ class EarlyStopping(Callback):
     """Callback that stops the run when ``monitor`` has not improved for ``patience`` checks.
 
     The value of ``monitor`` is identical on all processes, so all processes stop after the same step. The Trainer's
-    ``min_epochs`` and ``min_steps`` are respected: the run continues until they are reached. A resumed run that had
-    been stopped remains stopped, unless the current ``patience`` or thresholds would not have stopped it.
+    ``min_epochs`` and ``min_steps`` are respected: the run continues until they are reached. A run that the callback
+    stopped remains stopped when it is resumed, unless the current arguments, such as a larger ``patience``, would not
+    have stopped it.
 
     Args:
         monitor: Name of the logged value.
-        min_delta: Change that an improvement must exceed. Default: 0.0.
+        min_delta: Change that an improvement must exceed. The sign is ignored. Default: 0.0.
         patience: Number of checks without improvement before the run stops. Checks run after each epoch. If validation
             is enabled and does not run exactly once per epoch, checks run after each validation instead. Default: 3.
         verbose: Announce each improvement of ``monitor``. Default: False.
@@ -59,18 +60,20 @@ class EarlyStopping(Callback):
         divergence_threshold: Stop once the value is worse than this threshold. Default: None.
         check_on_train_epoch_end: Check at the end of epochs (True) or after each validation (False). Default: as
             described under ``patience``.
-        log_rank_zero_only: Accepted for compatibility with Lightning. Only rank zero prints messages in any case.
+        log_rank_zero_only: Ignored; accepted for compatibility with Lightning. Only rank zero prints messages. Default:
+            False.
 
     Attributes:
         best_score: Best value of all checks, a 0-d tensor. Before the first check, infinity with mode ``"min"`` and
             -infinity with mode ``"max"``.
         wait_count: Number of consecutive checks without improvement.
-        stopped_epoch: The epoch in which the callback stopped the run; 0 if it did not stop this run.
-        stopping_reason: The reason for the stop, as an `EarlyStoppingReason`.
+        stopped_epoch: Index of the epoch in which the callback stopped the run; 0 if it did not stop this run.
+        stopping_reason: The reason for the stop, as an `EarlyStoppingReason`; ``NOT_STOPPED`` if the callback did not
+            stop the run.
         stopping_reason_message: The reason for the stop, as text; None if the callback did not stop the run.
 
     Raises:
-        ValueError: If an argument is invalid or, during training, if the value was never logged.
+        ValueError: If an argument is invalid or, during training, if ``strict`` is set and the value was never logged.
         TypeError: If an argument has the wrong type.
 
     Example:

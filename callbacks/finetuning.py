@@ -21,7 +21,7 @@ Modules = nn.Module | Iterable[Any]
 
 
 def multiplicative(epoch: int) -> float:
-    """Return 2, the default factor by which `BackboneFinetuning` increases the backbone's learning rate in every epoch.
+    """Return 2, the default factor by which `BackboneFinetuning` multiplies the backbone's learning rate in each epoch.
 
     Args:
         epoch: Ignored.
@@ -283,12 +283,15 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_lr: Initial rate of the backbone. If set, ``backbone_initial_ratio_lr`` is ignored. Default:
             None.
         should_align: Limit the backbone's rate to the first group's rate. Default: True.
-        initial_denom_lr: Accepted for compatibility with Lightning, and ignored, because the initial rate is set
-            directly.
+        initial_denom_lr: Ignored, because the initial rate is set directly; accepted for compatibility with Lightning.
+            Default: 10.0.
         train_bn: Whether the backbone's BatchNorm layers are trained from the start. If False, they stay frozen in
             evaluation mode for the whole run. Default: True.
         verbose: Announce the learning rates in each epoch in which the backbone is trained. Default: False.
         rounding: Number of decimal places in the announced rates. Default: 12.
+
+    Attributes:
+        previous_backbone_lr: Latest learning rate that the callback set for the backbone; None before it is unfrozen.
 
     Raises:
         ValueError: If an argument is invalid. Before the first step, if the task does not have a backbone, or if the

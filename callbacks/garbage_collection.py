@@ -20,7 +20,8 @@ class GarbageCollection(Callback):
     checkpoints are saved. Objects that exist when training begins, mainly those of libraries, are excluded, so a
     collection takes milliseconds.
 
-    A Trainer with several GPUs adds a GarbageCollection that runs every 100 steps, unless ``callbacks`` contains one.
+    A Trainer with several GPUs adds a GarbageCollection that runs every 100 steps, unless ``callbacks`` contains one or
+    ``barebones=True`` is set.
 
     Args:
         every_n_steps: Number of optimizer steps between two collections. Default: 1000.

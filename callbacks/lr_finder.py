@@ -98,11 +98,12 @@ class _LRFinder:
         return not math.isfinite(last) or last > self._best + (threshold - 1) * abs(self._best)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the rate at which the smoothed loss falls most steeply; None, with a warning, if it never falls.
+        """Return the rate at which the smoothed loss falls most steeply; None, with a warning, if no such rate exists.
 
         The slope is measured on the axis on which the rates are evenly spaced. It is the minimum of
         ``numpy.gradient(loss, x)``, where ``x`` is ``log(lr)`` (mode ``"exponential"``) or ``lr`` (``"linear"``), over
-        all points that are neither skipped nor NaN.
+        all points that are neither skipped nor NaN. The result is None if fewer than two such points remain, or if the
+        loss never falls.
 
         Args:
             skip_begin: Number of points to skip at the beginning. Default: 10.
@@ -137,7 +138,7 @@ class _LRFinder:
         """Plot the smoothed loss against the learning rate with matplotlib and return the figure.
 
         Args:
-            suggest: Mark the suggested rate. Default: False.
+            suggest: Mark the rate that `suggestion` returns with its default arguments. Default: False.
             show: Also show the plot in a window. Default: False.
             ax: The axes to draw on. Default: those of a new figure.
 
@@ -171,8 +172,9 @@ class LearningRateFinder(Callback):
 
     A copy of the task takes ``num_training_steps`` optimizer steps while the rate rises. Then the copy is discarded and
     the RNG state is restored, so only the result of the search remains. The suggested rate is assigned to the attribute
-    ``attr_name`` before ``configure_optimizers`` runs, so optimizers and schedulers start from this rate. With several
-    parameter groups, all rates rise in proportion, and the highest rate is reported. Requires automatic optimization.
+    ``attr_name`` before ``configure_optimizers`` runs, so optimizers and schedulers start from this rate. If no rate
+    can be suggested, a warning is issued and the attribute does not change. With several parameter groups, all rates
+    rise in proportion, and the highest rate is reported. Requires automatic optimization.
 
     A run that is resumed from a checkpoint keeps its learning rate and does not search again.
 
@@ -189,6 +191,11 @@ class LearningRateFinder(Callback):
 
     Attributes:
         optimal_lr: Result of the search, with ``results``, ``suggestion()`` and ``plot()``; None before the search.
+
+    Raises:
+        ValueError: If an argument is invalid. Before the search, if the attribute does not exist, or if the task uses
+            manual optimization.
+        TypeError: If an argument has the wrong type.
 
     References:
         Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, https://arxiv.org/abs/1506.01186.

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(BestEffortCallback):
-    """Monitor that logs the learning rates of each optimizer, per step or per epoch.
+    """Callback that logs the learning rates of each optimizer, per step or per epoch.
 
-    The rate of a step is the one with which the optimizer took the step; the rate of an epoch is the one at its start.
+    The rate of a step is the one that the optimizer used in the step. The rate of an epoch is the one at its start.
     Each rate is logged under the ``"name"`` in the scheduler's configuration. By default, this name is ``lr-`` and the
     optimizer's class, such as ``lr-Adam``. Optimizers without a scheduler also get this default name. A second
     optimizer of the same class is named ``lr-Adam-1``. If there are several parameter groups, each has its own name:
@@ -37,8 +37,8 @@ class LearningRateMonitor(BestEffortCallback):
         last_weight_decay_values: The latest weight decays by name.
 
     Raises:
-        ValueError: If the interval is unknown or, in ``fit``, if there is no logger, no step is logged
-            (``log_every_n_steps=0``), or two groups of an optimizer have the same name.
+        ValueError: If the interval is unknown or, in ``fit``, if there is no logger, if ``log_every_n_steps`` is 0
+            although a rate is logged per step, or if two groups of an optimizer have the same name.
         TypeError: If a flag is not a bool.
 
     Example:
@@ -121,7 +121,7 @@ class LearningRateMonitor(BestEffortCallback):
             self._rates, self._others = {}, {}
 
     def _read(self, trainer: Trainer, interval: str, only: Optimizer | None = None) -> None:
-        """Read the rates of all optimizers, or only those of ``only`` if several optimizers step in turn."""
+        """Read the rates of all optimizers whose rates are logged at this interval, or only those of ``only``."""
         for optimizer, name in self._find_optimizers(trainer, interval):
             if only is not None and optimizer is not only:
                 continue

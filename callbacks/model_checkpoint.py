@@ -60,17 +60,21 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         filename: Template of checkpoint names, such as ``"{epoch}-{val_loss:.2f}"``. Default: ``"{epoch}-{step}"``.
         monitor: Name of the logged value by which checkpoints are ranked. With None, the latest checkpoint is the best.
             ``"step"`` with ``mode="max"`` keeps the latest ``save_top_k`` checkpoints. Default: None.
-        verbose: Announce each save. Default: False.
-        save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"`` has the same effect: no link is created,
-            so checkpoints do not depend on each other. With ``save_last``, ``save_on_exception`` also saves under this
-            name. Default: True for the first ``ModelCheckpoint`` in a run folder if none of them keeps the latest
-            checkpoint, otherwise False.
-        save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 keeps none. Default: 1.
+        verbose: Announce each save, and each value of ``monitor`` that is not good enough for a ranked save. Default:
+            False.
+        save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"``, accepted for compatibility with
+            Lightning, has the same effect as True: a complete checkpoint is saved instead of a link. With
+            ``save_last``, ``save_on_exception`` also saves under this name. Default: False. In a run folder, the
+            default is True for the first ``ModelCheckpoint`` without ``save_weights_only`` if otherwise no
+            ``ModelCheckpoint`` would keep the latest state.
+        save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 keeps none. More than 1 requires ``monitor``.
+            Default: 1.
         save_on_exception: Save the run when an error or Ctrl-C ends ``fit``. A run that resumes from this checkpoint
             gives the same results as an uninterrupted one. Ctrl-C ends the run after the current step, and all ranks
             save. After an error, rank zero saves the run as of the last completed step. With several processes, the
             state of the other ranks is missing, so their RNG state is reinitialized on resume. No checkpoint is saved
-            if the other ranks hold shards of the model, or if the error occurs in the optimizer's step or in
+            if the other ranks hold shards of the model or of the optimizer state, if ``local_sgd_steps`` is set, if a
+            callback has changed the model since the last step, or if the error occurs in the optimizer's step or in
             ``on_step_end``. With several processes, no checkpoint is saved after an error between the optimizer's step
             and ``on_step_end`` either, unless the error occurs in a validation. On resume, this validation is repeated.
             The overhead is 0.1 ms per step, a copy of the model's buffers and of the callbacks' states, and, on a GPU,
@@ -83,10 +87,11 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             Default: ``"min"``.
         auto_insert_metric_name: Write each field of the template as ``name=value``, not only as the value. A ``/`` in
             the name becomes ``_``. Default: True.
-        every_n_train_steps: Number of optimizer steps between saves.
+        every_n_train_steps: Number of optimizer steps between saves; None or 0 disables this trigger. Default: None.
         train_time_interval: Time between saves, measured by rank zero's clock: ``"DD:HH:MM:SS"``, a timedelta or a dict
-            of its arguments.
-        every_n_epochs: Number of epochs between saves. Default: 1 if none of the three triggers is set.
+            of its arguments. Default: None.
+        every_n_epochs: Number of epochs between saves; 0 disables this trigger. Default: 1 if no other trigger is
+            passed, otherwise 0.
         save_on_train_epoch_end: Whether ``every_n_epochs`` saves at the end of the epoch (True) or after its validation
             (False). Default: True if validation runs exactly once per epoch or not at all, otherwise False.
         enable_version_counter: Append ``-v1`` if a checkpoint of another run has the same name. If False, replace that
@@ -106,7 +111,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     Raises:
         ValueError: If more than one of ``every_n_train_steps``, ``train_time_interval`` and ``every_n_epochs`` is set,
-            or an argument is invalid.
+            or an argument is invalid. During training, if a ranked save is due and ``monitor`` was never logged by the
+            end of the epoch.
         TypeError: If an argument has the wrong type.
 
     Example:
@@ -232,8 +238,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
 
-        If the state belongs to another directory, only the best checkpoint is restored, because this run must not
-        remove checkpoints from that directory.
+        If the record is of another directory, only its best checkpoint is restored, because this run must not remove
+        checkpoints from that directory.
         """
         self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
         self._save_requested = state_dict["wanted"]
@@ -310,7 +316,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._trigger_by_epoch(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if a save was triggered, or if an interval of steps or time has passed."""
+        """Save if a save is due. After the last step of an epoch, `on_train_epoch_end` saves instead."""
         if self._job is not None:
             self._complete_job(trainer)
         progress = trainer.progress
@@ -387,7 +393,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self._save_as(None, trainer)
 
     def _save_as(self, path: str | None, trainer: Trainer) -> str:
-        """Save the run as ``last.ckpt`` if one is kept, otherwise as ``path`` or under the template's name."""
+        """Save the run as ``last.ckpt``, ``path`` or the filled-in template, and return the path of the checkpoint."""
         progress = trainer.progress
         if self.save_last or path is None:
             values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values}
@@ -457,7 +463,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Return whether ``name`` has a value for the current weights. The value of a training step always counts.
 
         Raises:
-            ValueError: If the epoch has ended without logging ``name``.
+            ValueError: If ``name`` has not been logged by the end of an epoch, unless the first validation is still to
+                come.
         """
         if name in ("step", "epoch"):
             return True

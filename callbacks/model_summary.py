@@ -17,8 +17,8 @@ class ModelSummary(BestEffortCallback):
     """Callback that prints a table of the model's modules when ``fit`` begins.
 
     If the task has an ``example_input_array``, the task is run once with this input. The table then also shows each
-    module's input and output shapes and its floating-point operations. For a sharded model, the table also shows the
-    number of parameters that one process holds. Override `show` to print the table differently.
+    module's input and output shapes and its FLOPs. For a sharded model, the table also shows the number of parameters
+    that one process holds. Override `show` to print the table differently.
 
     Args:
         max_depth: Levels of nested modules to show; -1 shows all, 0 prints no table. Default: 1.

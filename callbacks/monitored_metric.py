@@ -1,4 +1,4 @@
-"""Monitored metrics, which are identical on every rank and measured on the current weights."""
+"""Functions that read the logged values that callbacks and schedulers monitor, identical on every rank."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def read_monitored_metric(
         name: The logged name.
         consumer: Description of the object that needs the value, for messages, such as ``"the scheduler's monitor"``.
         strict: Raise an error if the name was never logged. Otherwise, return None. Default: True.
-        keep: See `read_logged_metrics`.
+        keep: Names for which the value of a training step is ignored. See `read_logged_metrics`. Default: none.
 
     Raises:
         ValueError: If the name was never logged and ``strict`` is set. The message lists the logged names.
@@ -124,19 +124,20 @@ def checks_at_epoch_end(trainer: Trainer) -> bool:
 
 
 def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = True) -> float | None:
-    """Return the value of ``name`` to check, identical on every rank. Must be called on all ranks.
+    """Return a monitored value, unless it was measured on earlier weights. Must be called on all ranks.
 
     Args:
         trainer: The running Trainer.
         name: The logged name.
         consumer: Class name of the callback that checks, for messages.
-        strict: Raise an error if the name was never logged. Otherwise, warn. Default: True.
+        strict: Raise an error if the name was never logged. Otherwise, warn and return None. Default: True.
 
     Returns:
-        The value; None if no new value is available.
+        The value, identical on every rank; None if no new value is available.
 
     Raises:
-        ValueError: If the name was never logged and ``strict`` is set. The message lists the logged names.
+        ValueError: If ``strict`` is set and the name was never logged, unless the first validation is still to come.
+            The message lists the logged names.
     """
     watch = trainer.logbook.watch
     if name in watch.stale(trainer):

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 
 class NonFiniteWatch(Callback):
-    """Callback that reports the first rank and module to compute NaN or infinity in the forward or backward pass.
+    """Callback that raises an error if a module computes NaN or infinity, and names the first rank and module to do so.
 
-    The callback is for debugging only, because it slows training down. It checks the output of every module and the
-    gradients of all outputs and parameters. After each backward pass, it synchronizes with the device and with all
-    ranks. It runs before the task's own hooks (``after_task`` is 0). The error is raised on all ranks.
+    The callback is for debugging only, because it slows training down. In training, it checks the output of every
+    module and the gradients of all outputs and parameters. After each backward pass, it synchronizes with the device
+    and, with automatic optimization, with all ranks. It runs before the task's own hooks (``after_task`` is 0). With
+    automatic optimization, the error is raised on all ranks. With manual optimization, it is raised only on ranks that
+    computed such a value.
 
     Args:
         outputs: Check the outputs of modules, in the order of the forward pass. Default: True.

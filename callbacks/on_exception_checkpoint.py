@@ -17,11 +17,12 @@ class OnExceptionCheckpoint(ModelCheckpoint):
     (``after_task`` is 2), after averaging callbacks have restored the trained weights.
 
     Args:
-        dirpath: Directory of the checkpoint.
+        dirpath: Directory of the checkpoint, or its URL.
         filename: Name of the checkpoint without the extension. Default: ``"on_exception"``.
 
     Raises:
-        ValueError: If ``filename`` is empty.
+        ValueError: If ``filename`` is empty or otherwise invalid, for example because it leaves ``dirpath``.
+        TypeError: If an argument has the wrong type.
 
     Example:
         >>> import os

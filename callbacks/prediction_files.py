@@ -41,15 +41,17 @@ class PredictionWriter(BasePredictionWriter):
     Args:
         dirpath: Folder of the files, or its URL. If the folder exists and is not empty, ``-v1``, ``-v2``, ... is
             appended to its name. Default: ``predictions`` in the Trainer's ``default_root_dir``.
-        shard_mib: Amount of collected tensors in MiB at which a rank writes them to a file. Default: 64.
+        shard_mib: Size in MiB of the tensors that a rank collects before it writes them to a file. A file is also
+            written after 10,000 batches. Default: 64.
 
     Attributes:
         folder: Folder of the latest predictions; None before the first prediction, or if ``predict_step`` returned only
             None.
 
     Raises:
-        TypeError: In ``predict``, if a prediction has an unsupported type. The error states its position in the
-            prediction.
+        TypeError: If ``dirpath`` is not a path or, in ``predict``, if a prediction has an unsupported type. The error
+            states its position in the prediction.
+        ValueError: If ``shard_mib`` is not a positive integer.
 
     Example:
         >>> import tempfile

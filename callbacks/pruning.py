@@ -43,10 +43,11 @@ class ModelPruning(Callback):
     pruned.
 
     Args:
-        pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, or a
-            subclass of torch's ``BasePruningMethod``.
-        parameters_to_prune: Pairs of a module and the name of its parameter. Default: all parameters with
-            a name in ``parameter_names``.
+        pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, or
+            an unstructured subclass of torch's ``BasePruningMethod``. A class requires
+            ``use_global_unstructured=True``.
+        parameters_to_prune: Pairs of a module and the name of its parameter. Default: all parameters of the task's
+            submodules with a name in ``parameter_names``.
         parameter_names: Names of the parameters to prune if ``parameters_to_prune`` is not set: ``"weight"``,
             ``"bias"`` or both. Default: both.
         use_global_unstructured: Compare the weights of all layers with each other, not only within each layer.
@@ -58,16 +59,18 @@ class ModelPruning(Callback):
         use_lottery_ticket_hypothesis: Reset the remaining weights to their initial values after each pruning. May be a
             function of the epoch's index. Default: True.
         resample_parameters: With ``use_lottery_ticket_hypothesis``, reset the remaining weights to new random values
-            from the layer's ``reset_parameters`` instead of the initial values. Default: False.
-        pruning_dim: Dimension along which structured pruning removes slices.
-        pruning_norm: Order of the norm that ``"ln_structured"`` uses.
+            from the layer's ``reset_parameters`` instead of the initial values. Layers without this method get the
+            initial values. Default: False.
+        pruning_dim: Dimension along which structured pruning removes slices. Required for structured pruning.
+        pruning_norm: Order of the norm by which ``"ln_structured"`` compares slices. Required for ``"ln_structured"``.
         verbose: 1 announces the number of pruned weights, 2 also announces this number for each parameter. Default: 0.
         prune_on_train_epoch_end: Prune at the end of epochs (True) or after each validation (False). Default: True.
 
     Raises:
-        ValueError: If arguments are invalid or contradict each other. Before the first step, if a parameter is not in
-            the model, if the model is sharded, or if pruning would run while the model contains the averages of another
-            callback.
+        ValueError: If arguments are invalid or contradict each other. Before the first step, if there are no parameters
+            to prune, if a parameter is not in the model, if the model is sharded, or if pruning would run while the
+            model contains the averages of another callback. On resume, if the earlier run did not prune the same
+            parameters.
         TypeError: If an argument has the wrong type.
 
     References:

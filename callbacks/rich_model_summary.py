@@ -13,11 +13,12 @@ class RichModelSummary(ModelSummary):
     """Callback that prints the table of the model's modules with the package ``rich``.
 
     Args:
-        max_depth: See `ModelSummary`. Default: 1.
+        max_depth: Levels of nested modules to show; -1 shows all, 0 prints no table. Default: 1.
         header_style: Rich style of the header. Default: ``"bold magenta"``.
 
     Raises:
         ModuleNotFoundError: If ``rich`` is not installed.
+        ValueError: If ``max_depth`` is invalid.
 
     Example:
         >>> from treadle.callbacks import RichModelSummary

@@ -33,7 +33,7 @@ class SpikeWatch(Callback):
     window.
 
     Values stay on the device and are checked together every ``every_n_steps`` steps. A loss is averaged over the
-    processes, and a gradient norm covers all gradients. All processes therefore react after the same step, and no step
+    processes, and a gradient norm covers all gradients. All processes therefore react after the same step. Only a check
     waits for the device. The callback runs after the task's own hooks (``after_task`` is 1). A resumed run restores the
     window. For the steps since the last check, it restores rank zero's values on all processes.
 
@@ -48,7 +48,8 @@ class SpikeWatch(Callback):
         threshold: Minimum number of robust standard deviations above the median. Default: 8.0.
         rise: Minimum increase as a fraction of the median. Default: 0.1.
         every_n_steps: Number of optimizer steps between checks. Default: 50.
-        dirpath: Directory of the checkpoints that ``"save"`` writes. Default: ``spikes`` in the run's folder.
+        dirpath: Directory of the checkpoints that ``"save"`` writes, or its URL. Only ``action="save"`` accepts it.
+            Default: ``spikes`` in the run's folder.
 
     Attributes:
         spikes: List of the detected spikes, each a pair of the optimizer step and the value.

@@ -46,8 +46,9 @@ class StochasticWeightAveraging(Averaging):
 
     Raises:
         ValueError: If an argument is invalid. Before the first step, if the task does not have exactly one optimizer or
-            uses manual optimization, if another callback also averages weights, or if the run uses DDP with
-            ``local_sgd_steps``.
+            uses manual optimization, if another callback also averages weights, if the run uses DDP with
+            ``local_sgd_steps``, or if ``swa_epoch_start`` is a fraction and ``max_epochs`` is unlimited. When averaging
+            starts, if ``swa_lrs`` does not have one rate for each parameter group.
         TypeError: If an argument has the wrong type.
 
     References:

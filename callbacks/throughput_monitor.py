@@ -1,4 +1,4 @@
-"""`ThroughputMonitor`: logs batches, samples, items and operations per second."""
+"""`ThroughputMonitor`: logs batches, samples, items and FLOPs per second."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ if TYPE_CHECKING:
 
 
 class ThroughputMonitor(BestEffortCallback):
-    """Monitor that logs the throughput of a run under names such as ``train/device/samples_per_sec``; see `Throughput`.
+    """Callback that logs a run's throughput under names such as ``train/device/samples_per_sec``. See `Throughput`.
 
     In training, rank zero measures every ``log_every_n_steps`` steps. For a measurement, it synchronizes with the
     device once and reads the clock. Other steps have no overhead, apart from calls of ``batch_size_fn`` and
     ``length_fn``. Time in validations is excluded. A rate covers the latest measurements that span ``window_size``
     batches. The throughput of an evaluation is logged once, when the evaluation ends.
 
-    The samples that the dataloaders of all processes return are counted. Operations are counted if the task has an
-    attribute ``flops_per_batch``, which `measure_flops` computes. If the device's peak performance is known, the
-    achieved fraction of the peak is logged, too, as ``device/mfu``.
+    The samples that the dataloaders of all processes return are counted. In training, FLOPs are also counted if the
+    task has an attribute ``flops_per_batch``, the FLOPs of one micro-batch, which `measure_flops` computes. If the
+    device's peak FLOPs per second are known, too, the model FLOPs utilization (MFU), the achieved fraction of the peak,
+    is logged as ``train/device/mfu``.
 
     Args:
         batch_size_fn: Function that returns the number of samples in a batch. Default: the dataloaders' count.
         length_fn: Function that returns the number of items in a batch, such as its tokens. Default: items are not
             counted.
-        window_size: Minimum number of batches that a rate covers. Default: 100.
+        window_size: Minimum number of batches that a rate covers, at least 2. Default: 100.
         separator: Text between the components of a name. Default: ``"/"``.
-        available_flops: Peak operations per second of one device. Default: the result of `get_available_flops`.
+        available_flops: Peak FLOPs per second of one device. Default: the result of `get_available_flops`.
 
     Raises:
-        ValueError, TypeError: If an argument is invalid. When a stage begins, if ``available_flops`` is set but the
-            task lacks ``flops_per_batch``. In ``fit``, if ``log_every_n_steps`` is 0.
+        ValueError: If an argument is invalid. When a stage begins, if ``available_flops`` is set but the task lacks
+            ``flops_per_batch``. In ``fit``, if ``log_every_n_steps`` is 0.
+        TypeError: If a function is not callable, or ``available_flops`` is not a number.
 
     Example:
         >>> import tempfile
@@ -115,7 +117,7 @@ class ThroughputMonitor(BestEffortCallback):
     # -- training ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Check the settings, and determine whether to count samples, items or operations in each batch."""
+        """Check the settings, and determine whether to count samples, items or FLOPs in each batch."""
         super().setup(trainer, pl_module, stage)
         self._reset()
         if stage == "fit" and not trainer.log_every_n_steps:
@@ -163,12 +165,12 @@ class ThroughputMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the samples, items or operations of the batch, if the dataloaders' count of samples is not enough."""
+        """Count the samples, items or FLOPs of the batch, if the dataloaders' count of samples is not enough."""
         if self._must_count:
             self._count(trainer, pl_module, batch, self._local_counts)
 
     def _count(self, trainer: Trainer, task: TaskModule, batch: Any, counts: list[Any]) -> None:
-        """Add a batch's samples, items and operations to ``counts``. Counting ends after an error."""
+        """Add a batch's samples, items and FLOPs to ``counts``. Counting ends after an error."""
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
             return  # a placeholder batch, which keeps the ranks in step
         if self._failed:

@@ -33,7 +33,8 @@ class Timer(Callback):
     or ``"test"`` to its methods.
 
     All processes stop after the same step, even if their clocks differ. ``Trainer(max_time=...)`` also stops the run,
-    but a Timer can be queried, too. A run that is resumed after its time is up does not take any steps.
+    but a Timer can be queried, too. A run that is resumed after its time is up does not take any steps. With
+    ``interval="epoch"``, it first completes an interrupted epoch.
 
     Args:
         duration: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments; None only measures. Default: None.

@@ -38,7 +38,7 @@ class WeightAveraging(Averaging):
             single tensors, or ``multi_avg_fn`` for lists of tensors. Default: all averaged values have the same weight.
 
     Raises:
-        TypeError: If an argument does not exist, or a function is not callable.
+        TypeError: If an argument does not exist or has the wrong type.
         ValueError: If both functions are passed. Before the first step, if another callback also averages weights, if
             the run uses DDP with ``local_sgd_steps``, or if a sharded model is on a device of another type than
             ``device``.
@@ -208,8 +208,8 @@ class EMAWeightAveraging(WeightAveraging):
     The first update copies the weights.
 
     Args:
-        device: See `WeightAveraging`.
-        use_buffers: See `WeightAveraging`.
+        device: Device of the averages, as in `WeightAveraging`. Default: the weights' device.
+        use_buffers: Also average the persistent buffers, as in `WeightAveraging`. Default: True.
         decay: Fraction of the average that is kept, from 0 to 1. Default: 0.999.
         update_every_n_steps: Number of optimizer steps between updates; 0 updates only at the end of epochs. Default:
             1.

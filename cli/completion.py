@@ -174,7 +174,7 @@ def _list_classes(room: str) -> list[str]:
 
 
 def _read_dict_keys(room: str, file: str, name: str) -> list[str]:
-    """Return the keys of a dict literal in a file, which is parsed but not imported."""
+    """Return the keys of the dict literal ``name`` in a package's file, which is parsed but not imported."""
     spec = importlib.util.find_spec(room)
     if spec is None or spec.origin is None:
         return []

@@ -32,7 +32,7 @@ def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
         place: A path or a URL. A path is returned unchanged and is not created.
 
     Raises:
-        OSError: If the store cannot be read, or a file cannot be written.
+        OSError: If the store cannot be read, or a local file cannot be written.
     """
     path = as_path(place)
     if isinstance(path, Path):

@@ -17,8 +17,8 @@ def gather(tensor: Any) -> Any:
     """Concatenate every rank's tensors along dimension 0, on every rank; see `Accelerator.gather`.
 
     Args:
-        tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same structure on every rank. The
-            numbers of rows may differ.
+        tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same structure on every rank. Except in
+            debug mode, the numbers of rows may differ.
 
     Returns:
         The tensors, with the same structure as the input.

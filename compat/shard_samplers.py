@@ -182,7 +182,8 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
             with samples from the beginning.
         num_processes: Number of ranks that share the stream.
         process_index: Rank that the share belongs to.
-        split_batches: Whether to share each batch of ``batch_size`` samples instead of ``batch_size * num_processes``.
+        split_batches: Whether to split each batch of ``batch_size`` samples among the ranks. Otherwise, each rank gets
+            ``batch_size`` samples of every ``batch_size * num_processes``.
 
     Raises:
         ValueError: With ``split_batches``, if the batch size is not a multiple of ``num_processes``.

@@ -98,7 +98,7 @@ class Accelerator(Process):
         split_batches: If True, the ``batch_size`` of a prepared loader is the global batch size. Default: it is the
             batch size per process.
         mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"``, or any name that `Precision` accepts. Default: ``"no"``.
-        gradient_accumulation_steps: Micro-batches per optimizer step.
+        gradient_accumulation_steps: Number of micro-batches per optimizer step. Default: 1.
         cpu: Same as ``accelerator="cpu"``.
         dataloader_config: Settings of prepared loaders; see `DataLoaderConfiguration`.
         deepspeed_plugin: Not supported; any value but None raises an error. The same holds for ``deepspeed_plugins``,
@@ -107,24 +107,28 @@ class Accelerator(Process):
         fsdp_plugin: Accelerate's equivalent of ``strategy=FSDP(...)``, which shards models.
         torch_tp_plugin: See ``deepspeed_plugin``.
         megatron_lm_plugin: See ``deepspeed_plugin``.
-        rng_types: Only ``["generator"]`` is accepted, and it changes nothing: the order of the data is always the same
-            on all processes.
-        log_with: Trackers: ``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"``, ``"all"``, loggers of
-            `treadle.loggers`, a `GeneralTracker`, or a list of these. Default: none.
-        project_dir: Directory for the files of the run.
+        rng_types: Accepted for compatibility with Accelerate: None or ``["generator"]``, which have the same effect.
+            The order of the data is always the same on all processes.
+        log_with: A tracker's name (``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"``, ``"aim"``, ``"clearml"``,
+            ``"comet_ml"``, ``"swanlab"``, ``"trackio"``, or a registered one), ``"all"`` for the installed trackers, a
+            logger of `treadle.loggers`, a `GeneralTracker`, or a list of these. Default: none.
+        project_dir: Directory for the files of the run. Default: none.
         project_config: Settings of directories and checkpoint names beyond ``project_dir``; see `ProjectConfiguration`.
         gradient_accumulation_plugin: Settings of gradient accumulation beyond the number of micro-batches; see
             `GradientAccumulationPlugin`.
         step_scheduler_with_optimizer: Set to False for schedulers that the loop steps once per epoch. Schedulers are
             then not wrapped, and each ``step()`` advances the schedule by one. Their state is still saved. Default:
             True.
-        kwargs_handlers: Settings of autocast, the loss scaler, the process group, DDP and the profiler, each as a
-            `KwargsHandler`.
-        dynamo_backend: A backend of ``torch.compile`` that compiles prepared models in place. Default: none.
+        kwargs_handlers: Settings of autocast, the loss scaler, the process group, DDP and the profiler: at most one
+            each of `AutocastKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`, `DistributedDataParallelKwargs` and
+            `ProfileKwargs`.
+        dynamo_backend: The ``torch.compile`` backend that compiles prepared models in place. Default: models are not
+            compiled.
         dynamo_plugin: Backend and further settings of compilation, instead of ``dynamo_backend``; see
             `TorchDynamoPlugin`.
         parallelism_config: The numbers of replicas, shards and tensor parallel ranks.
-        strategy: A name (``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, a registered one) or a `Strategy`.
+        strategy: A name (``"single"``, ``"ddp"``, ``"fsdp"``, or a registered one), a `Strategy`, or ``"auto"`` (DDP
+            for several processes, else a single device).
         accelerator: Kind of device: ``"cpu"``, ``"cuda"`` (``"gpu"``), ``"mps"``, or ``"auto"`` (CUDA if available,
             else MPS, else the CPU).
         devices: Number of processes on this machine, or the indices of their GPUs; see `open_world`. ``"auto"`` uses
@@ -149,11 +153,12 @@ class Accelerator(Process):
         checkpointer: The object that saves and loads checkpoints.
         tracking: The trackers that ``log_with`` named.
         rng: The RNG state that ranks share, and the stream from which the order of the data is drawn.
-        watchdog: Monitor that ends the run if a rank hangs, or None.
+        watchdog: Monitor that ends the run if a rank hangs, or None, for example for one process without ``timeout``.
         deepspeed_plugin: Always None, for scripts that read it to find out whether DeepSpeed is used.
 
     Raises:
-        TypeError: If an argument does not exist. The error names the nearest valid one.
+        TypeError: If an argument does not exist (the error names the nearest valid one), or if a value has the wrong
+            type.
         ValueError: If a value is not supported or contradicts another argument.
 
     Example:
@@ -273,9 +278,9 @@ class Accelerator(Process):
         """Move and wrap models, wrap optimizers and schedulers, and shard the batches of loaders over the processes.
 
         Args:
-            objects: The objects to prepare. Objects of other kinds are returned unchanged, with a warning that names
-                them.
-            device_placement: One value per object, which overrides the Accelerator's ``device_placement``.
+            objects: The models, optimizers, schedulers and loaders to prepare. Other objects are returned unchanged,
+                with a warning unless they are None.
+            device_placement: One value per object. True or False overrides the Accelerator's ``device_placement``.
 
         Returns:
             The prepared objects as a tuple in the same order; for a single object, the prepared object itself.
@@ -342,11 +347,11 @@ class Accelerator(Process):
             evaluation_mode: Move the model, but do not wrap it for training.
             step: Name of the method that returns the training loss, if not ``forward``; call it through `method`.
             manual_optimization: Reduce gradients only in optimizer steps; call methods through `local_method`.
-            by_parts: Compile the submodules and not the model itself, for loops that call methods other than
-                ``forward``.
+            by_parts: If models are compiled, compile the submodules instead, for loops that do not call ``forward``.
 
         Raises:
-            ValueError: If the model is on another device and may not be moved, or is spread over several devices.
+            ValueError: If the model is on another device and may not be moved, is spread over several devices, or
+                differs between ranks, or if CUDA graphs are combined with gradient accumulation.
         """
         module = self.strategy.unwrap(model)
         trained = _collect_trained_ids(module)
@@ -388,7 +393,8 @@ class Accelerator(Process):
     def compare_settings(self, settings: Mapping[str, Any] | None = None) -> None:
         """Check that all ranks have the same settings.
 
-        This method is called automatically when the first model or loader is prepared.
+        Only the first call has an effect. It is made automatically when the first trainable model or loader is
+        prepared.
 
         Args:
             settings: The values to compare, by name. Default: the Accelerator's own arguments.
@@ -446,9 +452,9 @@ class Accelerator(Process):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler so that it advances only if the optimizer step was applied.
 
-        Each ``step()`` advances the schedule by the number of processes that share the data, as in Accelerate, or by
-        one with ``split_batches``. Therefore compute the schedule's length from the length that the loader has before
-        `prepare`.
+        Each ``step()`` advances the schedule by the number of processes that the data is sharded over, as in
+        Accelerate, or by one with ``split_batches``. Therefore compute the schedule's length from the length that the
+        loader has before `prepare`.
 
         Args:
             scheduler: The user's scheduler.
@@ -486,10 +492,10 @@ class Accelerator(Process):
         """Shard a loader over the processes.
 
         Args:
-            loader: A ``DataLoader``, a `CombinedLoader` or any iterable of batches.
+            loader: A ``DataLoader``, a `CombinedLoader` or any iterable of batches. Prepared ones do not change.
             device_placement: Whether to move batches to the device. Default: the Accelerator's setting.
             shard: If False, each process gets all batches of its own loader.
-            evaluation: Do not form accumulation groups; every process takes part in every batch.
+            evaluation: Treat each batch as a separate group, without gradient accumulation.
             move: Function to apply to each batch instead of moving it to the device.
 
         Returns:
@@ -497,6 +503,7 @@ class Accelerator(Process):
 
         Raises:
             TypeError: If the loader was already sharded without an Accelerator.
+            ValueError: If loaders or settings differ between ranks, or a setting of the loader is not supported.
         """
         if isinstance(loader, Loader):
             return loader
@@ -602,10 +609,11 @@ class Accelerator(Process):
             The context to run the loop in.
 
         Raises:
-            TypeError: If ``joinables`` is not a list of models and optimizers, or if ``even_batches`` is not a bool or
-                None.
-            ValueError: If a model is not prepared, or if ``backward(weight=...)`` is called on a batch that does not
-                come from a prepared DataLoader. A rank without further batches could not pass its weight.
+            TypeError: If ``joinables`` is not an iterable of models and optimizers, or if ``even_batches`` is not a
+                bool or None.
+            ValueError: With several processes, if a model is not prepared, or if ``backward(weight=...)`` is called on
+                a batch that does not come from a prepared DataLoader. A rank without further batches could not pass its
+                weight.
 
         Example:
             >>> import torch, treadle
@@ -632,11 +640,11 @@ class Accelerator(Process):
         return self.strategy.construction(empty_init)
 
     def method(self, model: nn.Module, name: str) -> Callable[..., Any]:
-        """Return method ``name`` of a prepared model, wrapped so that its gradients are synchronized.
+        """Return method ``name`` of a prepared model, wrapped so that backward passes of its result reduce gradients.
 
         Args:
             model: A prepared model.
-            name: The method's name, such as ``"generate"``.
+            name: The method's name, such as ``"compute_loss"``.
         """
         return self.strategy.method(model, name)
 
@@ -650,14 +658,14 @@ class Accelerator(Process):
         return self.strategy.local_method(model, name)
 
     def check_replicas(self, model: nn.Module | None = None, *, buffers: bool = False) -> None:
-        """Check that all processes hold the same parameters, bit for bit. Call it on all processes.
+        """Check that all processes hold the same replicated parameters, bit for bit. Call it on all processes.
 
         With ``TREADLE_DEBUG=1``, this check runs after the first step of each optimizer and then after every 100 steps.
 
         Args:
             model: One prepared model. Default: all of them.
-            buffers: Compare buffers too. Most of them, such as BatchNorm's statistics, differ between processes after
-                every forward pass.
+            buffers: Compare buffers too. Buffers that forward passes update, such as BatchNorm's statistics, usually
+                differ between processes.
 
         Raises:
             ReplicasDiffer: If parameters, or buffers that are compared, differ. All processes raise the error, which
@@ -733,7 +741,9 @@ class Accelerator(Process):
         In the last micro-batch of a group, the backward pass reduces the gradients, and the optimizer then steps.
 
         Args:
-            models: The prepared models that the micro-batch trains. Default: all of them.
+            models: The prepared models whose gradients are reduced only in the last micro-batch of a group. The
+                gradients of other models are reduced in every micro-batch, which takes longer but gives the same
+                result.
         """
         self.accumulation.note_entered()
         return self.accumulation.accumulate(*models)
@@ -775,8 +785,9 @@ class Accelerator(Process):
     ) -> None:
         """Run the backward pass of one micro-batch, with the loss weighted and scaled.
 
-        Pass the plain mean loss. It is weighted by the number of samples that the loader put into the micro-batch. The
-        gradient of the step is therefore the mean over all samples of the group on all processes.
+        Pass the plain mean loss. It is weighted by the number of samples that the prepared loader put into the
+        micro-batch. The gradient of the step is therefore the mean over all samples of the group on all processes.
+        Without a prepared loader, all micro-batches of a group have the same weight.
 
         Args:
             loss: The mean loss of the micro-batch, as a 0-d tensor.
@@ -784,7 +795,10 @@ class Accelerator(Process):
                 the samples. The gradient of the step is then the mean over all items. Pass it in every micro-batch of a
                 group, or in none.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
-            kwargs: Arguments of ``Tensor.backward``.
+            kwargs: Keyword arguments of ``Tensor.backward`` or ``by``.
+
+        Raises:
+            ValueError: If only some micro-batches of a group have a ``weight``.
         """
         self.accumulation.backward(loss, weight=weight, by=by, **kwargs)
 
@@ -842,10 +856,11 @@ class Accelerator(Process):
         self.accumulation.drop_gradients()
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Exchange the votes of all processes in the last backward pass of every step; `agree` returns the result.
+        """Enable the exchange of all ranks' votes in the last backward pass of every step; `agree` returns the result.
 
         Args:
-            finite: Whether to check that losses are finite. With float16, the loss scaler checks the gradients instead.
+            finite: Whether to check that losses and gradients are finite. This check replaces that of ``on_nonfinite``,
+                which is disabled in any case. With float16, the loss scaler checks the gradients.
             at_once: Read the values in the same step on accelerators too, which waits for the device.
         """
         self.accumulation.agree_on_steps(finite=finite, at_once=at_once)
@@ -863,7 +878,7 @@ class Accelerator(Process):
     ) -> AbstractContextManager[Preemption]:
         """Return a context in which SIGTERM, SIGUSR1 and SIGHUP request the end of a loop and do not end the process.
 
-        Call `Preemption.should_stop` after each step. It returns True after the same step on every rank, regardless of
+        Call `Preemption.should_stop` once per step. It returns True after the same step on every rank, regardless of
         which rank received the signal. Then save, and call `Preemption.leave`, which ends the process with status 143
         (129 for SIGHUP) and makes SLURM requeue a job that received SIGUSR1. A signal that arrives after the last step
         ends the process at the end of the block.
@@ -876,7 +891,7 @@ class Accelerator(Process):
 
         Raises:
             ValueError: If several processes have neither a process group over TCP nor torch 2.8 or newer, or if
-                ``grace`` is not positive.
+                ``grace`` is not a valid positive duration.
             TypeError: If ``grace`` has the wrong type.
 
         Example:
@@ -912,14 +927,19 @@ class Accelerator(Process):
         Args:
             objects: Objects whose saved states are matched by class name and position.
             named: Objects whose saved states are matched by these names.
+
+        Raises:
+            TypeError: If an object lacks one of the two methods.
+            ValueError: If another object is registered under one of the names.
         """
         self.checkpointer.register(objects, named)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` before `save_state` writes.
 
-        ``models`` and ``weights`` are lists of the prepared models and of their state dicts. State that the hook
-        removes from ``weights`` is not saved. Files that it writes to ``output_dir`` become part of the checkpoint.
+        The hook is called on all ranks. ``models`` and ``weights`` are lists of the prepared models and of their state
+        dicts, as returned by `get_state_dict`. State dicts that the hook removes from ``weights`` are not saved. Files
+        that it writes to ``output_dir`` become part of the checkpoint.
 
         Args:
             hook: The function to call.
@@ -959,7 +979,7 @@ class Accelerator(Process):
                 by one rename once it is complete. A checkpoint at a URL is replaced by one request once all files are
                 uploaded. The argument may be omitted with ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
             safe_serialization: Only True is accepted; there is no other format.
-            info: Numbers and names for the manifest (``step``, ``epoch``, ...).
+            info: Plain data to store in the manifest, such as numbers and names; `load_state` returns it.
             parts: Further states by name, each saved in its own files.
             weights_only: Save only the models and ``parts``.
             trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model under
@@ -968,15 +988,17 @@ class Accelerator(Process):
             blocking: If False, return after the state is copied to host memory, and write it in the background. Only
                 one save runs at a time: the next one waits for the current one. `poll_saving` and `finish_saving`
                 report the end of a save.
-            also: Further directories for the same state, each a complete checkpoint.
+            also: Further directories or URLs for the same state, each a complete checkpoint. They cannot be combined
+                with a hook of `register_save_state_pre_hook`.
 
         Returns:
             The path of the checkpoint.
 
         Raises:
-            ValueError: If ``output_dir`` is missing without automatic naming, or if the call is inside an accumulation
-                group and ``weights_only`` is False.
-            TypeError: If a state is not plain data.
+            ValueError: If ``output_dir`` is missing without automatic naming, differs between the ranks of a machine,
+                or has content that is not a checkpoint; if weights or optimizer states are not finite; if a name in
+                ``parts`` is reserved; or if the call is inside an accumulation group and ``weights_only`` is False.
+            TypeError: If a state is not plain data, or if ``also`` is a single path.
             OSError: If a disk operation fails. The files of the attempt are removed, and an earlier checkpoint at this
                 path remains.
         """
@@ -1024,8 +1046,8 @@ class Accelerator(Process):
         in the same way as the object's current ``state_dict``.
 
         Args:
-            input_dir: A checkpoint directory, or a checkpoint that is already open. It may be omitted with
-                ``automatic_checkpoint_naming``, in which case the latest intact checkpoint is loaded and a warning
+            input_dir: A checkpoint directory, its URL, or an open checkpoint (an `OpenCheckpoint`). It may be omitted
+                with ``automatic_checkpoint_naming``, in which case the latest intact checkpoint is loaded and a warning
                 names each one that was skipped.
             load_kwargs: Accepted if empty; loading has no options.
             models: Restore the models.
@@ -1044,6 +1066,7 @@ class Accelerator(Process):
             The ``info`` of the checkpoint.
 
         Raises:
+            RuntimeError: On ranks that did not detect the error that another rank raises.
             ValueError: If the path is not a checkpoint, or if the checkpoint is damaged, belongs to another model or
                 optimizer, or was replaced while it was read. In these cases, no object is changed on any process. An
                 error in the ``load_state_dict`` of a scheduler or a registered object is raised later, after models and
@@ -1099,20 +1122,20 @@ class Accelerator(Process):
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write data to a file on rank zero: a state dict or numbers, nested to any depth. Rank zero may call it alone.
 
-        The write is atomic. The file contains only tensors, numbers, text, bytes, None, dtypes and devices, in dicts,
-        lists, tuples and sets, and can be read with ``torch.load(f, weights_only=True)``. NumPy numbers are written as
-        Python numbers, and a defaultdict as a dict.
+        A write to a path or URL is atomic. The file contains only tensors, numbers, text, bytes, None, dtypes and
+        devices, in dicts, lists, tuples and sets, and can be read with ``torch.load(f, weights_only=True)``. NumPy
+        numbers are written as Python numbers, and a defaultdict as a dict.
 
         Args:
             obj: The data to write. For a module, pass its ``state_dict()``; for a sharded module, the result of
                 `get_state_dict`.
-            f: A path, or an open file.
+            f: A path, a URL, or an open file.
             safe_serialization: Write safetensors; ``obj`` must be a dict of tensors. Tied tensors are written once, and
                 the header lists their names.
 
         Raises:
-            TypeError: If ``obj`` holds anything else (NumPy arrays, paths, objects). The error states its position in
-                ``obj`` and the fix.
+            TypeError: If ``obj`` holds anything else (NumPy arrays, paths, objects) or, with ``safe_serialization``, is
+                not a dict of tensors. The error names the value and the fix.
         """
         self.checkpointer.save(obj, f, safe_serialization)
 
@@ -1129,9 +1152,10 @@ class Accelerator(Process):
 
         Args:
             model: The model, prepared or not.
-            save_directory: The directory, created if it does not exist. The directory must not be a checkpoint. Files
-                of an earlier save, in either format, are deleted once the new ones are complete.
+            save_directory: The directory, created if it does not exist, or a URL. It must not be a checkpoint. Files of
+                an earlier save, in either format, are deleted once the new ones are complete.
             max_shard_size: The largest size of a file: a number of bytes, or text such as ``"500MB"`` or ``"2GiB"``.
+                Only a single tensor that is larger exceeds it.
             safe_serialization: False writes ``pytorch_model.bin`` in torch's format.
         """
         self.checkpointer.save_model(model, save_directory, max_shard_size, safe_serialization)
@@ -1163,7 +1187,8 @@ class Accelerator(Process):
             init_kwargs: Further arguments of the loggers, by the tracker's name.
 
         Raises:
-            ValueError: If ``init_kwargs`` names a tracker that ``log_with`` does not.
+            ValueError: If ``init_kwargs`` has an unknown name. Arguments of known trackers that ``log_with`` does not
+                name are ignored.
         """
         self.tracking.start(project_name, config, init_kwargs)
 
@@ -1181,7 +1206,7 @@ class Accelerator(Process):
             log_kwargs: Further arguments of each tracker's ``log``, by the tracker's name.
 
         Raises:
-            RuntimeError: If ``log_with`` named trackers but `init_trackers` was not called.
+            RuntimeError: On rank zero, if ``log_with`` named trackers but `init_trackers` was not called.
         """
         self.tracking.log(values, step, log_kwargs)
 
@@ -1194,7 +1219,7 @@ class Accelerator(Process):
                 called, return an object whose methods have no effect.
 
         Raises:
-            ValueError: If no tracker has this name.
+            ValueError: If no started tracker has this name.
         """
         return self.tracking.get(name, unwrap)
 
@@ -1202,7 +1227,8 @@ class Accelerator(Process):
         """Return a context that profiles a block and yields torch's profiler. With a schedule, call its ``step()``.
 
         Args:
-            profile_handler: Settings of the profiler. Default: those of ``kwargs_handlers``.
+            profile_handler: Settings of the profiler. Default: those of ``kwargs_handlers``, else those of
+                `ProfileKwargs()`.
         """
         return profile(profile_handler or self.profile_handler or ProfileKwargs(), self.world)
 
@@ -1212,7 +1238,8 @@ class Accelerator(Process):
         """Finish saves and trackers, and wait for all processes. You may create another Accelerator afterwards.
 
         Raises:
-            ValueError: If gradients of the last step were not finite, which accelerators report one step later.
+            ValueError: If gradients of the last step were not finite, which accelerators report one step later. An
+                error of an asynchronous save is raised too.
         """
         self.finish_saving()
         self.world.release_beside()
@@ -1221,7 +1248,7 @@ class Accelerator(Process):
         self.wait_for_everyone()
 
     def free_memory(self, *objects: Any) -> Any:
-        """Release all prepared objects, collect garbage and empty the device's memory cache.
+        """Release all prepared and registered objects, collect garbage and empty the device's memory cache.
 
         Args:
             objects: The caller's references to prepared objects. Assign the returned Nones to the same variables.
@@ -1236,10 +1263,10 @@ class Accelerator(Process):
     clear = free_memory
 
     def forget_prepared(self) -> None:
-        """Release prepared objects without the garbage collection of `free_memory`, which takes tenths of a second.
+        """Release prepared and registered objects without garbage collection, which takes tenths of a second.
 
-        No prepared object refers back to the Accelerator, so reference counts free them. Cycles in user code or in
-        torch stay until Python's next collection, or until memory is short.
+        No prepared object refers back to the Accelerator, so reference counting frees most of them. Cycles in user code
+        or in torch stay until Python's next collection. If memory is already short, garbage is collected at once.
         """
         self.finish_saving()
         self.close_loaders()
@@ -1375,7 +1402,7 @@ class Accelerator(Process):
 
     @property
     def step(self) -> int:
-        """Number of micro-batches in the current pass over a loader, 0 at the last; without a loader, in the group."""
+        """Number of micro-batches in this pass over a loader (0 at the last one) or, without a loader, in the group."""
         loader = self.gradient_state.active_dataloader
         if loader is None:
             return self.accumulation.position

@@ -22,7 +22,7 @@ REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
 class ShapesDiffer(DistributedOperationException, ValueError):
-    """Error raised if the tensors that ranks pass to one collective differ in number, shape or dtype."""
+    """Error raised if the tensors that ranks pass to one collective are not compatible in number, shape or dtype."""
 
 
 class DebugMode:
@@ -47,7 +47,7 @@ def check_equal_shapes(name: str, value: Any, world: World) -> None:
         world: The processes that take part.
 
     Raises:
-        ShapesDiffer: On every rank, if the shapes differ.
+        ShapesDiffer: On every rank, if debug mode is enabled and the tensors differ in number, shape or dtype.
     """
     if debug_mode.enabled and world.size > 1:
         _check_forms(name, value, world)
@@ -56,8 +56,8 @@ def check_equal_shapes(name: str, value: Any, world: World) -> None:
 def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = False) -> Any:
     """Concatenate the tensors of all processes along dimension 0, in rank order; the numbers of rows may differ.
 
-    A 0-d tensor counts as one row. Each part of a nested value that holds no tensor becomes a list of the items of all
-    processes.
+    A 0-d tensor counts as one row. Each part of ``value`` without tensors becomes one list over all processes: lists
+    and tuples are concatenated, and any other value is one item.
 
     Args:
         value: A tensor, or tensors nested in dicts, lists, tuples or dataclasses, of the same structure on all
@@ -68,7 +68,8 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
 
     Raises:
         TypeError: If the value holds no tensor.
-        ShapesDiffer: On every process, if the structures differ.
+        ShapesDiffer: On every process, if the numbers of tensors or other parts differ, or the tensors differ in dtype
+            or in the size of a dimension other than 0.
     """
     tensors: list[Tensor] = []
     others: list[Any] = []
@@ -110,7 +111,7 @@ def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
 
     Args:
         value: A tensor or a nested structure (dict, list, tuple) of tensors; one-dimensional floating-point tensors of
-            ``batch_size`` equal elements are resized.
+            ``batch_size`` equal elements are resized, unless ``batch_size`` is 1.
         batch_size: This rank's samples in a full batch.
         samples: This rank's samples in the current batch.
     """
@@ -161,7 +162,7 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
         sync_grads: Let gradients flow back to the process that each tensor came from; see `_AllGather`.
 
     Raises:
-        ShapesDiffer: On every process, if the shapes differ.
+        ShapesDiffer: On every process, if the tensors differ in number, shape or dtype.
     """
     if world.size == 1:
         return value
@@ -398,13 +399,14 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
     """Return the share of ``inputs`` that belongs to process ``rank``, in the same type. The inputs are not changed.
 
     Shares are contiguous, in the order of the ranks. Their sizes differ by at most one; if there are fewer inputs than
-    processes, the last shares are empty. With ``apply_padding`` all shares have the same size: the last input is
-    repeated at the end, so that the first ``len(inputs)`` gathered results belong to the inputs.
+    processes, the last shares are empty. With ``apply_padding``, all shares have the same size: the last input is
+    repeated at the end, so that the first ``len(inputs)`` gathered results belong to the inputs. The share of a padded
+    range is a list.
 
     Args:
-        inputs: A list, tuple, range, tensor, array, data frame or dataset (of torch, or with ``select``), or a dict or
-            named tuple of these with equal lengths. Any other iterable, such as an iterator, is read to its end by
-            every process, and the share is then a list.
+        inputs: A list, tuple, range, tensor, NumPy array, pandas data frame, or map-style dataset of torch or Hugging
+            Face, or a dict or named tuple of these with equal lengths. Any other iterable, such as an iterator, is read
+            to its end by every process, and the share is then a list.
         rank: The rank of this process.
         size: The world size.
         apply_padding: Give every process the same number of inputs.
@@ -412,7 +414,7 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
     Raises:
         TypeError: If ``inputs`` cannot be split, such as a str, a number or a 0-d tensor, or has no order, such as a
             set.
-        ValueError: If ``inputs`` is a dict whose values differ in length.
+        ValueError: If ``inputs`` is a dict or named tuple whose values differ in length.
     """
     count, inputs = _count_inputs(inputs)
     if not apply_padding or not count:

@@ -23,7 +23,8 @@ class DataLoaderConfiguration:
     """Settings of prepared loaders.
 
     Args:
-        split_batches: If True, ``batch_size`` is the global batch size, which must be divisible by the world size.
+        split_batches: If True, ``batch_size`` is the global batch size. It must be divisible by the number of processes
+            that the data is sharded over, and custom batch samplers are not supported.
         dispatch_batches: Accepted but has no effect. In Accelerate, True reads on rank zero only; here each rank reads
             its own share, which gives the same batches.
         even_batches: Accepted but has no effect. All processes take part in every batch, and no sample is repeated.
@@ -72,10 +73,11 @@ class ProjectConfiguration:
         total_limit: The number of automatically named checkpoints to keep; the oldest is deleted once a new one is
             complete. Default: all are kept.
         iteration: The number N of the next automatically named checkpoint. Default: 0.
-        save_on_each_node: Let `Accelerator.save` and `save_model` write on each machine, not only on the first.
+        save_on_each_node: Let `Accelerator.save` and `save_model` write on local rank zero of each machine, not only on
+            rank zero.
 
     Raises:
-        ValueError: If ``total_limit`` is less than 1.
+        ValueError: If ``total_limit`` is not an integer of at least 1.
 
     Example:
         >>> from treadle.engine import Accelerator, ProjectConfiguration
@@ -108,7 +110,7 @@ class ProjectConfiguration:
 
 
 class KwargsHandler:
-    """Base class of the objects in ``Accelerator(kwargs_handlers=[...])``.
+    """Base class of settings objects that are named as in Accelerate, such as `AutocastKwargs`.
 
     Example:
         >>> from treadle.engine import AutocastKwargs, KwargsHandler
@@ -127,14 +129,14 @@ class GradientAccumulationPlugin(KwargsHandler):
     """Settings of gradient accumulation.
 
     Args:
-        num_steps: Micro-batches per optimizer step.
+        num_steps: Number of micro-batches per optimizer step. Default: 1.
         adjust_scheduler: Accepted but has no effect. A schedule advances only at the end of a group, as in Accelerate.
         sync_with_dataloader: Whether the end of a loader ends a group. If False, a group continues in the loader's next
             epoch.
         sync_each_batch: Reduce gradients in every micro-batch, which saves memory if the model is sharded.
 
     Raises:
-        ValueError: If ``num_steps`` is less than 1.
+        ValueError: If ``num_steps`` is not an integer of at least 1.
 
     Example:
         >>> from treadle.engine import Accelerator, GradientAccumulationPlugin
@@ -191,9 +193,10 @@ class GradScalerKwargs(KwargsHandler):
 
     Args:
         init_scale: The initial loss scale. Default: 65536.
-        growth_factor: The factor by which the scale grows after ``growth_interval`` steps without overflow.
-        backoff_factor: The factor by which the scale is multiplied after an overflow.
-        growth_interval: Optimizer steps without overflow before the scale grows.
+        growth_factor: The factor by which the scale is multiplied after ``growth_interval`` steps without overflow.
+            Default: 2.
+        backoff_factor: The factor by which the scale is multiplied after an overflow. Default: 0.5.
+        growth_interval: Number of optimizer steps without overflow before the scale grows. Default: 2000.
         enabled: If False, do not scale the loss.
 
     Example:
@@ -217,12 +220,15 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     Args:
         backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one that the device needs.
-        init_method: Only ``"env://"`` is supported: processes connect through the launcher's environment variables.
+        init_method: None or ``"env://"``, which have the same effect: processes connect through the launcher's
+            environment variables.
         timeout: Time that a process waits for other processes before it fails: a timedelta, a dict of its arguments, or
-            ``"DD:HH:MM:SS"``. Default: torch's default.
+            ``"DD:HH:MM:SS"``. Default: torch's default, or a minute more than ``Accelerator(timeout=...)`` if that is
+            longer.
 
     Raises:
-        ValueError: If a value is not supported.
+        ValueError: If ``init_method`` is not supported, or ``timeout`` is not a valid positive duration.
+        TypeError: If ``timeout`` has the wrong type.
 
     Example:
         >>> import treadle
@@ -263,7 +269,8 @@ class ProfileKwargs(KwargsHandler):
         with_flops: Estimate the FLOPs of operators.
         with_modules: Record the modules that call operators.
         output_trace_dir: Directory into which each process writes its trace, ``profile_RANK.json``, for
-            ``chrome://tracing``.
+            ``chrome://tracing``. With a schedule, the traces of further cycles are named ``profile_RANK_1.json`` and so
+            on.
 
     Example:
         >>> import torch, treadle
@@ -297,8 +304,9 @@ class TorchDynamoPlugin(KwargsHandler):
         options: Dict of options that torch passes to the backend, such as ``{"max_autotune": True}`` for Inductor.
         disable: Disable compilation, for testing.
         use_regional_compilation: Compile each repeated block of the model separately, which takes less time if the
-            blocks are alike. By default, the Trainer compiles blocks separately if most of them are alike, and an
-            Accelerator does not.
+            blocks are alike. An Accelerator then compiles only the items of ``nn.ModuleList`` objects, if there are
+            any. By default, the Trainer compiles blocks separately if most of them are alike, and an Accelerator
+            compiles the whole model.
 
     Example:
         >>> from treadle.engine import Accelerator, TorchDynamoPlugin
@@ -318,7 +326,7 @@ class TorchDynamoPlugin(KwargsHandler):
         self.backend = backend.lower() if isinstance(backend, str) else backend or "no"
 
     def compile(self, model: nn.Module) -> None:
-        """Compile ``model`` in place, so that the names in its state dict do not change.
+        """Compile ``model`` in place unless ``backend`` is ``"no"``. The names in its state dict do not change.
 
         Args:
             model: The user's module.
@@ -597,7 +605,7 @@ def resolve_device(accelerator: str, cpu: bool) -> str:
     """Return the kind of device to compute on.
 
     Args:
-        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"mps"``.
+        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"mps"``.
         cpu: True is the same as ``accelerator="cpu"``.
 
     Raises:
@@ -705,7 +713,8 @@ def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) 
         steps: Micro-batches per optimizer step.
 
     Raises:
-        ValueError: If ``steps`` is less than 1, or is neither 1 nor the number of steps of ``plugin``.
+        ValueError: Without ``plugin``, if ``steps`` is not an integer of at least 1. With ``plugin``, if ``steps`` is
+            neither 1 nor its number of steps.
     """
     if plugin is None:
         check_int("gradient_accumulation_steps", steps, 1)

@@ -27,10 +27,10 @@ def compile_modules(
     Args:
         modules: The modules to compile. Compilation happens in the first call of each kind.
         compiler: ``torch.compile`` with its arguments already bound.
-        options: A value that identifies the compilation settings. None stands for the user's own settings, which
-            `forget` keeps.
-        hooks_outside: Compile only ``forward`` and run the hooks uncompiled, because they exchange parameters, which a
-            graph cannot contain.
+        options: A value that identifies the compilation settings; modules already compiled with equal settings are
+            skipped. None means that the user chose the settings, so `forget` keeps the compilation.
+        hooks_outside: Compile only ``forward`` and run the hooks uncompiled, for hooks that exchange parameters,
+            because a compiled graph cannot contain such exchanges.
     """
     shared: dict[Any, Callable[..., Any]] = {}
     for module in modules:
@@ -182,7 +182,7 @@ class CompiledBatches:
     compile a graph for arbitrary sizes, and use it for the full batches that follow.
 
     Args:
-        graphs: Whether the code replays CUDA graphs, so that torch must be told where each iteration begins.
+        graphs: Whether the code replays CUDA graphs, in which case the beginning of each batch is marked for torch.
     """
 
     def __init__(self, graphs: bool) -> None:
@@ -190,7 +190,7 @@ class CompiledBatches:
         self._in_short_batch = False
 
     def __call__(self, is_short: bool) -> AbstractContextManager[Any]:
-        """Return the context for one batch. A validation batch may run inside the context of a training batch."""
+        """Return the context for one batch. A validation batch's context may be nested in that of a training batch."""
         if self._graphs:
             torch.compiler.cudagraph_mark_step_begin()
         if is_short:

@@ -229,7 +229,8 @@ def extract_model_from_parallel(
     Args:
         model: A module returned by `prepare`, compiled or not.
         keep_fp32_wrapper: Accepted for compatibility with Accelerate; Treadle never replaces ``forward``.
-        keep_torch_compile: Return the compiled module if the user compiled the module before preparing it.
+        keep_torch_compile: Return the result of ``torch.compile`` if the user compiled the module; if False, return the
+            module that was compiled.
         recursive: Accepted for compatibility with Accelerate; wrappers inside the user's module are kept.
     """
     unwrapped = SingleDevice().unwrap(model)

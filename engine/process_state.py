@@ -39,10 +39,11 @@ _accelerators: list[weakref.ref[Accelerator]] = []
 
 
 def register_accelerator(accelerator: Accelerator) -> None:
-    """Make `GradientState()` and `AcceleratorState()` describe ``accelerator`` while it is alive.
+    """Make `GradientState()` and `AcceleratorState()` describe ``accelerator``, until a newer one is registered.
 
     Args:
-        accelerator: A new Accelerator.
+        accelerator: A new Accelerator. Only a weak reference is kept; once it is freed, the previous one is described
+            again.
     """
     _accelerators[:] = [reference for reference in _accelerators if reference() is not None]
     _accelerators.append(weakref.ref(accelerator))
@@ -131,7 +132,7 @@ class Process:
 
     @property
     def backend(self) -> str | None:
-        """Backend of the process group, ``"gloo"`` or ``"nccl"``; None with a world size of one."""
+        """Backend of the process group, such as ``"gloo"`` or ``"nccl"``; None with a world size of one."""
         return backend_of(self.world)
 
     # -- exchange ------------------------------------------------------------------------------------------------
@@ -155,15 +156,17 @@ class Process:
         mean loss of its own rows against all rows.
 
         Args:
-            tensor: A tensor, or tensors nested in dicts, lists or tuples. The number of rows may differ between
-                processes.
+            tensor: A tensor, or tensors nested in dicts, lists, tuples or dataclasses. The number of rows may differ
+                between processes. A 0-d tensor counts as one row.
             sync_grads: Let gradients flow back through the operation. All processes must then use the result in their
                 loss. If the last batch has fewer samples than there are processes, the repeated samples of ranks
-                without a share are excluded.
+                without a share are excluded. With tensor parallelism, ranks that share each sample contribute it once.
+                Default: the result has no gradient.
 
         Raises:
             TypeError: If ``tensor`` contains no tensor.
-            ShapesDiffer: On every process, if shapes differ in more than the number of rows.
+            ShapesDiffer: On every process, if the tensors differ in number, in dtype, or in the size of a dimension
+                other than 0.
         """
         if not sync_grads:
             collectives.check_equal_shapes("gather", tensor, self.world)
@@ -197,7 +200,8 @@ class Process:
             use_gather_object: Gather the value as objects even if it contains tensors.
 
         Returns:
-            The structure with tensors concatenated along dimension 0; a list if the value contains no tensor.
+            The structure with tensors concatenated along dimension 0. A list, as from `gather_object`, if the value
+            contains no tensor or ``use_gather_object`` is True.
         """
         micro = self.cursor.micro
         stand_in = micro is not None and not micro.samples
@@ -219,7 +223,7 @@ class Process:
         Args:
             tensor: A tensor, or tensors nested in collections, with the same shapes on all processes.
             reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``.
-            scale: Factor by which the result is multiplied. Default: 1.
+            scale: Factor by which the result is multiplied; it has no effect with ``"none"``. Default: 1.
 
         Returns:
             The same structure with reduced tensors. The input is not changed.
@@ -235,7 +239,7 @@ class Process:
 
         Args:
             tensor: A tensor, or tensors nested in collections.
-            dim: The dimension to pad. Default: 0.
+            dim: The dimension to pad; tensors without it are unchanged. Default: 0.
             pad_index: The value to pad with. Default: 0.
             pad_first: Pad before the first entry rather than after the last.
 
@@ -262,7 +266,7 @@ class Process:
         Raises:
             TypeError: If ``inputs`` is not a collection (such as a string or a number), or is unordered (such as a
                 set).
-            ValueError: If ``inputs`` is a dict whose values differ in length.
+            ValueError: If ``inputs`` is a dict or named tuple whose values differ in length.
         """
         yield split(inputs, self.world.rank, self.world.size, apply_padding)
 
@@ -276,7 +280,7 @@ class Process:
         return raised
 
     def destroy_process_group(self) -> None:
-        """Destroy the process group, on all processes. A new Accelerator or PartialState creates another group."""
+        """Destroy the process group. Call it on all processes. A new Accelerator or PartialState creates another."""
         disconnect()
 
     # -- on some processes ---------------------------------------------------------------------------------------
@@ -320,7 +324,7 @@ class Process:
     ) -> Callable[..., Any]:
         """Decorate a function so that it runs only on rank ``process_index``, and returns None on other ranks.
 
-        With a world size of one, this process runs the function for any index.
+        With a world size of one, this process runs the function for any index of at least 0.
 
         Args:
             function: The function to decorate. Default: return a decorator.
@@ -413,11 +417,11 @@ class PartialState(Process):
 
     Args:
         cpu: Compute on the CPU even if there is a GPU. Default: False.
-        kwargs: Settings of the process group: ``backend`` (``"gloo"`` or ``"nccl"``) and ``timeout`` (a ``timedelta``,
-            a dict of its arguments, or ``"DD:HH:MM:SS"``).
+        kwargs: Settings of the process group: ``backend`` (such as ``"gloo"`` or ``"nccl"``) and ``timeout`` (a
+            ``timedelta``, a dict of its arguments, or ``"DD:HH:MM:SS"``).
 
     Raises:
-        TypeError: If a keyword argument is unknown.
+        TypeError: If a keyword argument is unknown, or if ``timeout`` has the wrong type.
         ValueError: If a value is not supported.
 
     Example:
@@ -459,7 +463,7 @@ class PartialState(Process):
 
     @property
     def debug(self) -> bool:
-        """True if `gather` checks that all ranks pass the same shapes; other collectives always check this.
+        """True if `gather` checks that all ranks pass the same shapes, as `reduce` always does.
 
         The setting applies to the whole process, as in Accelerate. The environment variable ``TREADLE_DEBUG=1``
         additionally compares the collective calls of all ranks.
@@ -500,7 +504,8 @@ class PartialState(Process):
 class AcceleratorState(PartialState):
     """State of an Accelerator: a `PartialState` that also describes the precision and the layout of the model.
 
-    ``AcceleratorState()`` describes the latest Accelerator. Without an Accelerator, it has default values.
+    ``AcceleratorState()`` describes the latest Accelerator. Without an Accelerator, its strategy, plugins and device
+    mesh are None.
 
     Args:
         mixed_precision: Precision to report, under one of the Accelerator's names, such as ``"bf16"``. Default: that of
@@ -606,7 +611,7 @@ class GradientState:
     Instances that are created directly share one state, that of the latest Accelerator that is still alive.
 
     Args:
-        gradient_accumulation_plugin: Settings for iterations without an Accelerator.
+        gradient_accumulation_plugin: Settings that apply to all instances while no Accelerator exists.
 
     Example:
         >>> from treadle.engine import Accelerator, GradientState
@@ -723,9 +728,10 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Number of samples in the global batch during the last batch of a prepared loader; -1 at any other time.
+        """Number of samples in the global batch during the last batch of a prepared loader; else -1.
 
-        A prepared loader does not repeat samples, so nothing has to be removed from gathered results.
+        A prepared loader does not repeat samples, so nothing has to be removed from gathered results. During an
+        iteration over a sharded loader without an Accelerator, this is the ``remainder`` of that loader.
         """
         accelerator, running = self._resolve(), get_running_loader()
         micro = None if accelerator is None else accelerator.cursor.micro

@@ -54,16 +54,18 @@ def check_values_match(subject: str, values: Mapping[str, Any], world: World, fi
 
 
 def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
-    """Raise an error if loaders have different batch sizes or samplers on some rank; see `check_values_match`.
+    """Raise an error if the loaders' classes, batch sizes or samplers differ between ranks; see `check_values_match`.
 
-    The data itself is compared by `share_data`.
+    Samplers are compared by class, and loaders that shard themselves by class only. The data itself is compared by
+    `share_data`.
 
     Args:
         loaders: The loaders of this rank.
         world: The ranks to compare.
 
     Raises:
-        ValueError: On every rank, if batch sizes or samplers differ.
+        ValueError: On every rank, if the loaders differ in class, ``batch_size``, ``drop_last``, or class of the
+            samplers.
     """
     values: dict[str, Any] = {}
     for number, loader in enumerate(loaders):
@@ -86,8 +88,8 @@ def check_model_matches(model: nn.Module, world: World) -> None:
         world: The ranks to compare.
 
     Raises:
-        ValueError: On every rank, if the models differ; see `check_values_match`. Also if a layer is lazy, because
-            replicas and shards need its weights before the first batch.
+        ValueError: On every rank, if the models differ; see `check_values_match`. With several ranks, also if a layer
+            is lazy, because replicas and shards need its weights before the first batch.
     """
     if world.size == 1:
         return

@@ -135,7 +135,7 @@ class RandomStream:
             self.state = dict(state)
 
     def follow(self, draw: Draw) -> None:
-        """Continue from the state after a draw, such as the order of an epoch, made from a copy of this stream.
+        """Continue from the state after a draw that was made from a copy of this stream, such as the order of an epoch.
 
         Args:
             draw: The states of the copy before and after the draw.
@@ -217,8 +217,8 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     Args:
         seed: An integer from 0 to 2**32 - 1. Default: the value of Lightning's environment variable ``PL_GLOBAL_SEED``,
             or 0 if it is not set.
-        workers: Accepted for compatibility with Lightning; unused, because loader workers are always seeded, anew for
-            each sample.
+        workers: Accepted for compatibility with Lightning; unused, because the workers of prepared loaders are always
+            seeded.
         verbose: Accepted for compatibility with Lightning; unused, because nothing is printed.
 
     Returns:

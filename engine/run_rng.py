@@ -19,7 +19,7 @@ from .rng import (
 
 
 class RunRng:
-    """RNG state with which a run begins, the same on all ranks.
+    """Initial RNG state of a run, the same on all ranks, and the stream from which the order of samples is drawn.
 
     With a world size of one, the order of samples is drawn from the process's own generators, as in a plain loop. A
     dropout layer then changes the order of the following epochs. With several processes, or with a seed for the data,

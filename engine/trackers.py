@@ -32,11 +32,14 @@ _PEERS = ("dvclive",)
 class GeneralTracker:
     """Base class of user-defined trackers for ``Accelerator(log_with=...)``.
 
-    A subclass sets ``name`` and ``requires_logging_directory``, defines a property ``tracker`` that returns the object
-    it writes with, and implements `store_init_configuration` and `log`.
+    A subclass sets ``name`` and ``requires_logging_directory``, and defines a property ``tracker`` that returns the
+    object it writes with. It overrides the methods that it needs; those of this class have no effect.
 
     Attributes:
         main_process_only: Whether the tracker is called on rank zero only. Default: True.
+
+    Raises:
+        NotImplementedError: If a subclass lacks ``name``, ``requires_logging_directory`` or ``tracker``.
 
     Example:
         >>> import treadle
@@ -261,7 +264,7 @@ class MLflowTracker(LoggerTracker):
 
 
 class AimTracker(RunTracker):
-    """Tracker for a run of Aim, in the repository ``logging_dir``.
+    """Tracker for a run of Aim, stored in the Aim repository at ``logging_dir``.
 
     Args:
         run_name: The name of the project, which becomes the name of the run and of its experiment.
@@ -327,7 +330,8 @@ class ClearMLTracker(RunTracker):
     """Tracker for a task of ClearML. A task that the script has created is used and not closed at the end.
 
     Args:
-        run_name: The name of the project and the task, unless ``CLEARML_PROJECT`` and ``CLEARML_TASK`` are set.
+        run_name: The name of the project and of the task. The environment variables ``CLEARML_PROJECT`` and
+            ``CLEARML_TASK`` override it for the project and the task, respectively.
         kwargs: Further arguments of `treadle.loggers.ClearMLLogger`, which accepts those of ``Task.init``.
     """
 
@@ -463,10 +467,12 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     True, and with its ``init_kwargs`` as keyword arguments.
 
     Args:
-        tracker_class: A subclass of `GeneralTracker` with ``name`` and ``requires_logging_directory``.
+        tracker_class: A subclass of `GeneralTracker` with the class attributes ``name`` and
+            ``requires_logging_directory``. It replaces another tracker of this name, with a warning.
 
     Raises:
-        ValueError: If ``tracker_class`` is not a subclass of `GeneralTracker`, or lacks one of these attributes.
+        ValueError: If ``tracker_class`` is not a subclass of `GeneralTracker`, lacks one of these attributes, or has an
+            empty name.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ValueError(
@@ -617,7 +623,7 @@ class Trackers:
         Args:
             project_name: The name of the project that the run belongs to.
             config: The configuration of the run by name, or None.
-            init_kwargs: Further arguments with which trackers are created, by name of the tracker.
+            init_kwargs: Further arguments of the trackers' constructors, by name of the tracker.
         """
         options = dict(init_kwargs or {})
         for name in options:

@@ -20,8 +20,9 @@ class PruningCallback(Callback):
     Only rank zero accesses the study's storage. All ranks raise the exception after the same step. The checkpoints of a
     pruned trial are kept, including that of its last epoch.
 
-    A value is reported once per epoch, under the epoch's index. If validation runs several times per epoch, a value is
-    reported after each validation, under the validation's index.
+    A value is reported after each epoch. If validation is enabled and does not run exactly once per epoch, a value is
+    reported after each validation instead. The reported step is the epoch's index or, with a ``val_check_interval``
+    other than 1.0, the index of the report.
 
     Args:
         trial: The trial, on rank zero. Other ranks may pass None. Optuna's ``TorchDistributedTrial`` is also accepted.
@@ -32,7 +33,8 @@ class PruningCallback(Callback):
 
     Raises:
         ModuleNotFoundError: If Optuna is not installed.
-        ValueError: If rank zero has no trial or, during training, if the value was never logged.
+        ValueError: If ``monitor`` is empty, if rank zero has no trial when ``fit`` begins or, during training, if the
+            value was never logged.
 
     Example:
         >>> import optuna
@@ -83,15 +85,15 @@ class PruningCallback(Callback):
 
     @property
     def state_key(self) -> str:
-        """See `Callback.state_key`."""
+        """Name that includes ``monitor``. See `Callback.state_key`."""
         return f"PruningCallback(monitor={self.monitor!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback.state_dict`."""
+        """Return the number of reports, which is the index of the next one."""
         return {"validations": self._validations}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`."""
+        """Restore the number of reports."""
         self._validations = state_dict["validations"]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:

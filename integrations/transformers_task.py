@@ -44,7 +44,7 @@ class TransformersTask(TaskModule):
         auto_class: Name of the transformers class that loads the model, such as ``"AutoModelForCausalLM"``. Required if
             ``model`` is a name or folder.
         tokenizer: A tokenizer, or the name or folder of one. Only generation and `save_pretrained` need it. Default:
-            the tokenizer of ``model`` if ``model`` is a name.
+            the tokenizer of ``model`` if ``model`` is a name or folder that has one.
         learning_rate: AdamW's peak learning rate. Default: 5e-5.
         weight_decay: AdamW's weight decay, for all parameters except biases and norms. Default: 0.0.
         optimizer_options: Further arguments of AdamW, such as ``{"betas": (0.9, 0.95)}``.
@@ -64,7 +64,9 @@ class TransformersTask(TaskModule):
     Raises:
         ModuleNotFoundError: If transformers, or peft for ``adapter``, is not installed.
         ValueError: If ``auto_class`` is unknown, or missing for a model's name; if ``auto_class`` or ``model_options``
-            is passed with a model object; or if ``adapter`` does not have a ``peft_type``.
+            is passed with a model object; or if ``adapter`` does not have a ``peft_type``. During training or
+            evaluation, if the model does not return a loss.
+        TypeError: If ``gradient_checkpointing`` is not a bool.
 
     Example:
         >>> import torch
@@ -150,7 +152,7 @@ class TransformersTask(TaskModule):
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Return the loss of a batch, and the number of its labels if the labels are tokens.
+        """Return a dict with the loss of a batch and, if labels are tokens, the number of labels as ``"weight"``.
 
         Args:
             batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.
@@ -245,7 +247,7 @@ class TransformersTask(TaskModule):
 
         Args:
             metrics: torchmetrics objects by name.
-            logits: Tensor of shape ``[samples, labels]`` or ``[samples, tokens, labels]``.
+            logits: Tensor of shape ``[samples, classes]`` or ``[samples, tokens, classes]``.
             batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.
         """
         targets = self._select_targets(batch)
@@ -351,7 +353,7 @@ class TransformersTask(TaskModule):
 
 
 def _predicts_next_token(model: Any) -> bool:
-    """Return whether a model's loss compares each token with the next label, as in a causal language model."""
+    """Return whether a model's loss compares the logits of each token with the next label (causal language model)."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model = getattr(model, "base_model", model).model if hasattr(model, "peft_config") else model

@@ -19,12 +19,13 @@ class AimLogger(ServiceLogger):
     """Logger that writes metrics, hyperparameters and checkpoints to an Aim repository (``pip install aim``).
 
     The logger has one run, which rank zero begins when something is first logged. The run is closed after each fit,
-    validation or test, and reopened when something is logged again. A failed run has the tag ``failed`` until it
-    succeeds.
+    validation or test, and reopened when something is logged again. A failed run has the tag ``failed`` until a later
+    fit, validation or test succeeds.
 
     Args:
-        repo: Directory of the repository, or the address of a server, ``aim://host:port``. Default: the directory above
-            the nearest ``.aim``, or the working directory.
+        repo: Directory of the repository, the address of a server, ``aim://host:port``, or a directory on another
+            machine, ``ssh://user@host:path``. Default: the directory above the nearest ``.aim``, or the working
+            directory.
         experiment: Experiment of the run. Default: ``"default"``, as in Aim.
         system_tracking_interval: Seconds between records of CPU, memory and GPU usage; None disables the records.
             Default: 10.
@@ -38,8 +39,9 @@ class AimLogger(ServiceLogger):
             Default: ``{"subset": {"train": "train_", "val": "val_", "test": "test_"}}``.
         context_postfixes: Suffixes of metric names, in the form of ``context_prefixes``. Default: none.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Copy checkpoints to ``artifacts_uri``: True copies the kept checkpoints at the end of a fit;
-            ``"all"`` copies each checkpoint once it is saved. Default: False.
+        log_model: Copy checkpoints to ``artifacts_uri``: True copies the kept checkpoints at the end of a fit, or each
+            one once it is saved if ``save_top_k=-1``; ``"all"`` always copies each one once it is saved; False copies
+            none. Default: False.
         artifacts_uri: Destination of the checkpoints, such as ``s3://bucket/folder``. Default: ``aim_artifacts`` in a
             local repository.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
@@ -48,7 +50,8 @@ class AimLogger(ServiceLogger):
     Raises:
         ModuleNotFoundError: If Aim is not installed.
         TypeError: If an argument has the wrong type.
-        ValueError: If ``log_model`` is set for a repository on a server, but ``artifacts_uri`` is not.
+        ValueError: If ``log_model`` is invalid, ``system_tracking_interval`` is negative, or ``log_model`` is set for a
+            repository on another machine, but ``artifacts_uri`` is not.
 
     Example:
         >>> from treadle.loggers import AimLogger
@@ -98,12 +101,12 @@ class AimLogger(ServiceLogger):
 
     @property
     def _is_remote(self) -> bool:
-        """Return whether the repository is on a server."""
+        """Return whether the repository is on another machine."""
         return self._repo is not None and self._repo.startswith(REMOTE)
 
     @property
     def save_dir(self) -> str | None:
-        """Directory of the repository; None for a server, or if Aim chooses the directory."""
+        """Directory of the repository; None if it is on another machine, or if Aim chooses the directory."""
         return None if self._is_remote else self._repo
 
     def _open(self) -> Any:

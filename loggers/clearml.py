@@ -22,8 +22,8 @@ class ClearMLLogger(ServiceLogger):
 
     Install with ``pip install clearml``. The logger has one task, which rank zero begins when something is first
     logged. The task stays open after a fit, so several fits, and uses of ``logger.experiment`` after them, continue it.
-    It is completed by `finish` or when the process ends, and marked as failed if a fit fails. A task that you have
-    already started is used, unless ``task_id`` selects another task.
+    It is completed by `finish` or when the process ends, and marked as failed if a fit, validation or test fails. A
+    task that you have already started is used, unless ``task_id`` selects another task.
 
     ``train_loss`` becomes the series ``train`` of the plot ``loss``; ``val_``, ``test_`` and ``eval_`` are treated the
     same way. For other names, plot and series have the same name. A value that is not finite is skipped with a warning,
@@ -40,8 +40,9 @@ class ClearMLLogger(ServiceLogger):
             them. This calls ``Task.set_offline(True)``, which applies to the whole process. Default: False.
         tags: Tags of the task. Default: none.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a fit; ``"all"``
-            uploads each checkpoint once it is saved. Default: False.
+        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a fit, or each one
+            once it is saved if ``save_top_k=-1``; ``"all"`` always uploads each one once it is saved; False uploads
+            none. Default: False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         **kwargs: Arguments of ``Task.init``: ``task_type``, ``output_uri``, ``auto_connect_frameworks``, ...
@@ -49,6 +50,7 @@ class ClearMLLogger(ServiceLogger):
     Raises:
         ModuleNotFoundError: If ClearML is not installed.
         TypeError: If an argument has the wrong type, or ``Task.init`` does not accept it.
+        ValueError: If ``log_model`` is neither a bool nor ``"all"``.
 
     Example:
         >>> from treadle.loggers import ClearMLLogger

@@ -20,9 +20,9 @@ class CometLogger(ServiceLogger):
 
     Install with ``pip install comet_ml``. The logger has one experiment, which rank zero begins when something is first
     logged. The experiment stays open after a fit, so several fits, and uses of ``logger.experiment`` after them,
-    continue it. It ends with the process, with `finish`, or with a failed fit, which adds the tag ``failed``. A process
-    has one experiment at a time. A second logger therefore ends the experiment of the first, which is continued when
-    the first logger is used again.
+    continue it. It ends with the process, with `finish`, or with a failed fit, validation or test, which adds the tag
+    ``failed``. A process has one experiment at a time. A second logger therefore ends the experiment of the first,
+    which is continued when the first logger is used again.
 
     Offline, an archive ``KEY-xxxxxx.zip`` is written each time the experiment ends. ``comet upload`` sends all archives
     with the same key to one experiment.
@@ -35,20 +35,22 @@ class CometLogger(ServiceLogger):
             ``COMET_EXPERIMENT_KEY``, or a new one.
         mode: ``"get_or_create"``, ``"get"`` (the experiment must exist) or ``"create"`` (it must not). Default:
             ``"get_or_create"``.
-        online: Whether data is sent; False only writes archives. Default: True if there is an API key.
+        online: Whether data is sent, which requires an API key; False only writes archives. Default: True.
         prefix: Text before every metric's name, as ``prefix_name``. Default: none.
-        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit; ``"all"`` uploads each
-            checkpoint once it is saved. Default: False.
+        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit, or each one once it is
+            saved if ``save_top_k=-1``; ``"all"`` always uploads each one once it is saved; False uploads none. Default:
+            False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
-        experiment_config: A ``comet_ml.ExperimentConfig``, which replaces ``kwargs``. Default: built from ``kwargs``.
+        experiment_config: A ``comet_ml.ExperimentConfig``; cannot be combined with ``kwargs``. Default: built from
+            ``kwargs``.
         **kwargs: Arguments of ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``,
             ...
 
     Raises:
         ModuleNotFoundError: If comet_ml is not installed.
         TypeError: If an argument has the wrong type, or ``ExperimentConfig`` does not accept it.
-        ValueError: If arguments contradict each other.
+        ValueError: If ``log_model`` is invalid, or ``experiment_config`` is combined with ``kwargs``.
 
     Example:
         >>> from treadle.loggers import CometLogger

@@ -1,4 +1,4 @@
-"""`CSVLogger`: writes metrics to a CSV file, without any additional tool."""
+"""`CSVLogger`: writes metrics to a CSV file, without any additional package."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CSVLogger(DirectoryLogger):
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If ``flush_logs_every_n_steps`` is not an integer of at least 1, ``version`` is negative, or
-            ``save_dir`` is a URL that cannot be written to.
+            ``save_dir`` is an invalid URL or one with a read-only scheme such as ``https``.
 
     Example:
         >>> import tempfile
@@ -84,8 +84,9 @@ class CSVLogger(DirectoryLogger):
             step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:
-            TypeError: If a value is not a number, or the step is not an integer.
-            ValueError: If a value contains more than one number, the step is negative, or a metric is named ``step``.
+            TypeError: If a name is empty or not a string, a value is not a number, or the step is not an integer.
+            ValueError: If a tensor does not have exactly one element, the step is negative, or a metric is named
+                ``step``.
         """
         row = dict(flatten(as_metrics(metrics, self._prefix)))
         if STEP in row:
@@ -100,7 +101,8 @@ class CSVLogger(DirectoryLogger):
             metrics: Initial values of the metrics by which runs are compared. Default: none.
 
         Raises:
-            TypeError: If ``params`` has an unsupported type, or a metric is not a number.
+            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None, or a metric is not a number.
+            ValueError: If a metric is a tensor that does not have exactly one element, or is named ``step``.
         """
         self.save_hyperparams(params)
         if metrics:
@@ -175,7 +177,7 @@ class MetricsFile:
         return [*rows, *(dict(row) for row in self.waiting)]
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Add one row, and write the buffered rows if they span enough steps.
+        """Add one row, and write the buffered rows once they are ``flush_every`` rows or span as many steps.
 
         Args:
             metrics: Numbers by name.

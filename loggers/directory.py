@@ -32,7 +32,8 @@ class DirectoryLogger(Logger):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``save_dir`` is a URL that cannot be written to, or ``version`` is negative.
+        ValueError: If ``save_dir`` is an invalid URL or one with a read-only scheme such as ``https``, or ``version``
+            is negative.
 
     Example:
         >>> import os, tempfile
@@ -97,7 +98,8 @@ class DirectoryLogger(Logger):
     def version(self) -> int | str | None:
         """Version of the experiment.
 
-        The first access on rank zero claims a number; other ranks receive it from the Trainer.
+        If no version was passed, the first access on rank zero claims a number. The Trainer passes it to the other
+        ranks.
         """
         if self._version is None and process_rank() == 0:
             self._version = claim_version(self._versions_dir)
@@ -128,16 +130,17 @@ class DirectoryLogger(Logger):
         return local_folder(str(self.log_dir))
 
     def save_hyperparams(self, params: Params) -> None:
-        """Add hyperparameters to ``hparams.yaml`` in `log_dir`.
+        """Write hyperparameters, in addition to those of earlier calls, to ``hparams.yaml`` in `log_dir`.
 
-        The file is written immediately, so the hyperparameters are not lost in a crash.
+        The file is written immediately, so the hyperparameters are not lost in a crash. It replaces the file of an
+        earlier process.
 
         Args:
             params: Settings by name, nested or not. A value of a type that YAML does not support is written as its
                 ``str``.
 
         Raises:
-            TypeError: If ``params`` is not a mapping, a namespace or a dataclass.
+            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None.
         """
         self._hparams.update(plain(as_mapping(params)))
         directory = self.log_dir

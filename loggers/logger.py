@@ -11,7 +11,7 @@ from typing import Any
 from ..common.rank_zero import rank_zero_only
 
 EVALUATED_AT = "evaluation/global_step"
-"""Metric name of the optimizer step in rows for single batches of an evaluation, whose own step counts batches."""
+"""Name of the metric with the optimizer step in rows for single evaluation batches; their ``step`` counts batches."""
 
 Params = Mapping[str, Any] | argparse.Namespace | None
 
@@ -145,7 +145,7 @@ class Logger(ABC):
 
     @property
     def experiment(self) -> Any:
-        """Object of the backend, for its additional functions; a `NullExperiment` on all ranks except zero."""
+        """The backend's own object, such as a ``SummaryWriter``; a `NullExperiment` on nonzero ranks. Default: None."""
         return None
 
     @abstractmethod
@@ -192,7 +192,7 @@ class Logger(ABC):
         return type(self).save is not Logger.save and not type(self).save.__module__.startswith("treadle.")
 
     def save(self) -> None:
-        """Write buffered values. Called after each `log_metrics`. Does nothing unless overridden."""
+        """Write buffered values. The Trainer calls a custom override after each `log_metrics`. Default: do nothing."""
         return None
 
     def finalize(self, status: str) -> None:

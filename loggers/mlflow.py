@@ -30,7 +30,7 @@ class MLFlowLogger(Logger):
 
     The logger has one run, which rank zero begins when something is first logged or `run_id` is read. Several fits
     continue the same run. Its status is ``RUNNING`` while values are logged, and ``FINISHED`` or ``FAILED`` after each
-    fit.
+    fit, validation or test.
 
     Args:
         experiment_name: Experiment of the run; created if missing. Default: ``"treadle_logs"``.
@@ -40,8 +40,9 @@ class MLFlowLogger(Logger):
             environment variable ``MLFLOW_ALLOW_FILE_STORE`` is ``true``.
         tags: Tags of the run by name. Default: none.
         save_dir: Directory for files if no address is set. Default: ``./mlruns``.
-        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a fit; ``"all"``
-            uploads each checkpoint once it is saved. Default: False.
+        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a fit, or each one
+            once it is saved if ``save_top_k=-1``; ``"all"`` always uploads each one once it is saved; False uploads
+            none. Default: False.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         artifact_location: Location of the artifacts of a new experiment. Default: chosen by MLflow.
         run_id: ID of the run to continue. Default: a new run.
@@ -53,7 +54,8 @@ class MLFlowLogger(Logger):
     Raises:
         ModuleNotFoundError: If MLflow, or a package that it needs for a database, is not installed.
         TypeError: If an argument has the wrong type.
-        ValueError: If the installed version of MLflow has file storage disabled, or arguments contradict each other.
+        ValueError: If ``log_model`` is invalid, ``run_name`` contradicts ``tags``, or runs would be stored in files,
+            which the installed version of MLflow disables.
 
     Example:
         >>> from treadle.loggers import MLFlowLogger
@@ -122,7 +124,7 @@ class MLFlowLogger(Logger):
 
     @property
     def save_dir(self) -> str | None:
-        """Directory of all experiments; None if the experiments are not stored in files."""
+        """Directory of all experiments; None if the tracking URI does not start with ``file:``."""
         return self._tracking_uri.removeprefix(FILES) if self._tracking_uri.startswith(FILES) else None
 
     @property
@@ -133,7 +135,7 @@ class MLFlowLogger(Logger):
 
     @property
     def experiment_id(self) -> str | None:
-        """ID of the experiment, on rank zero. The first access begins the run."""
+        """ID of the experiment; None on nonzero ranks. The first access on rank zero begins the run."""
         _ = self.experiment
         return self._experiment_id
 
@@ -213,8 +215,8 @@ class MLFlowLogger(Logger):
             step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:
-            TypeError: If a value is not a number, or the step is not an integer.
-            ValueError: If a value contains more than one number, or the step is negative.
+            TypeError: If a name is empty or not a string, a value is not a number, or the step is not an integer.
+            ValueError: If a tensor does not have exactly one element, or the step is negative.
         """
         row = list(flatten(as_metrics(metrics, self._prefix)))
         step = check_step(self._last_step + 1 if step is None else step)
@@ -238,7 +240,8 @@ class MLFlowLogger(Logger):
             metrics: Initial values of the metrics by which runs are compared. Default: none.
 
         Raises:
-            TypeError: If ``params`` has an unsupported type, or a metric is not a number.
+            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None, or a metric is not a number.
+            ValueError: If a metric is a tensor that does not have exactly one element.
         """
         flat = {_drop_forbidden_characters(name): str(value) for name, value in flatten(plain(as_mapping(params)))}
         if process_rank() == 0 and flat:
@@ -260,7 +263,7 @@ class MLFlowLogger(Logger):
             self.log_metrics(metrics, step=0)
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload the kept checkpoints, immediately or at the end of the fit, depending on ``log_model``.
+        """Upload the kept checkpoints immediately, at the end of the fit, or never, depending on ``log_model``.
 
         Args:
             checkpoint_callback: The callback that saved the checkpoint.

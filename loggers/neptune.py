@@ -35,18 +35,19 @@ class NeptuneLogger(ServiceLogger):
         project: Project of the run, ``"workspace/project"``. Default: ``GOODSEED_PROJECT``, or ``"treadle_logs"``.
         name: Name of the run. Default: ``"Untitled"``.
         run: A ``goodseed`` run that has already begun. Default: a new run.
-        log_model_checkpoints: Record the paths and scores of checkpoints. Default: True.
+        log_model_checkpoints: Record the paths of the latest and the best checkpoint, and the best score. Default:
+            True.
         prefix: Text before the path of every metric and hyperparameter, as ``prefix/path``. Default: ``"training"``.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
-        **neptune_run_kwargs: Arguments of ``neptune.init_run``: ``with_id`` (a run to continue), ``mode``
-            (``"offline"``, or ``"async"`` with an ``api_key``), ``tags``, ``description``, ``custom_id``,
-            ``capture_stdout``, ...; and ``goodseed_home``, the directory of the local files. Default:
-            ``GOODSEED_HOME``, or ``~/.goodseed``.
+        **neptune_run_kwargs: Arguments of ``neptune.init_run``: ``with_id`` (a run to continue), ``mode`` (``"async"``
+            or ``"sync"`` with an ``api_key``; ``"offline"``, which only writes local files; ``"debug"``, which stores
+            nothing), ``tags``, ``description``, ``custom_id``, ``capture_stdout``, ...; and ``goodseed_home``, the
+            directory of the local files. Default: ``GOODSEED_HOME``, or ``~/.goodseed``.
 
     Raises:
         ModuleNotFoundError: If GoodSeed is not installed.
-        TypeError: If an argument has the wrong type, or a run does not accept it.
+        TypeError: If an argument has the wrong type, or ``goodseed.Run`` does not accept it.
         ValueError: If the mode is unknown.
 
     Example:

@@ -20,8 +20,8 @@ class SwanLabLogger(ServiceLogger):
 
     Install with ``pip install swanlab``. The logger has one run, which rank zero begins when something is first logged.
     The run stays open after a fit, so several fits, and uses of ``logger.experiment`` after them, continue it. It ends
-    with the process, with `finish`, or as ``crashed`` with a failed fit. A run that you have already started is used,
-    unless ``id`` selects another run.
+    with the process, with `finish`, or as ``crashed`` with a failed fit, validation or test. A run that you have
+    already started is used, unless ``id`` selects another run.
 
     SwanLab keeps the first value of a metric for each step and ignores later ones. Offline, each start creates a folder
     ``run-TIME-ID``, even for a continued run; ``swanlab sync --id ID FOLDER`` adds a folder to an existing run.
@@ -39,8 +39,9 @@ class SwanLabLogger(ServiceLogger):
         tags: Tags of the run. Default: none.
         id: ID of the run; online, an existing run with this ID is continued. Default: ``SWANLAB_RUN_ID``, or a new one.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Save checkpoints with the run: True saves the kept checkpoints at the end of a fit; ``"all"`` saves
-            each checkpoint once it is on disk. Default: False.
+        log_model: Save checkpoints with the run: True saves the kept checkpoints at the end of a fit, or each one once
+            it is on disk if ``save_top_k=-1``; ``"all"`` always saves each one once it is on disk; False saves none.
+            Default: False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         **kwargs: Arguments of ``swanlab.init``: ``group``, ``job_type``, ``public``, ``settings``, ``callbacks``, ...
@@ -48,6 +49,7 @@ class SwanLabLogger(ServiceLogger):
     Raises:
         ModuleNotFoundError: If SwanLab is not installed.
         TypeError: If an argument has the wrong type, or ``swanlab.init`` does not accept it.
+        ValueError: If ``log_model`` is neither a bool nor ``"all"``.
 
     Example:
         >>> from treadle.loggers import SwanLabLogger

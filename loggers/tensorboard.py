@@ -42,7 +42,8 @@ class TensorBoardLogger(DirectoryLogger):
 
     Raises:
         TypeError: If an argument has the wrong type, or ``kwargs`` has an unknown name.
-        ValueError: If ``version`` is negative, or ``save_dir`` is a URL that cannot be written to.
+        ValueError: If ``version`` is negative, or ``save_dir`` is an invalid URL or one with a read-only scheme such as
+            ``https``.
 
     Example:
         >>> import os, tempfile
@@ -104,8 +105,8 @@ class TensorBoardLogger(DirectoryLogger):
             step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:
-            TypeError: If a value is not a number, or the step is not an integer.
-            ValueError: If a value contains more than one number, or the step is negative.
+            TypeError: If a name is empty or not a string, a value is not a number, or the step is not an integer.
+            ValueError: If a tensor does not have exactly one element, or the step is negative.
         """
         numbers = as_metrics(metrics, self._prefix)
         step = self.next_step(step)
@@ -129,7 +130,9 @@ class TensorBoardLogger(DirectoryLogger):
             step: Optimizer step of these values. Default: 0.
 
         Raises:
-            TypeError: If ``params`` has an unsupported type, or a metric is not a number.
+            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None, a metric is not a number, or
+                the step is not an integer.
+            ValueError: If a metric is a tensor that does not have exactly one element, or the step is negative.
         """
         if metrics is None:
             metrics = {"hp_metric": -1} if self._default_hp_metric else {}
@@ -156,8 +159,8 @@ class TensorBoardLogger(DirectoryLogger):
     def log_graph(self, model: torch.nn.Module, input_array: Any = None) -> None:
         """Record the model's graph once, if the logger was created with ``log_graph=True``.
 
-        If the model cannot be traced, a warning is issued and the run continues. The RNG state and the modules' modes
-        are restored.
+        If no input is available or the model cannot be traced, a warning is issued and the run continues. The RNG state
+        and the modules' modes are restored.
 
         Args:
             model: The module, not wrapped for distributed training.

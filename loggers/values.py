@@ -23,7 +23,7 @@ def as_number(name: str, value: Any) -> float:
 
     Raises:
         TypeError: If the value is not a number.
-        ValueError: If the value contains more than one number.
+        ValueError: If a tensor or array does not have exactly one element.
     """
     number = value
     if callable(getattr(value, "item", None)):  # a tensor, an array or a numpy number
@@ -51,7 +51,7 @@ def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float 
 
     Raises:
         TypeError: If ``metrics`` is not a mapping, or a name or a value has the wrong type.
-        ValueError: If a value contains more than one number.
+        ValueError: If a tensor or array does not have exactly one element.
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics={metrics!r} must be a dict of numbers by name, not {name_type(metrics)}.")
@@ -70,7 +70,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
     """Yield the name and value of each entry. Nested names are joined by ``/``.
 
     Args:
-        values: Values by name. A value that is a dict is flattened too.
+        values: Values by name. A non-empty dict among them is flattened too.
         prefix: Text before every name. Default: none.
 
     Yields:
@@ -110,7 +110,8 @@ def plain(value: Any) -> Any:
     """Convert a value to dicts, lists, str, int, float, bool and None. Any other object becomes its ``str``.
 
     Args:
-        value: Any value. Containers are converted recursively.
+        value: Any value. Mappings, namespaces and dataclass instances become dicts, and sequences and sets become
+            lists, recursively. A tensor with one element or a NumPy number becomes a Python number.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value

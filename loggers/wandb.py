@@ -37,10 +37,12 @@ class WandbLogger(Logger):
         dir: Alias of ``save_dir``.
         id: Alias of ``version``.
         anonymous: Whether W&B may log without an account. Newer versions of wandb report that this has no effect.
+            Default: False.
         project: Project of the run. Default: ``WANDB_PROJECT``, or ``"treadle_logs"``.
-        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a successful fit;
-            ``"all"`` uploads each checkpoint once it is saved. Default: False.
-        experiment: A run that has already begun. Default: a new run.
+        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a successful fit, or
+            each one once it is saved if ``save_top_k=-1``; ``"all"`` always uploads each one once it is saved; False
+            uploads none. Default: False.
+        experiment: A run that has already begun. Default: the active run, or a new one.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         checkpoint_name: Name of the artifacts. Default: ``model-`` and the run's ID.
         add_file_policy: ``"mutable"`` copies a checkpoint before the upload; ``"immutable"`` uploads it without a copy,
@@ -53,7 +55,8 @@ class WandbLogger(Logger):
     Raises:
         ModuleNotFoundError: If wandb is not installed.
         TypeError: If an argument has the wrong type, or ``wandb.init`` does not accept it.
-        ValueError: If arguments contradict each other.
+        ValueError: If ``log_model`` or ``add_file_policy`` is invalid, or arguments contradict each other, such as
+            ``offline=True`` and ``log_model=True``.
 
     Example:
         >>> from treadle.loggers import WandbLogger
@@ -121,7 +124,7 @@ class WandbLogger(Logger):
 
     @property
     def version(self) -> int | str | None:
-        """ID of the run. Rank zero creates it on first access, without a connection; other ranks receive it."""
+        """ID of the run. Rank zero determines it on first access, without a connection; other ranks receive it."""
         if self._version is None and process_rank() == 0:
             active = self._find_active_run()
             self._version = active.id if active is not None else os.environ.get("WANDB_RUN_ID") or _make_id()
@@ -214,8 +217,8 @@ class WandbLogger(Logger):
             step: Optimizer step of the values, recorded as ``trainer/global_step``. Default: the latest step.
 
         Raises:
-            TypeError: If a value is not a number, or the step is not an integer.
-            ValueError: If a value contains more than one number, or the step is negative.
+            TypeError: If a name is empty or not a string, a value is not a number, or the step is not an integer.
+            ValueError: If a tensor does not have exactly one element, or the step is negative.
         """
         self._log(dict(flatten(as_metrics(metrics, self._prefix))), step)
 
@@ -235,7 +238,8 @@ class WandbLogger(Logger):
             metrics: Initial values of the metrics by which runs are compared. Default: none.
 
         Raises:
-            TypeError: If ``params`` has an unsupported type, or a metric is not a number.
+            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None, or a metric is not a number.
+            ValueError: If a metric is a tensor that does not have exactly one element.
         """
         self.experiment.config.update(plain(as_mapping(params)), allow_val_change=True)
         if metrics:
@@ -290,6 +294,10 @@ class WandbLogger(Logger):
             images: Tensors, arrays, PIL images or paths.
             step: Optimizer step. Default: the latest step.
             kwargs: Arguments of ``wandb.Image``, such as ``caption``; each is a list with one value per image.
+
+        Raises:
+            TypeError: If ``images`` is not a list.
+            ValueError: If a value in ``kwargs`` has another length.
         """
         self._log_media("Image", key, "images", images, step, kwargs)
 
@@ -301,6 +309,10 @@ class WandbLogger(Logger):
             audios: Arrays or paths.
             step: Optimizer step. Default: the latest step.
             kwargs: Arguments of ``wandb.Audio``, such as ``sample_rate``; each is a list with one value per clip.
+
+        Raises:
+            TypeError: If ``audios`` is not a list.
+            ValueError: If a value in ``kwargs`` has another length.
         """
         self._log_media("Audio", key, "audios", audios, step, kwargs)
 
@@ -312,6 +324,10 @@ class WandbLogger(Logger):
             videos: Arrays or paths.
             step: Optimizer step. Default: the latest step.
             kwargs: Arguments of ``wandb.Video``, such as ``fps``; each is a list with one value per video.
+
+        Raises:
+            TypeError: If ``videos`` is not a list.
+            ValueError: If a value in ``kwargs`` has another length.
         """
         self._log_media("Video", key, "videos", videos, step, kwargs)
 
@@ -379,7 +395,7 @@ class WandbLogger(Logger):
         return str(wandb_artifact.download(root=None if save_dir is None else os.fspath(save_dir)))
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload the kept checkpoints, immediately or at the end of the fit, depending on ``log_model``.
+        """Upload the kept checkpoints immediately, at the end of the fit, or never, depending on ``log_model``.
 
         Args:
             checkpoint_callback: The callback that saved the checkpoint.
@@ -415,7 +431,7 @@ class WandbLogger(Logger):
 
 
 def _choose_argument(name: str, value: Any, twin: str, other: Any) -> Any:
-    """Return the value of whichever of two synonymous arguments is set."""
+    """Return the value of whichever of two synonymous arguments is set. Raise a ValueError if both are and differ."""
     if value is not None and other is not None and value != other:
         raise ValueError(f"{name}={value!r} and {twin}={other!r} are the same setting. Pass only one of them.")
     return other if value is None else value

@@ -42,9 +42,10 @@ class DistributedDataParallelKwargs:
         check_reduction: Must be False; torch no longer uses it.
         gradient_as_bucket_view: Store gradients in the buffers in which they are sent.
         static_graph: Assume that every step computes the same graph.
-        comm_hook: Compression of gradients: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"power_sgd"``.
-            ``"batched_power_sgd"`` raises an error, because it is broken in torch.
-        comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``comm_hook`` runs.
+        comm_hook: Compression of gradients: ``"no"``, ``"fp16"``, ``"bf16"``, ``"power_sgd"``, or a function for
+            torch's ``register_comm_hook``. ``"batched_power_sgd"`` raises an error, because it is broken in torch.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``comm_hook`` runs, or
+            ``"no"``.
         comm_state_option: Arguments of torch's ``PowerSGDState``.
 
     Example:
@@ -69,7 +70,8 @@ class DistributedDataParallelKwargs:
         """Return the `DDP` strategy with these settings.
 
         Raises:
-            ValueError: If ``dim`` or ``check_reduction`` is set, which torch no longer uses.
+            ValueError: If ``dim`` or ``check_reduction`` is set, which torch no longer uses, or if `DDP` rejects a
+                setting.
         """
         for name, default in (("dim", 0), ("check_reduction", False)):
             if getattr(self, name) != default:
@@ -92,7 +94,7 @@ ReplicaKwargs = DistributedDataParallelKwargs
 
 @dataclass
 class ParallelismConfig:
-    """Numbers of replicas, shards and tensor parallel ranks, whose product is the world size.
+    """Numbers of replicas, shards and tensor parallel ranks, whose product is the world size. None counts as 1.
 
     Args:
         dp_replicate_size: Number of replicas.
@@ -107,7 +109,7 @@ class ParallelismConfig:
         sp_handler: Must be None.
 
     Raises:
-        ValueError: If a size is not positive, or if an unsupported kind of parallelism is requested.
+        ValueError: If a size is not a positive integer, or if an unsupported kind of parallelism is requested.
 
     Example:
         >>> import treadle
@@ -208,13 +210,16 @@ class FullyShardedDataParallelPlugin:
     Args:
         fsdp_version: 1, 2 or None. The value has no effect, because FSDP2 is always used.
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"`` or ``"HYBRID_SHARD_ZERO2"`` (shards
-            within a machine), ``"NO_SHARD"`` (replicas), or a value of torch's enum. Default: ``"FULL_SHARD"``.
-        reshard_after_forward: Whether to free gathered weights after the forward pass, or a value of
-            ``sharding_strategy``.
+            within a machine), ``"NO_SHARD"`` (replicas), or a value of torch's ``ShardingStrategy``. Default:
+            ``"FULL_SHARD"``.
+        reshard_after_forward: Whether to free gathered weights after the forward pass, a number of processes (see
+            `FSDP`), or a value of ``sharding_strategy``. Default: False for ``"SHARD_GRAD_OP"`` and
+            ``"HYBRID_SHARD_ZERO2"``, otherwise True.
         backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None. The value has no effect.
         mixed_precision_policy: Torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
-        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a function.
-        cpu_offload: Keep shards in host memory.
+        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a function. Default: by
+            ``transformer_cls_names_to_wrap`` or ``min_num_params`` if one is set, otherwise the repeated blocks.
+        cpu_offload: Keep shards in host memory: a bool, or torch's ``CPUOffload`` or ``CPUOffloadPolicy``.
         ignored_modules: Must be None.
         state_dict_type: Must be None, because checkpoints can be loaded by any strategy.
         state_dict_config: Must be None.
@@ -232,7 +237,8 @@ class FullyShardedDataParallelPlugin:
         min_num_params: Minimum number of parameters for a module to be wrapped as one unit.
 
     Raises:
-        ValueError: If a value is not supported. The error names the argument.
+        ValueError: If a value is not supported (the error names the argument), or if ``"size_based_wrap"`` is set
+            without ``min_num_params``.
 
     Example:
         >>> import treadle
@@ -298,6 +304,9 @@ class FullyShardedDataParallelPlugin:
             world: Processes of the run.
             parallelism: Numbers of replicas, shards and tensor parallel ranks. Default: one replica, or one per machine
                 for the ``HYBRID`` sharding strategies.
+
+        Raises:
+            TypeError: If ``mixed_precision_policy`` is neither of torch's two classes.
         """
         if self._sharding == "NO_SHARD":
             return DDP()
@@ -349,7 +358,9 @@ def choose_strategy(
         replicas: Accelerate's settings for replicas.
 
     Raises:
-        ValueError: If the arguments contradict each other, or if the layout does not fit the world size.
+        ValueError: If the arguments contradict each other, the name is unknown, or the layout does not fit the world
+            size.
+        TypeError: If ``strategy`` is neither a name nor a `Strategy`.
     """
     if parallelism is not None:
         parallelism.check(world)

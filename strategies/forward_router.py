@@ -99,7 +99,9 @@ class Router(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the submodules under their names in the user's model, which do not contain the router's own name.
+        """Yield the submodules under their names in the user's model, without the prefix ``module.``.
+
+        The router itself is also yielded if DDP or FSDP has to find it.
 
         Args:
             memo: Modules that have already been yielded.
@@ -159,7 +161,7 @@ def _rename_for_load(router: nn.Module, state_dict: dict[str, Any], prefix: str,
 
 
 def routed(wrapped: nn.Module, router: Router, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs ``call`` through the ``forward`` of ``wrapped``, which ends in ``router``.
+    """Return a function that runs ``call`` through the ``forward`` of ``wrapped``, which calls ``router``.
 
     Args:
         wrapped: Module to call, such as the DDP module around ``router``.

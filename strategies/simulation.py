@@ -35,7 +35,7 @@ def simulated_world(size: int, rank: int, device: Any, resized: Callable[[Tensor
     Args:
         size: Number of ranks in the simulated world.
         rank: The rank to simulate.
-        device: Replacement of ``torch.cuda``, with ``Stream``, ``Event``, ``stream`` and ``current_stream``.
+        device: Replacement for ``torch.cuda``, with ``Stream``, ``Event``, ``stream`` and ``current_stream``.
         resized: Function that is called with each tensor for which sharding has allocated or released memory.
 
     Yields:

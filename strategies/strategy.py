@@ -111,6 +111,9 @@ class Strategy(StrategyAliases):
         Args:
             module: The user's model.
             step: Name of the method that returns the training loss, if it is not ``forward``.
+
+        Raises:
+            ValueError: If the model was sharded by an earlier run.
         """
         self.place(module)
         context = self.precision.context(self.world.device)
@@ -141,7 +144,7 @@ class Strategy(StrategyAliases):
             note: 0-d tensor to sum over the processes in the same exchange.
 
         Returns:
-            The sum of ``note``; None if nothing is exchanged.
+            The sum of ``note`` (0 if it is None); None if nothing is exchanged.
         """
         return None
 
@@ -185,7 +188,7 @@ class Strategy(StrategyAliases):
         return []
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer to step instead of ``optimizer``, whose model is already wrapped.
+        """Move the optimizer's state to the device, and return the optimizer to step. The model must be wrapped first.
 
         Args:
             optimizer: The user's optimizer.
@@ -218,7 +221,9 @@ class Strategy(StrategyAliases):
         return ((parameter, parameter) for parameter in self.unwrap(module).parameters())
 
     def method(self, wrapped: nn.Module, name: str) -> Callable[..., Any]:
-        """Return a function that runs method ``name`` of the user's module like the ``forward`` of the wrapped module.
+        """Return a function that runs a method of the user's module inside the ``forward`` of the wrapped module.
+
+        The method therefore runs in the precision's context, and its gradients are reduced like those of ``forward``.
 
         Args:
             wrapped: Module that `wrap` returned.
@@ -286,7 +291,7 @@ class Strategy(StrategyAliases):
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Return a context in which a rank may train the wrapped ``models`` on fewer batches than other ranks.
 
-        Only replicas can continue without a rank. Other strategies warn and change nothing.
+        Only replicas can continue without a rank. Other strategies change nothing and, with several processes, warn.
 
         Args:
             models: Modules that `wrap` returned.
@@ -414,7 +419,7 @@ class Strategy(StrategyAliases):
         return False
 
     def drop_gradients(self, module: nn.Module) -> None:
-        """Discard gradients of earlier micro-batches that are not in ``parameter.grad``.
+        """Discard gradients of earlier micro-batches that are kept outside of ``parameter.grad``, as FSDP does.
 
         Args:
             module: Module that `wrap` returned.
@@ -423,7 +428,7 @@ class Strategy(StrategyAliases):
     def agree_on_overflow(self, overflow: Tensor) -> None:
         """Make ``overflow``, which is 1 if float16 gradients overflowed, the same on every process.
 
-        Called once per optimizer step. Does nothing by default, because replicas have the same gradients.
+        Called before each optimizer step. Does nothing by default, because replicas have the same gradients.
 
         Args:
             overflow: The flag, changed in place.
@@ -509,7 +514,7 @@ class Strategy(StrategyAliases):
     def variant(
         self, *, replicate: int | None = None, recompute: bool | None = None, gather: torch.dtype | None = None
     ) -> Strategy:
-        """Return a copy of this strategy with different settings, for comparison in a plan.
+        """Return a copy of this strategy with different settings, for comparison in a plan. None keeps a setting.
 
         Args:
             replicate: Number of replicas. Each is sharded over its share of the ranks.
@@ -561,8 +566,8 @@ class SingleDevice(Strategy):
     """Strategy for one model on one device: CPU, CUDA or MPS.
 
     Args:
-        device: The device, such as ``"cuda:1"``. Default: the device that the Trainer's ``accelerator`` and ``devices``
-            select.
+        device: The device, such as ``"cuda:1"``, or the index of a GPU. Default: the device that the Trainer's
+            ``accelerator`` and ``devices`` select.
 
     Example:
         >>> import treadle
@@ -578,7 +583,7 @@ class SingleDevice(Strategy):
 
 
 def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Move the state of an optimizer, except step counts, to the device of the parameters.
+    """Move the state of an optimizer to the device of the parameters. Scalars, such as step counts, are not moved.
 
     Args:
         optimizer: The user's optimizer.
@@ -599,7 +604,7 @@ def make_group_options(timeout: Any, backend: str | None) -> dict[str, Any]:
 
     Raises:
         TypeError: If the timeout is not a duration.
-        ValueError: If the timeout is not positive.
+        ValueError: If the timeout is a string of another form than ``"DD:HH:MM:SS"``, or is not positive and finite.
     """
     options = {"timeout": None if timeout is None else parse_duration("timeout", timeout), "backend": backend}
     return {name: value for name, value in options.items() if value is not None}

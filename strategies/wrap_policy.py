@@ -128,6 +128,8 @@ def describe_kind(module: nn.Module) -> tuple[Any, ...]:
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the outermost repeated submodules, that is, layers of one class that have children and are in one list.
 
+    A list is a ``ModuleList``, ``ModuleDict`` or ``Sequential``. Layers without parameters are ignored.
+
     Args:
         model: The user's module.
     """
@@ -206,7 +208,8 @@ def check_policy(policy: Any, flag: str) -> Any:
         The policy.
 
     Raises:
-        ValueError: If the name of a policy is unknown.
+        ValueError: If the policy is a lower-case string other than ``"auto"`` and ``"parts"``. Any other string counts
+            as the name of a class.
         TypeError: If the policy is a bool.
     """
     if isinstance(policy, bool):

@@ -47,8 +47,8 @@ def choose_callbacks(
             Default: False.
 
     Raises:
-        TypeError: If an object is not a callback.
-        ValueError: If a flag disables a callback that was passed.
+        TypeError: If an object is not a callback, or a flag is not a bool or None.
+        ValueError: If a flag disables a callback that was passed, or a callback is listed twice.
     """
     callbacks = as_callbacks("callbacks", requested)
     defaults: tuple[tuple[str, bool | None, type[Callback], type[Callback]], ...] = (

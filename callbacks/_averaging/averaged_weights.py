@@ -303,13 +303,13 @@ def averaged_weights(path: Path | str) -> dict[str, Tensor]:
     Tensors that were not averaged are returned with their trained values.
 
     Args:
-        path: A checkpoint that was saved in a run with an averaging callback.
+        path: Path or URL of a checkpoint from a run with an averaging callback.
 
     Returns:
         Tensors by name.
 
     Raises:
-        ValueError: If the checkpoint is damaged or has no averaged weights.
+        ValueError: If the path is not a checkpoint, or if the checkpoint is damaged or has no averaged weights.
     """
     opened = OpenCheckpoint(path)
     opened.verify()

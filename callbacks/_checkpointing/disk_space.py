@@ -35,7 +35,7 @@ def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_on
     gradient.
 
     Args:
-        trainer: The Trainer, whose task and optimizers are created.
+        trainer: The Trainer, with its task and optimizers already created.
         weights_only: Whether optimizer states are omitted.
         trainable_only: Whether frozen weights are omitted. Default: False.
     """
@@ -48,7 +48,7 @@ def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_on
 
 
 def _count_optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the size of an optimizer's state in bytes, estimated from its options before the first step."""
+    """Return the size of an optimizer's state in bytes, estimated from its class and options before the first step."""
     state_bytes = sum(_count_bytes(value) for state in optimizer.state.values() for value in _collect_tensors(state))
     if state_bytes:
         return state_bytes

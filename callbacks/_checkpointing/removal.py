@@ -12,7 +12,7 @@ from ...engine.checkpoint import store
 
 
 def remove(path: str, directory: str, resumed: AnyPath | None) -> bool:
-    """Delete a checkpoint if it exists, and return whether it was deleted.
+    """Delete a checkpoint if it exists, and return whether it was deleted. Warn if it cannot be deleted.
 
     The checkpoint that the run was resumed from is never deleted, whatever its path, nor are checkpoints in other
     directories.

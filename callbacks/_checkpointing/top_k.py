@@ -112,7 +112,7 @@ class TopKCheckpoints:
             self.best_model_path, self.best_model_score = best, self.best_k_models[best]
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Remove checkpoints from the record that have been deleted from disk.
+        """Update the record after checkpoints were deleted from disk.
 
         Args:
             paths: Paths of the deleted checkpoints.

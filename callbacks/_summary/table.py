@@ -30,8 +30,8 @@ class Part:
         lazy: Whether the module also has lazy parameters, which do not have a shape yet.
         local: Number of parameters that this process holds.
         training: Whether the module is in training mode.
-        frozen: Whether all parameters of the module are frozen.
-        flops: Floating-point operations in the run with the example input; None if they were not counted.
+        frozen: Whether all parameters of the module are frozen; False if the module has no parameters.
+        flops: Number of FLOPs in the run with the example input; None if they were not counted.
         in_size: Shapes of the inputs in the first call; ``"?"`` if unknown.
         out_size: Shapes of the outputs in the first call; ``"?"`` if unknown.
     """
@@ -53,10 +53,11 @@ class Summary:
 
     Attributes:
         layers: Rows of the table, one `Part` for each module that is shown.
+        measured: Whether the model was run with its example input. If False, FLOPs and shapes are not shown.
         total_parameters, trainable_parameters: Number of parameters over all processes; a shared parameter counts once.
         model_size: Size of all parameters in MB.
         total_training_modes: Number of modules in ``"train"`` and in ``"eval"`` mode, not counting the model itself.
-        total_flops: Floating-point operations in the run with the example input; 0 without an example input.
+        total_flops: Number of FLOPs in the run with the example input; 0 if they were not counted.
 
     Example:
         >>> import torch
@@ -116,7 +117,7 @@ class Summary:
 
     @property
     def flop_counts(self) -> dict[str, int]:
-        """Number of floating-point operations of each module, by path."""
+        """Number of FLOPs of each module, by path; 0 if they were not counted."""
         return {part.name: part.flops or 0 for part in self.layers}
 
     def columns(self) -> list[tuple[str, list[str]]]:
@@ -137,7 +138,7 @@ class Summary:
         return columns
 
     def totals(self) -> str:
-        """Return the line below the table, with the numbers of parameters and modules and the size of the model."""
+        """Return the line below the table: numbers of parameters and modules, model size and, if counted, FLOPs."""
         modes = self.total_training_modes
         text = (
             f"{_format_count(*self._total_count)} parameters: {_format_count(*self._trainable_count)} trainable, "
@@ -172,10 +173,11 @@ def summarize(
 ) -> Summary:
     """Return a summary of a model's modules.
 
-    If the model has an ``example_input_array``, the model is run once with this input to record shapes and count
-    operations. The run is in evaluation mode and without gradients. The input may be a tensor, a list or tuple of
-    arguments, or a dict of arguments by name. The RNG state and the modules' modes are restored afterwards. A model
-    with parameters that have no shape yet is not run.
+    If the model has an ``example_input_array``, the model is run once with this input to record shapes and count FLOPs.
+    The run is in evaluation mode and without gradients. If it fails, a warning is issued and the summary contains
+    neither shapes nor FLOPs. The input may be a tensor, a list or tuple of arguments, or a dict of arguments by name.
+    The RNG state and the modules' modes are restored afterwards. A model with parameters that have no shape yet is not
+    run.
 
     Args:
         module: The model.
@@ -223,7 +225,7 @@ def _describe(name: str, part: nn.Module, parameters: list[nn.Parameter]) -> Par
 def _run(
     module: nn.Module, parts: dict[str, nn.Module], rows: dict[str, Part], forward: Callable[..., Any], example: Any
 ) -> int:
-    """Run the model once, record shapes and operations in the rows, and return the total number of operations."""
+    """Run the model once, record shapes and FLOPs in the rows, and return the total number of FLOPs."""
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
@@ -246,7 +248,7 @@ def _run(
 
 
 def _watch(part: nn.Module, row: Part, flops: Callable[[], int], stack: ExitStack) -> None:
-    """Record a module's shapes and operations in its row, with forward hooks."""
+    """Record a module's shapes and FLOPs in its row, with forward hooks."""
     flops_before: list[int] = []
 
     def record_start(_: nn.Module, args: Any) -> None:

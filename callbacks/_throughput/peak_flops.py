@@ -1,4 +1,4 @@
-"""Peak performance of GPUs: dense operations per second by dtype, from the vendors' data sheets."""
+"""Peak performance of GPUs: dense FLOPs per second by dtype, from the vendors' data sheets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _OTHER = {"d", "laptop", "max", "mig", "mobile", "super", "ti"}
 
 
 def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
-    """Return the peak number of operations per second of a device; None if it is unknown.
+    """Return the peak FLOPs per second of a device, without sparsity; None if they are unknown.
 
     Args:
         device: Device to look up by its name. The result is None for devices other than CUDA GPUs.
@@ -66,11 +66,11 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
 
 
 def look_up_peak_flops(name: str, dtype: torch.dtype | str) -> float | None:
-    """Return the peak number of operations per second of a GPU by name; None if it is unknown.
+    """Return the peak FLOPs per second of a GPU by name, without sparsity; None if they are unknown.
 
     Args:
         name: The driver's name for the device, such as ``"NVIDIA H100 80GB HBM3"``.
-        dtype: See `get_available_flops`.
+        dtype: The dtype of the computation, or ``"tf32"``. ``torch.float32`` does not mean TF32 here.
     """
     words = re.findall("[a-z0-9]+", name.lower())
     text = f" {' '.join(words)} "

@@ -12,16 +12,17 @@ from ...common.validation import check_int, check_number
 
 
 class Throughput:
-    """Throughput meter that converts cumulative totals to batches, samples, items and operations per second.
+    """Throughput meter that converts cumulative totals to batches, samples, items and FLOPs per second.
 
     Call `update` once the device has finished its work, for example after ``torch.cuda.synchronize()`` or after reading
     a value from the device. All devices are assumed to be of the same kind.
 
     Args:
-        available_flops: Peak operations per second of one device. If set, ``device/mfu`` is computed. Default: None.
+        available_flops: Peak FLOPs per second of one device. If set, ``device/mfu``, the achieved fraction of this
+            peak, is computed from the measured FLOPs. Default: None.
         world_size: Number of devices. With several devices, rates are returned per device (``device/...``) and for all
             devices. Default: 1.
-        window_size: Number of measurements that a rate covers. Default: 100.
+        window_size: Number of measurements that a rate covers, at least 2. Default: 100.
         separator: Text between ``device`` and the name of a rate. Default: ``"/"``.
 
     Raises:
@@ -61,14 +62,14 @@ class Throughput:
         lengths: float | None = None,
         flops: float | None = None,
     ) -> None:
-        """Add a measurement. All values except ``flops`` are totals of one device since the start.
+        """Add a measurement of one device. All values except ``flops`` are totals since the start.
 
         Args:
             time: Elapsed time in seconds.
             batches: Number of batches.
             samples: Number of samples; the mean if devices get different numbers.
             lengths: Number of items, such as tokens.
-            flops: Number of operations since the previous call, such as a multiple of the result of `measure_flops`.
+            flops: Number of FLOPs since the previous call, such as a multiple of the result of `measure_flops`.
 
         Raises:
             ValueError: If a total has not grown since the previous call, or if a call does not pass the same arguments
@@ -131,7 +132,7 @@ class Throughput:
 
 
 def measure_flops(model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Any] | None = None) -> int:
-    """Return the number of floating-point operations of a forward pass and, with ``loss_fn``, of the backward pass.
+    """Return the number of FLOPs of a forward pass and, with ``loss_fn``, of the backward pass.
 
     On the meta device, this takes almost no time or memory:
 

@@ -23,8 +23,8 @@ _REDRAW_EVERY = 0.1  # seconds; faster updates are unreadable
 class DrawnBar(ProgressBar):
     """Base class of progress bars that show the epoch and any evaluation, or print lines if there is no terminal.
 
-    Only rank zero draws. An error while drawing never ends a run. If the terminal is closed or an override fails, the
-    bar is disabled with a warning. Values are read from the device only for a redraw.
+    Only rank zero draws or prints. An error while drawing never ends a run. If the terminal is closed or an override
+    fails, the bar is disabled with a warning. Values are read from the device only for a redraw.
 
     Args:
         refresh_rate: Rate of redraws, in a unit that subclasses define; 0 draws nothing.
@@ -135,7 +135,7 @@ class DrawnBar(ProgressBar):
     # -- the run -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Determine whether and where to draw. Only rank zero draws."""
+        """Determine whether to draw bars, to print lines or to do neither. Only rank zero shows progress."""
         super().setup(trainer, pl_module, stage)
         active = self.is_enabled and trainer.is_global_zero
         self._terminal = active and bool(self._safely(self._can_draw))

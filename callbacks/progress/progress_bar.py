@@ -145,7 +145,7 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def total_val_batches(self) -> int | float:
-        """Number of batches of all validation dataloaders; 0 if there is no validation in this epoch."""
+        """Number of batches of all validation dataloaders; 0 without validation in this epoch, infinite if unknown."""
         trainer = self.trainer
         interval = trainer.check_val_every_n_epoch
         if not trainer.has_validation or (interval and (trainer.progress.epoch + 1) % interval):

@@ -64,7 +64,7 @@ class RichProgressBar(DrawnBar):
     Args:
         refresh_rate: Maximum number of redraws per second, limited to ten; 0 draws nothing. Default: 100.
         leave: Leave the bar of each epoch on the screen, not only the last one. Default: False.
-        theme: Styles of the columns.
+        theme: Styles of the columns. Default: a `RichProgressBarTheme` with its default values.
         console_kwargs: Arguments of ``rich.console.Console``. Default: a console on standard error.
         line_every: Seconds between the lines that are printed if there is no terminal. Default: 10.0.
 

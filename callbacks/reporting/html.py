@@ -294,7 +294,7 @@ def choose_styles(names: Collection[str]) -> list[str]:
 
 
 def thin_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[int], list[float]]:
-    """Return the lowest and the highest point of each section and the end points, so that no peak is lost.
+    """Return the steps and values of a thinned curve that keeps the extremes of each section and the end points.
 
     Args:
         points: Steps and values.
@@ -345,7 +345,7 @@ def choose_ticks(low: float, high: float, logarithmic: bool) -> list[float]:
 
 
 def format_number(value: float) -> str:
-    """Return a number as text: from 10,000 on without decimals, otherwise with four significant digits.
+    """Return a number as text: without decimals from 10,000 to 1e15, otherwise with four significant digits.
 
     Args:
         value: Number to format.

@@ -34,13 +34,15 @@ class RunReport(BestEffortCallback):
     Args:
         dirpath: Folder of the page, or its URL. Default: the run's folder, as for `ModelCheckpoint`.
         filename: Name of the file. Default: ``"report.html"``.
-        every_seconds: Minimum number of seconds between two writes during a run. Default: 60.0.
+        every_seconds: Minimum number of seconds between two writes during a stage. The page is also written when a
+            stage ends. Default: 60.0.
 
     Attributes:
         path: Path of the page; None before it is first written.
 
     Raises:
         ValueError: If ``every_seconds`` is negative.
+        TypeError: If ``every_seconds`` is not a number.
 
     Example:
         >>> import os, tempfile
@@ -267,7 +269,7 @@ def find_best(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def format_user_frames(error: BaseException) -> str:
-    """Return the traceback of an error without Treadle's and torch's frames; "" if no frames are left.
+    """Return the traceback of an error's root cause, without Treadle's and torch's frames; "" if no frames are left.
 
     Args:
         error: Exception that ended the stage.
@@ -298,7 +300,7 @@ def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
 
 
 def collect_hyperparameters(owner: Any) -> dict[str, str]:
-    """Return the hyperparameters as texts by name; empty if they were saved with ``logger=False``."""
+    """Return a task's or data module's hyperparameters as texts by name; empty if saved with ``logger=False``."""
     if owner is None or not owner.log_hyperparameters:
         return {}
     left_out = {name: f"not stored: {words}" for name, words in owner.stored_hparams().left_out.items()}

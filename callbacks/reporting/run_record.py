@@ -27,8 +27,8 @@ class RunRecord(BestEffortCallback):
     reporting does not wait for a device or for other processes.
 
     Args:
-        write: Function with two arguments: the changed entries by name, and the charts. The charts are None if they
-            have not changed.
+        write: Function with two arguments: the entries to report, by name, and the charts, as `build_charts` returns
+            them. The charts are None if they are not reported.
         every_seconds: Minimum number of seconds between two calls during a stage. The interval is also at least a
             hundred times as long as a call. Default: 3.0.
 
@@ -73,7 +73,7 @@ class RunRecord(BestEffortCallback):
         self.began = True
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if enough time has passed since the last report, because an epoch may take days."""
+        """Report if enough time has passed since the last report."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 

@@ -99,7 +99,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
     Raises:
         ConfigError: If an option is unknown (the error names the closest one) or has no value, another argument is not
-            an override, or the run of ``--from-run`` does not exist.
+            an override, or the run of ``--from-run`` does not exist or is ambiguous.
     """
     options, rest = Options(), list(arguments)
     while rest:
@@ -177,10 +177,10 @@ def read_earlier_config(place: str | Path) -> tuple[str, str]:
     """Return the name and text of the configuration that a run saved in its folder or in one of its checkpoints.
 
     Args:
-        place: The run's folder, or a checkpoint.
+        place: The run's folder, a checkpoint, or a configuration file.
 
     Raises:
-        ConfigError: If the folder or checkpoint does not contain a configuration.
+        ConfigError: If ``place`` does not exist, cannot be read, or does not contain a configuration.
     """
     from ...engine.checkpoint import find_again
 

@@ -20,6 +20,8 @@ from .printed import format_word
 def describe_target(target: Any, title: str = "") -> str:
     """Return the arguments of a class or function as text, each with its type, default and description.
 
+    The text omits the arguments that a run supplies: an optimizer's ``params`` and a scheduler's ``optimizer``.
+
     Args:
         target: The class or function to describe.
         title: The name to show in the first line. Default: the name of ``target``.

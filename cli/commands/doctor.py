@@ -57,7 +57,7 @@ def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `treadle doctor` and return the exit status: 1 if a fault is found, 2 if the command line is invalid.
+    """Run `treadle doctor` and return the exit status: 1 for a fault, 2 for an invalid command line, otherwise 0.
 
     Args:
         arguments: The command-line arguments after `treadle doctor`.

@@ -83,7 +83,7 @@ def export(
             that folder exists, the name ends with a slash, or the name does not have the suffix of a weights file.
             Other suffixes of weights files, such as ``.pt``, are refused. Existing files are replaced once the new ones
             are complete.
-        dtype: The dtype to convert floating-point weights to. Default: None, no conversion.
+        dtype: The dtype to convert floating-point weights to, such as ``"bfloat16"``. Default: None, no conversion.
         max_shard_size: Maximum size of each file in a folder, in bytes or with a unit, such as ``"500MB"`` or
             ``"2GiB"``.
         model: Index of the model, if the run prepared several. Default: 0.

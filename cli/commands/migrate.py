@@ -50,7 +50,7 @@ def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `treadle migrate` and return the exit status: 1 if manual changes are required, 2 after an error.
+    """Run `treadle migrate` and return the exit status: 1 if manual changes are required, 2 after an error, else 0.
 
     Args:
         arguments: The command-line arguments after `treadle migrate`.

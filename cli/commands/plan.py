@@ -112,7 +112,7 @@ def _parse_positive(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `treadle plan` and return the exit status: 1 if the run would not fit, 2 if it cannot be planned.
+    """Run `treadle plan` and return the exit status: 0 if the run would fit, 1 if not, 2 if it cannot be planned.
 
     Args:
         arguments: The command-line arguments after `treadle plan`. Default: ``sys.argv[1:]``.

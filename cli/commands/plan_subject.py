@@ -81,7 +81,7 @@ def _build_schedule(options: argparse.Namespace, plan: Plan) -> Schedule:
 
 
 def compute_rates(peak: float, warmup: int, steps: int, points: int = 80) -> list[float]:
-    """Return evenly spaced learning rates of a linear warmup and a cosine decay to a tenth of the peak.
+    """Return learning rates, at evenly spaced steps, of a linear warmup and a cosine decay to a tenth of the peak.
 
     Args:
         peak: Highest learning rate.

@@ -36,7 +36,7 @@ class Session:
     Attributes:
         trainer: The Trainer that ran the stage.
         model: The task that was trained, evaluated or used for prediction.
-        data: The data module; None if the task has its own dataloaders.
+        data: The data module; None if the configuration has none.
         result: The return value of the Trainer's method, such as the metrics from ``validate``.
     """
 
@@ -303,7 +303,7 @@ def _run_main(stage: str, arguments: Sequence[str]) -> int:
 
 
 def fit(arguments: Sequence[str]) -> int:
-    """Run `treadle fit` and return the exit status.
+    """Run `treadle fit` and return the exit status: 0 after success, 2 after a ConfigError, 130 after Ctrl-C.
 
     Args:
         arguments: The command-line arguments after `treadle fit`.
@@ -312,7 +312,7 @@ def fit(arguments: Sequence[str]) -> int:
 
 
 def validate(arguments: Sequence[str]) -> int:
-    """Run `treadle validate` and return the exit status.
+    """Run `treadle validate` and return the exit status: 0 after success, 2 after a ConfigError, 130 after Ctrl-C.
 
     Args:
         arguments: The command-line arguments after `treadle validate`.
@@ -321,7 +321,7 @@ def validate(arguments: Sequence[str]) -> int:
 
 
 def test(arguments: Sequence[str]) -> int:
-    """Run `treadle test` and return the exit status.
+    """Run `treadle test` and return the exit status: 0 after success, 2 after a ConfigError, 130 after Ctrl-C.
 
     Args:
         arguments: The command-line arguments after `treadle test`.
@@ -330,7 +330,7 @@ def test(arguments: Sequence[str]) -> int:
 
 
 def predict(arguments: Sequence[str]) -> int:
-    """Run `treadle predict` and return the exit status.
+    """Run `treadle predict` and return the exit status: 0 after success, 2 after a ConfigError, 130 after Ctrl-C.
 
     Args:
         arguments: The command-line arguments after `treadle predict`.

@@ -48,7 +48,7 @@ _DESCRIPTION = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `treadle sweep` and return the exit status.
+    """Run `treadle sweep` and return the exit status; see `run`.
 
     Args:
         arguments: The command-line arguments after `treadle sweep`.
@@ -75,6 +75,10 @@ def run(
         data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
             then name a data module's class.
         defaults: Default configuration, which the sweep's configuration overrides.
+
+    Returns:
+        The exit status: 0 for help and dry runs, 2 after a ConfigError or without Optuna, 130 after Ctrl-C before the
+        first trial; otherwise that of `Scheduler.run`.
     """
     try:
         file, overrides, dry = _parse(arguments)

@@ -21,11 +21,11 @@ def plot(
     ascii: bool = False,
     color: bool = False,
 ) -> str:
-    """Draw curves over the optimizer steps.
+    """Return a text chart of curves over the optimizer steps.
 
     The vertical axis is logarithmic if all values are positive and span two orders of magnitude or more. With several
-    curves, a letter next to the chart marks the end of each curve. A single constant curve is described by a line of
-    text instead.
+    curves, a letter next to the chart marks the end of each curve. If there is only one curve and it is constant, or
+    if no value is finite, a line of text is returned instead.
 
     Args:
         title: The title, printed above the chart.

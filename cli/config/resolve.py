@@ -63,8 +63,8 @@ class Config:
 
     Attributes:
         root: The values, each with its source.
-        secrets: Mapping from the values of environment variables with secret-like names, such as ``API_KEY``, to the
-            references that replace them. These values are never written.
+        secrets: Mapping from the values of referenced environment variables with secret-like names, such as
+            ``API_KEY``, to the references that replace them in messages and saved configurations.
     """
 
     root: Value
@@ -85,6 +85,8 @@ class Config:
 
     def find_source(self, key: str) -> str:
         """Return the source of the value at a dotted key, or of the closest value above it.
+
+        The source is ``"defaults"`` if not even the key's section is set.
 
         Args:
             key: The dotted key, such as ``"model.lr"``.
@@ -176,7 +178,10 @@ def resolve(root: Value, settings: Mapping[str, Value] | None = None) -> Config:
 
 
 def _parse_earlier_config(name: str, text: str) -> Value:
-    """Parse an earlier run's configuration. Drop a ``ckpt_path`` that refers to the run's own checkpoints."""
+    """Parse an earlier run's configuration.
+
+    A ``ckpt_path`` of ``"last"``, ``"best"`` or ``"auto"`` is dropped, and ``schedule`` with it.
+    """
     parsed = parse(text, name)
     if parsed is None or parsed.data is None:
         return Value({}, name)
@@ -217,6 +222,9 @@ def parse_override_value(text: str, source: str = COMMAND_LINE) -> Value:
     Args:
         text: The text after ``=``, not empty.
         source: The source of the value. Default: the command line.
+
+    Raises:
+        ConfigError: If the text is not valid YAML, or is a number that is too long.
     """
     if text[0] in "[{\"'":
         parsed = parse(text, "the value", lines=False)
@@ -373,7 +381,13 @@ class _References:
                 )
 
     def measure_extent(self, path: Path) -> int:
-        """Return the number of values below a path after every reference is expanded."""
+        """Return the size of the value at a path with every reference expanded.
+
+        The size is the number of values, including the value itself, plus one per 100 characters of each text.
+
+        Raises:
+            ConfigError: If the references are circular or dangling.
+        """
         if path in self.extents:
             return self.extents[path]
         value = self.values[path]

@@ -43,7 +43,7 @@ class Value:
 
 
 def make_printable(text: str) -> str:
-    """Replace control characters in a text, because printing those of an untrusted file is not safe."""
+    """Replace tabs by spaces and other unprintable characters by ``?``, so that untrusted text is safe to print."""
     return "".join(letter if letter.isprintable() else "?" for letter in text.replace("\t", "    "))
 
 
@@ -119,7 +119,8 @@ def normalize(value: Value) -> Value:
     """Return the values with LightningCLI's ``class_path`` and ``init_args`` rewritten to ``class`` and arguments.
 
     Raises:
-        ConfigError: If a mapping uses both forms.
+        ConfigError: If a mapping has both ``class`` and ``class_path``, or sets an argument both inside and outside
+            ``init_args``.
     """
     if isinstance(value.data, list):
         return replace(value, data=[normalize(item) for item in value.data])
@@ -147,8 +148,8 @@ def normalize(value: Value) -> Value:
 def merge(before: Value, later: Value) -> Value:
     """Merge two values. Mappings are merged key by key; otherwise, the later value replaces the earlier one.
 
-    A mapping that names another class replaces the earlier mapping entirely, because the earlier arguments belong to
-    the earlier class.
+    A mapping that names a class replaces an earlier mapping that names another class or none, because the earlier
+    arguments may not fit the new class.
 
     Args:
         before: The earlier value.

@@ -36,7 +36,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_scalar(text: str) -> Any:
-    """Convert a plain scalar by the rules of YAML 1.2: ``3e-4`` is a number; ``no``, ``12:30`` and dates are text."""
+    """Convert a plain scalar by the rules of YAML 1.2: ``3e-4`` is a number; ``no``, ``12:30`` and dates are text.
+
+    Raises:
+        ValueError: If an integer has more digits than Python converts, 4,300 by default.
+    """
     if _NULL.fullmatch(text):
         return None
     if _BOOL.fullmatch(text):
@@ -55,8 +59,8 @@ def read(file: str | Path) -> Value:
         file: Path of the YAML file.
 
     Raises:
-        ConfigError: If the file does not exist, is empty, too large or not UTF-8, or does not contain valid YAML. For
-            invalid YAML, the error names the line.
+        ConfigError: If the file does not exist, cannot be read, is empty, too large or not UTF-8, or does not contain a
+            valid YAML mapping. For invalid YAML, the error names the line.
     """
     value = parse(read_text(file), str(file))
     if value is None or value.data is None:
@@ -94,12 +98,13 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
     """Return the values parsed from a YAML text, or None if the text is empty.
 
     Args:
-        text: The YAML text, which must contain sections unless ``lines`` is False.
+        text: The YAML text, which must be a mapping (or empty) unless ``lines`` is False.
         name: The file's name, for sources and errors.
         lines: Whether sources include a line number. Default: True.
 
     Raises:
-        ConfigError: If the text is not valid YAML or expands to too many values. The error names the line.
+        ConfigError: If the text is not valid YAML, expands to more than 100,000 values, or is not a mapping although
+            ``lines`` is True. The error names the line if ``lines`` is True.
     """
     try:
         node = yaml.compose(text, _Loader)  # the syntax tree: tags are not executed

@@ -53,7 +53,7 @@ class SettingsChecker(Checker):
     partial = False
 
     def make_trial(self) -> SettingsChecker:
-        """Return a new checker of the same kind that has no problems yet."""
+        """Return a new checker with the same attributes and no problems."""
         trial = SettingsChecker(self.secrets)
         trial.awaited, trial.partial = self.awaited, self.partial
         return trial
@@ -163,6 +163,8 @@ class SettingsChecker(Checker):
 def fits(item: Any, annotation: Any) -> bool:
     """Return whether an object matches an annotation, judged by the object's class.
 
+    The arguments of generic types, as in ``list[int]``, are ignored.
+
     Args:
         item: The object to check.
         annotation: The type annotation to match.
@@ -215,6 +217,8 @@ def make_default_config(default: Any) -> Any:
 
 def supply(recipe: Recipe, path: Path, value: Any) -> Recipe:
     """Return a recipe in which an argument, possibly of a nested object, has a new value.
+
+    The recipe is returned unchanged if the object's class does not accept the argument.
 
     Args:
         recipe: The recipe of the object.

@@ -42,8 +42,8 @@ class LightningCLI:
         trainer_class: A subclass of Trainer, or a function that returns a Trainer.
         trainer_defaults: Defaults for the Trainer's arguments. The default ``callbacks`` are added to those of the
             settings.
-        seed_everything_default: Default of ``--seed_everything``. True selects the default seed; False leaves the RNG
-            state unchanged.
+        seed_everything_default: Default of ``--seed_everything``: a seed, True for the default seed, or False to leave
+            the RNG state unchanged.
         parser_kwargs: Arguments of ``parser_class``. Arguments of a subcommand's parser are nested under the
             subcommand's name.
         parser_class: A subclass of `LightningArgumentParser`.
@@ -224,7 +224,7 @@ class LightningCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Link each optimizer and scheduler to the argument that its ``link_to`` names.
+        """Link each optimizer and scheduler to the argument that its ``link_to`` names, except ``"AUTOMATIC"`` ones.
 
         Args:
             parser: Parser with the optimizers and schedulers.

@@ -71,7 +71,7 @@ def read_command_line(parser: Parser, words: list[str], base: Namespace | None =
         base: A configuration to merge the command line into. Default: None, the parser's defaults.
 
     Raises:
-        ConfigError: If an option is invalid; the error names the option, the value and the rule.
+        ConfigError: If an option or a value is invalid, or if the subcommand or a required value is missing.
         SystemExit: After the help or the configuration is printed.
     """
     reader = _Reader(parser, words)
@@ -114,7 +114,7 @@ def check_option_names(names: Sequence[str]) -> None:
 
 
 def choose_subcommand(parser: Parser, root: Value) -> str:
-    """Return the subcommand that a configuration file or an environment variable names.
+    """Return the subcommand that the settings or an environment variable name, or whose section is the only one.
 
     Args:
         parser: The parser that has the subcommands.

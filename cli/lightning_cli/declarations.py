@@ -303,7 +303,7 @@ def _follow(argument: Argument, path: Path, value: Value | None) -> Argument | N
 
 
 def read_return_annotation(function: Callable[..., Any]) -> Any:
-    """Return the annotation of a function's return value; None if it is not annotated."""
+    """Return the annotation of a function's return value; None if it is missing or cannot be resolved."""
     try:
         return get_type_hints(function).get("return")
     except NameError:  # imported for type checkers only

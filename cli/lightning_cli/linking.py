@@ -21,6 +21,9 @@ def apply_link(
 ) -> Value | None:
     """Return the settings of an option or group with the value of a link set at the link's target.
 
+    The target of a link that is applied at instantiation is removed instead. If the settings already contain a value
+    for the target, a problem is reported.
+
     Args:
         declared_by_key: All options and groups of the parser.
         checker: Checker that collects the problems.

@@ -1,4 +1,4 @@
-"""Construction of a task from its LightningCLI settings."""
+"""Construction of an object, such as a task, from its LightningCLI settings."""
 
 from __future__ import annotations
 

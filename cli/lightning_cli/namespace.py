@@ -86,7 +86,7 @@ class Namespace(argparse.Namespace):
         return value
 
     def update(self, value: Any, key: str | None = None) -> Namespace:
-        """Set the value of ``key``; without a key, set all values of another namespace.
+        """Set the value of ``key``, or all values of another namespace without a key. Return this namespace.
 
         Args:
             value: The value, or the other namespace if ``key`` is None.

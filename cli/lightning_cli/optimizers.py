@@ -1,4 +1,4 @@
-"""Optimizers and schedulers in settings: the types that name them, and the function that builds them."""
+"""Types for optimizers and schedulers in annotations, and a function that instantiates a configured class."""
 
 from __future__ import annotations
 

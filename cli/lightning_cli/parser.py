@@ -66,7 +66,7 @@ class LightningArgumentParser:
         prog: The program's name in the help. Default: the script's.
         default_config_files: Files that are read before all others, if they exist. Their names may contain ``*``.
         parser_mode: ``"omegaconf"`` resolves ``${...}``; in ``"yaml"`` and ``"json"`` it is plain text.
-        exit_on_error: Whether an error exits the program with status 2. If False, the error is raised.
+        exit_on_error: Whether an error exits the program with status 2. If False, a ConfigError is raised.
         dump_header: Comment lines at the top of a written configuration. Default: Treadle's version.
         epilog: Last lines of the help.
         usage: The usage line of the help.
@@ -142,12 +142,12 @@ class LightningArgumentParser:
             choices: The allowed values. Default: None, any value.
             nargs: ``"+"``, ``"*"`` or a number, for a list; ``"?"`` for a single value.
             action: ``"store_true"``, ``"store_false"`` or `ActionConfigFile`.
-            dest: The option's key. Default: the longest name.
+            dest: The option's key. Default: the longest name without leading dashes, with ``-`` replaced by ``_``.
             const: Accepted as in argparse, and ignored.
             metavar: Accepted as in argparse, and ignored.
 
         Raises:
-            ValueError: If the argument is positional or the action is unknown.
+            ValueError: If there is no name, a name does not begin with a dash, or the action is unknown.
         """
         check_option_names(names)
         key = dest or max(names, key=len).lstrip("-").replace("-", "_")
@@ -314,7 +314,7 @@ class LightningArgumentParser:
             required: Whether the settings must name a class in subclass mode.
 
         Returns:
-            The dotted keys of the arguments.
+            The dotted keys of the arguments; in subclass mode, a list with ``nested_key``.
 
         Raises:
             ValueError: If ``lightning_class`` is neither such a class nor a function.
@@ -468,8 +468,8 @@ class LightningArgumentParser:
             namespace: A configuration to merge the command line into. Default: None, the parser's defaults.
 
         Raises:
-            SystemExit: After the help or the configuration is printed, and after an error unless
-                ``exit_on_error=False``.
+            SystemExit: After the help or the configuration is printed, and after an error if ``exit_on_error=True``.
+            ConfigError: After an error if ``exit_on_error=False``.
         """
         words = list(sys.argv[1:] if args is None else args)
         return self._guard(lambda: read_command_line(self, [str(word) for word in words], namespace))
@@ -598,7 +598,7 @@ class LightningArgumentParser:
         return place(root, path, value, lambda place: self._find_default(root, place), add)
 
     def _is_plain(self, root: Value, path: Path) -> bool:
-        """Return whether the value at a path is not an object, so a later mapping replaces the value entirely."""
+        """Return whether the argument at a path is known and not a dataclass, so a later mapping replaces its value."""
         argument = self._find_argument(root, path)
         return argument is not None and find_shape(argument.type) is None
 
@@ -619,7 +619,7 @@ class LightningArgumentParser:
     # -- checking ----------------------------------------------------------------------------------------------------
 
     def finish(self, root: Value, partial: bool = False) -> Namespace:
-        """Return the checked configuration with all defaults and links applied.
+        """Return the checked configuration with all defaults, and with the links of ``apply_on="parse"`` applied.
 
         Args:
             root: The merged settings.
@@ -682,7 +682,7 @@ class LightningArgumentParser:
                 are built.
 
         Raises:
-            ConfigError: If a modified value is invalid.
+            ConfigError: If a modified value is invalid, or if the source of a link does not exist.
         """
         built = cfg.clone()
         for name, parser in self.subcommands.items():
@@ -716,7 +716,7 @@ class LightningArgumentParser:
         skip_link_targets: bool = True,
         **unused: Any,
     ) -> str:
-        """Return a configuration as YAML or JSON. Reading the text gives the same configuration.
+        """Return a configuration as YAML or JSON that the parser can read. Values without a text form are omitted.
 
         Args:
             cfg: The configuration to write.
@@ -763,7 +763,7 @@ class LightningArgumentParser:
         Args:
             cfg: The configuration to write.
             path: Path of the file to write.
-            format: ``"yaml"`` or ``"json"``. Default: JSON if the file's suffix is ``.json``, otherwise YAML.
+            format: See `dump`. Default: None, JSON if the file's suffix is ``.json``, otherwise YAML.
             skip_none: Whether to omit null values.
             overwrite: Whether to replace an existing file.
             **options: Further arguments of `dump`.

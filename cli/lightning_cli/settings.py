@@ -171,13 +171,16 @@ def read_settings(file: str | FilePath) -> Value:
         file: Path of a YAML or JSON file.
 
     Raises:
-        ConfigError: If the file cannot be read; the error names the file and the line.
+        ConfigError: If the file cannot be read or is not valid; the error names the file, and the line of invalid YAML.
     """
     return normalize(read(file))
 
 
 def read_named_file(value: Value) -> Value:
-    """Return the settings in a configuration file if the value is its path; otherwise, return the value."""
+    """Return the settings in a configuration file if the value is its path; otherwise, return the value.
+
+    A relative path is looked up next to the file that contains the value, then in the working directory.
+    """
     if not isinstance(value.data, str) or not value.data.endswith(_CONFIG_FILES):
         return value
     named_in = FilePath(value.source.rpartition(":")[0] or ".")

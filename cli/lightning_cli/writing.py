@@ -44,7 +44,7 @@ def to_plain(value: Any) -> Any:
     """Return a configuration as plain data, without entries that cannot be represented as text.
 
     Raises:
-        NotWritten: If the value itself cannot be represented as text.
+        NotWritten: If the value itself, or an item of a list in it, cannot be represented as text.
     """
     if isinstance(value, argparse.Namespace):
         value = vars(value)
@@ -80,6 +80,8 @@ def drop_none(data: Any) -> Any:
 
 def drop_equal(data: Any, defaults: Any) -> Any:
     """Return nested dicts without entries that equal their defaults.
+
+    The settings of an object, a dict with ``class_path``, are kept or dropped as a whole.
 
     Args:
         data: Nested dicts of values.

@@ -66,7 +66,7 @@ class PeerModule:
 
 @cache
 def split_peer(module: str) -> PeerModule | None:
-    """Return the peer's module that an import names; None for any other module.
+    """Return the module of a peer or of Treadle that an import names; None for any other module.
 
     Args:
         module: The module as imported, such as ``"lightning.pytorch.callbacks"``.

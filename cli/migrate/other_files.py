@@ -33,7 +33,7 @@ def is_text(name: str) -> bool:
 
 
 def migrate_text(text: str, path: str) -> tuple[str, list[Finding]]:
-    """Return a file's text with class paths translated to Treadle's, and the findings.
+    """Return a file's text after the migration, and the findings. Only configurations change: their class paths.
 
     Args:
         text: The file's text.

@@ -88,8 +88,8 @@ def migrate_project(path: str | Path) -> Migration:
     """Compute the migration of a file or folder without writing any file.
 
     Args:
-        path: A file, or a folder whose contents are migrated recursively. Hidden folders, virtual environments and
-            symbolic links in it are skipped.
+        path: A file, or a folder whose contents are migrated recursively. Symbolic links, hidden folders, virtual
+            environments, installed packages, logs of runs, and configurations larger than 1 MiB in it are skipped.
     """
     migration = Migration()
     for file in _list_files(Path(path), migration.findings):

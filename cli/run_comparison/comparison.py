@@ -72,7 +72,7 @@ class Comparison:
         }
 
     def _read_each(self, read: Callable[[Run], Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the result of ``read`` for each run's folder, or an empty one if the folder cannot be read."""
+        """Return the result of ``read`` for each run. If a file is unreadable, add a problem and use an empty dict."""
         contents: list[Mapping[str, Any]] = []
         for label, run in zip(self.labels, self.runs, strict=True):
             try:
@@ -98,7 +98,7 @@ def _label_runs(runs: Sequence[Run]) -> list[str]:
 
 
 def format_value(value: Any) -> str:
-    """Return a logged value as text. Values that are not finite are text already."""
+    """Return a logged value as text. Text is returned unchanged, because runs store non-finite values as text."""
     return value if isinstance(value, str) else format_number(value)
 
 

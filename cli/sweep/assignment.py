@@ -26,9 +26,9 @@ class Assignment:
         mode: ``"min"`` if a lower value of the metric is better, ``"max"`` if a higher value is.
         take: The logged value that is the trial's result, ``"best"`` or ``"last"``.
         storage: URL of the study's storage, which only a pruner needs; empty without a pruner.
-        study: Name of the study; empty without a pruner.
-        number: Number of the trial in the study.
-        pruner: The pruner's kind and options.
+        study: Name of the study, which only a pruner needs.
+        number: Number of the trial in the study, from 0.
+        pruner: The pruner's kind and options; empty without a pruner.
     """
 
     folder: str

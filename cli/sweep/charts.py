@@ -1,4 +1,4 @@
-"""Charts of a sweep as SVG: its history, parallel coordinates, and a slice per parameter."""
+"""SVG charts of a sweep: its history, parallel coordinates, and a slice plot for each parameter."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TrialPoint:
 
     @property
     def attributes(self) -> str:
-        """SVG attributes of the trial in all charts, except ``class``."""
+        """SVG attributes of the trial's point in the history and the slice plots: its run number and color."""
         return f'data-trial="{self.run}" stroke="{self.color}" fill="{self.color}"'
 
     @property
@@ -103,7 +103,7 @@ class Axis:
         low: The number at position 0.
         high: The number at position 1.
         log: Whether the axis is logarithmic.
-        choices: The values of a categorical axis, one tick each; empty for numbers.
+        choices: The values of a categorical axis, in order; empty for a numeric axis.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Axis:
 
     @classmethod
     def of_values(cls, name: str, values: Sequence[float]) -> Axis:
-        """Return an axis of all values, logarithmic if they are positive and span two orders of magnitude or more.
+        """Return an axis that spans all values, logarithmic if they are positive and span two orders of magnitude.
 
         Args:
             name: The title of the axis.
@@ -165,7 +165,7 @@ def _part(low: float, high: float, log: bool) -> tuple[float, float]:
 
 
 def draw_history(points: Sequence[TrialPoint], axis: Axis, goal: str) -> str:
-    """Return a figure of the trials' values in the order of their runs, with a line for the best value up to each run.
+    """Return an HTML figure that plots each trial's value by run number, with a line for the best value so far.
 
     Args:
         points: The trials to draw.
@@ -215,7 +215,7 @@ def draw_history(points: Sequence[TrialPoint], axis: Axis, goal: str) -> str:
 
 
 def draw_parallel_coordinates(points: Sequence[TrialPoint], axes: Sequence[tuple[str, Axis]], values: Axis) -> str:
-    """Return a figure with an axis for each parameter, an axis for the metric, and a line for each trial.
+    """Return an HTML figure with an axis for each parameter, an axis for the metric, and a line for each trial.
 
     Args:
         points: The trials to draw, from the best to the worst.
@@ -258,10 +258,10 @@ def draw_parallel_coordinates(points: Sequence[TrialPoint], axes: Sequence[tuple
 
 
 def draw_slice(points: Sequence[TrialPoint], key: str, axis: Axis, values: Axis) -> str:
-    """Return a figure of the metric over the values of one parameter.
+    """Return an HTML figure that plots the metric against one parameter, with a point for each trial.
 
     Args:
-        points: The trials to draw.
+        points: The trials to draw, from the best to the worst.
         key: The parameter's key.
         axis: The axis of the parameter.
         values: The axis of the metric.
@@ -291,5 +291,5 @@ def draw_slice(points: Sequence[TrialPoint], key: str, axis: Axis, values: Axis)
 
 
 def is_drawn(value: float | None) -> bool:
-    """Return whether a value can be drawn: it must be finite and not too large."""
+    """Return whether a value can be drawn: it must be set, finite, and at most `LARGEST` in magnitude."""
     return value is not None and math.isfinite(value) and abs(value) <= LARGEST

@@ -78,7 +78,7 @@ def judge(folder: Path, status: int | None = None) -> Outcome:
 
 
 def _find_signal(status: int) -> signal.Signals | None:
-    """Return the signal that killed a process or made it save and exit; None if it ended for another reason."""
+    """Return the signal in ``_CUT_SHORT`` that killed a process or made it save and exit; None for any other status."""
     number = -status if status < 0 else status - 128
     return signal.Signals(number) if number in set(_CUT_SHORT) else None
 

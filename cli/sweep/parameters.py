@@ -87,7 +87,10 @@ class Parameter:
     space: Choices | Range
 
     def list_grid(self) -> list[Any] | None:
-        """Return all values as a study stores them; None if their number is infinite or too large."""
+        """Return all values as a study stores them; None if the range is continuous, logarithmic or too large.
+
+        A range is too large if it has more than 100,000 values. For a range with equal ends, the list has one value.
+        """
         space = self.space
         if isinstance(space, Choices):
             return space.labels

@@ -55,7 +55,7 @@ class Report:
         return render_document(f"sweep {self.sweep.name}", body, f"<script>{SCRIPT}</script>", STYLE)
 
     def _make_points(self) -> list[TrialPoint]:
-        """Return the trials to draw, sorted from the best to the worst, with pruned trials last."""
+        """Return up to 500 trials to draw: complete ones, then pruned ones, each sorted from the best to the worst."""
         shown = [trial for trial in self.trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
         shown = [trial for trial in shown if is_drawn(trial.value)]
         sign = 1 if self.sweep.metric.goal == "minimize" else -1

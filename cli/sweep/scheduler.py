@@ -47,7 +47,7 @@ class Scheduler:
     Args:
         sweep: The sweep, as read from its file.
         configs: Object that creates the trials' configurations.
-        command: The command that runs a trial's ``fit``. The run folder and ``ckpt_path=auto`` are appended.
+        command: The command that runs a trial's ``fit``. ``--from-run FOLDER ckpt_path=auto`` is appended.
         workers: Object that starts and ends the trials' processes.
     """
 
@@ -64,7 +64,11 @@ class Scheduler:
         self._report_due = time.monotonic() + _REPORT_EVERY
 
     def run(self) -> int:
-        """Run trials until all have ended, or a signal or too many failures stop the sweep. Return the exit status.
+        """Run trials until none is left to run, or a signal or too many failures stop the sweep.
+
+        Returns:
+            The exit status: 128 plus the number of the signal that stopped the sweep (SIGTERM's for SIGUSR1), 1 if
+            trials failed and none succeeded, otherwise 0.
 
         Raises:
             ConfigError: If the sweep cannot start or continue with the settings in its file.
@@ -82,7 +86,7 @@ class Scheduler:
                 return self._conclude()
 
     def _open(self) -> None:
-        """Open the study and check that it belongs to this folder."""
+        """Open the study, check that it belongs to this folder, and write the sweep's settings to the folder."""
         is_new = self.folder.is_new()
         self.study = Study(self.sweep)
         trials = self.study.list_trials()
@@ -136,7 +140,7 @@ class Scheduler:
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:
-        """Record the first signal. On a second signal, request that the trials are killed immediately."""
+        """Record the first signal within a ``with`` block. On a second signal, request that the trials are killed."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is None:
@@ -196,7 +200,10 @@ class Scheduler:
         return False
 
     def _claim(self, number: int, run: int | None) -> bool:
-        """Assign a trial, with its values and its run folder, to this process. Return whether it can be run."""
+        """Assign a trial, with its values and its run folder, to this process. Return whether it can be run.
+
+        A trial whose values are invalid in combination is recorded as failed.
+        """
         parameters = self.study.draw(number)
         if run is None:
             taken = {trial.user_attrs.get("run") for trial in self.study.list_trials()}
@@ -238,7 +245,10 @@ class Scheduler:
     # -- outcomes ------------------------------------------------------------------------------------------------
 
     def _record_outcome(self, worker: Worker) -> None:
-        """Record the outcome of a process of this session. A trial that was cut short can be continued later."""
+        """Record the outcome of a process of this session.
+
+        A trial that was cut short can be continued, but fails after three kills without progress.
+        """
         outcome = judge(worker.folder, worker.process.returncode)
         label = self._label(int(worker.folder.name))
         if outcome.end is End.CUT_SHORT:
@@ -292,7 +302,7 @@ class Scheduler:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _conclude(self) -> int:
-        """Print the state of the sweep and return the exit status."""
+        """Print the state of the sweep and return the exit status. After SIGUSR1, requeue the job first."""
         trials = self.study.list_trials()
         counts = Counter(trial.state for trial in trials)
         words = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}

@@ -85,14 +85,18 @@ class Study:
         return _PASSWORD.sub(r"\1***@", self.url)
 
     def _complete_pruner(self) -> Choice | None:
-        """Return the pruner with Hyperband's ``max_resource`` set, because all processes need the same value."""
+        """Return the sweep's pruner; None if there is no pruner.
+
+        Hyperband's ``max_resource`` defaults to the trials' common ``max_epochs``, so that all processes use the same
+        value.
+        """
         prune, epochs = self.sweep.prune, _get_max_epochs(self.sweep)
         if prune is None or prune.kind != "hyperband" or epochs is None:
             return prune
         return replace(prune, options={"max_resource": epochs, **prune.options})
 
     def describe_pruner(self) -> dict[str, Any]:
-        """Return the pruner's kind and options for the trials' processes."""
+        """Return the pruner's kind and options for the trials' processes; empty without a pruner."""
         prune = self._complete_pruner()
         return {} if prune is None else prune.describe()
 
@@ -150,8 +154,8 @@ class Study:
     def compute_importances(self) -> tuple[dict[str, float], str]:
         """Return the importance of each varied parameter, and a description of the measure.
 
-        Both are empty with fewer than ten complete trials, if all trials have the same value of the metric, or if no
-        parameter varies.
+        Both are empty with fewer than ten complete trials, if all of these have the same value of the metric, or if no
+        parameter varies among them.
         """
         complete = [trial for trial in self.list_trials() if trial.state is TrialState.COMPLETE]
         varied = [
@@ -206,6 +210,9 @@ def retry(access: Callable[[], T]) -> T:
 
     Args:
         access: Function without arguments that accesses the storage.
+
+    Raises:
+        StorageInternalError: If all five attempts fail.
     """
     for left in range(_TRIES - 1, -1, -1):
         try:
@@ -221,7 +228,7 @@ def make_pruner(prune: Choice | None) -> BasePruner:
     """Return the Optuna pruner that a sweep file names.
 
     Args:
-        prune: The pruner's name and options; None for no pruner.
+        prune: The pruner's name and options; None for a pruner that never prunes.
 
     Raises:
         ConfigError: If an option is unknown, or Optuna rejects its value.

@@ -113,7 +113,7 @@ class Sweep:
         metric: The logged value to optimize.
         parameters: The configuration keys to vary, with their values.
         trials: The number of trials.
-        processes: The number of trials that run at the same time.
+        processes: The maximum number of trials that one `treadle sweep` process runs at the same time.
         prune: The pruner, which ends unpromising trials early; None if no trial is pruned.
         seed: The seed for drawing the trials' values.
         storage: An Optuna URL or ``"journal"``; None for an SQLite file in the sweep's folder.
@@ -196,12 +196,13 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
 
     Args:
         file: Path of a YAML file.
-        overrides: ``key=value`` of the sweep, or of the configuration if the key begins with a section of the
-            configuration.
+        overrides: Overrides in the form that `load` accepts. A key in a section of the configuration, except ``seed``,
+            changes the configuration; any other key changes the sweep.
         defaults: Default configuration, which the sweep's configuration overrides.
 
     Raises:
-        ConfigError: If the file is invalid; the error names every problem with file and line.
+        ConfigError: If the file or an override is invalid. If files and overrides can be merged, the error names every
+            problem; otherwise, only the first.
     """
     of_sweep: list[str] = []
     of_config: list[str] = []
@@ -354,7 +355,7 @@ class _Reader:
         return storage
 
     def _read_choice(self, key: str, names: Sequence[str], synonyms: Mapping[str, str]) -> Choice | None:
-        """Return a method or pruner, which the file specifies by its name or by a mapping with options."""
+        """Return a method or pruner, set by its name or by a mapping with options; None if it is missing or invalid."""
         value = self.values.get(key)
         if value is None or value.data is None:
             return None

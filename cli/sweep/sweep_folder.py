@@ -30,8 +30,8 @@ class SweepFolder:
     .. code-block:: text
 
         1/, 2/, ...   the run folders of the trials
-        study.db      Optuna's study
-        sweep.json    the sweep with all defaults, in the format of a sweep file
+        study.db      Optuna's study; study.log with storage: journal, neither with a storage URL
+        sweep.json    the sweep with all defaults except its storage, in the format of a sweep file
         report.html   a report of the sweep
         .sweep/       a lock for deciding what runs next, and one for each process that works on the sweep
 
@@ -53,7 +53,11 @@ class SweepFolder:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Hold the lock of this process, which marks it as working on the sweep, within a ``with`` block."""
+        """Hold the lock of this process, which marks it as working on the sweep, within a ``with`` block.
+
+        Raises:
+            ConfigError: If the sweep's folder cannot be written.
+        """
         own = self._private / self.token
         try:
             own.mkdir(parents=True)
@@ -79,7 +83,7 @@ class SweepFolder:
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
-        """Hold the lock under which one process at a time decides which trial starts or continues."""
+        """Hold the lock for deciding which trial starts or continues. Wait while another process holds it."""
         lock = None
         while lock is None:
             try:
@@ -100,13 +104,16 @@ class SweepFolder:
     # -- description ---------------------------------------------------------------------------------------------
 
     def is_new(self) -> bool:
-        """Compare the sweep with that of earlier sessions. Requires the lock of `deciding`.
+        """Return whether the sweep is new, or check that it was started with the same settings.
+
+        Requires the lock of `deciding`.
 
         Returns:
-            Whether the folder contains no sweep yet.
+            True if the folder contains neither a sweep nor runs; False if it contains the same sweep.
 
         Raises:
-            ConfigError: If the folder contains another sweep, or runs that are not trials of a sweep.
+            ConfigError: If the folder contains a sweep with other settings, a ``sweep.json`` that cannot be parsed, or
+                runs that are not trials of a sweep.
         """
         file = self.path / DESCRIPTION
         anew = (
@@ -134,7 +141,10 @@ class SweepFolder:
         return True
 
     def write_description(self) -> None:
-        """Write the sweep's settings, with which later sessions compare theirs. Requires the lock of `deciding`."""
+        """Write the sweep's settings, so that a later start of the sweep can check that its settings are the same.
+
+        Requires the lock of `deciding`.
+        """
         self.write(DESCRIPTION, json.dumps(self.sweep.describe(), indent=2, ensure_ascii=False))
 
     def has_runs(self) -> bool:
@@ -177,7 +187,7 @@ class SweepFolder:
             return {entry.name for entry in path.iterdir()} <= {CONFIG, f".{CONFIG}.tmp", f".{RECORD}.tmp"}
 
     def prepare(self, number: int, trial: int, config: str, parameters: Mapping[str, Any]) -> None:
-        """Write the run folder of a trial unless it exists. Requires the lock of `deciding`.
+        """Write the run folder of a trial, unless it exists already. Requires the lock of `deciding`.
 
         Args:
             number: The number of the run folder.

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def trial_of(folder: RunFolder) -> TrialCallback | None:
-    """Return the callback that a sweep's trial needs; None if the run in this folder is not a trial.
+    """Return the callback that a sweep's trial needs; None if the run is not a trial or ``sweep.json`` is unreadable.
 
     Args:
-        folder: Folder of the run to check.
+        folder: Folder of the run. A run at a URL is never a trial.
     """
     if not isinstance(folder.path, Path):
         return None
@@ -35,7 +35,7 @@ def trial_of(folder: RunFolder) -> TrialCallback | None:
 
 
 def _read_assignment(folder: Path) -> Assignment | None:
-    """Return the assignment of a trial that a user continues manually. Such a trial is not pruned."""
+    """Return an assignment without a pruner for a trial that a user continues; None if ``sweep.json`` is unreadable."""
     try:
         metric = Metric(**json.loads((folder.parent / DESCRIPTION).read_text(encoding="utf-8"))["metric"])
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -80,7 +80,7 @@ class TrialCallback(PruningCallback):
         self._value, self.pruned = state_dict["value"], state_dict["pruned"]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Open the study's trial on rank zero, if it may be pruned."""
+        """For ``fit``, reset the callback's state. With a pruner, open the study's trial on rank zero."""
         if stage == "fit":
             self._validations, self._value, self.pruned = 0, None, None
             with trainer.accelerator.world.together():
@@ -104,14 +104,14 @@ class TrialCallback(PruningCallback):
         return open_trial(study, assignment.number)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop a trial that was already pruned when its sweep continued it, but not one that is continued manually."""
+        """Stop a trial that was already pruned when its sweep continued it. A trial that a user continues may train."""
         if self.pruned is not None and self._assignment.pruner:
             self._prune(trainer)
         else:
             self.pruned = None
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Raise an error if the metric was never logged."""
+        """Raise a ValueError if the metric was never logged."""
         if self._value is None:
             logged = read_logged_metrics(trainer)
             raise make_never_logged_error(trainer, self.monitor, "The sweep's metric", logged)
@@ -142,13 +142,13 @@ class TrialCallback(PruningCallback):
         trainer.should_stop = True
 
     def conclude(self) -> None:
-        """Record in the run's folder that the trial was pruned, if so. Call this after ``fit`` has returned."""
+        """If the trial was pruned, record this in the run's folder. Call this after ``fit`` has returned."""
         if self.pruned is not None:
             self._write({"state": "pruned", "note": self.pruned})
 
 
 def _is_over(trainer: Trainer) -> bool:
-    """Return whether the trial has reached the end that its configuration sets."""
+    """Return whether the trial has reached its ``max_epochs`` or ``max_steps``."""
     epochs, steps = trainer.max_epochs, trainer.max_steps
     last_epoch = epochs is not None and 0 <= epochs <= trainer.current_epoch + 1 and trainer.progress.epoch_is_over
     return last_epoch or 0 <= steps <= trainer.global_step

@@ -42,7 +42,8 @@ class TrialConfigs:
         """Validate every choice and both ends of every range, with all other parameters at their first value.
 
         Raises:
-            ConfigError: If the configuration does not accept a key or value; the error names every problem.
+            ConfigError: If a configuration is invalid or sets ``fast_dev_run``. If the first values are invalid, the
+                error names their problems only; otherwise, it names every problem.
         """
         first = {parameter.key: next(parameter.list_samples()) for parameter in self.sweep.parameters}
         problems = self._list_problems(first)
@@ -83,7 +84,12 @@ class TrialConfigs:
         return to_plain(trainer) if trainer is not None and isinstance(trainer.data, dict) else {}
 
     def find_devices(self) -> tuple[int, list[str] | None]:
-        """Return the number of processes per trial, which the configuration sets, and the GPUs that trials may use."""
+        """Return the number of processes per trial and the GPUs that trials may use.
+
+        Returns:
+            ``devices`` of the configuration if it is a positive integer, otherwise 1; and the GPUs as in
+            ``CUDA_VISIBLE_DEVICES``, or None without GPUs or if the accelerator is ``"cpu"`` or ``"mps"``.
+        """
         flags = self._get_flags()
         devices = flags.get("devices")
         count = devices if isinstance(devices, int) and devices > 0 else 1

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def shorten_keys(keys: Iterable[str]) -> dict[str, str]:
-    """Return each dotted key with its shortest unambiguous form, such as ``lr`` for ``model.lr``."""
+    """Map each dotted key to its last part, such as ``lr`` for ``model.lr``, or to itself if the part is ambiguous."""
     ends = {key: key.rpartition(".")[2] for key in keys}
     return {key: end if list(ends.values()).count(end) == 1 else key for key, end in ends.items()}
 

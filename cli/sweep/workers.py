@@ -26,7 +26,7 @@ class Worker:
     Attributes:
         trial: The trial's number in the study.
         folder: The trial's run folder.
-        slot: The index of the trial's slot among the trials that run at the same time.
+        slot: The index of the slot that the trial occupies, from 0. It selects the trial's GPUs.
         process: The running process.
         began: Time at which the process was started, in seconds of ``time.monotonic``.
     """
@@ -65,7 +65,7 @@ class Workers:
         return len(self.running) < self.count
 
     def start(self, trial: int, folder: Path, command: Sequence[str], variables: Mapping[str, str]) -> Worker:
-        """Start the process of a trial. Its output is appended to a file in the run folder.
+        """Start the process of a trial. Its output is appended to ``output.log`` in the run folder.
 
         Call this method on the main thread: a trial ends with its parent, and Linux regards the thread that started the
         process as the parent.
@@ -74,7 +74,7 @@ class Workers:
             trial: The trial's number in the study.
             folder: The trial's run folder.
             command: Program and arguments that run the trial's ``fit``.
-            variables: Environment variables in addition to those of this process.
+            variables: Environment variables in addition to those of this process, of which a launcher's are removed.
         """
         taken = {worker.slot for worker in self.running.values()}
         slot = next(slot for slot in range(self.count) if slot not in taken)
@@ -110,7 +110,7 @@ class Workers:
         self._events.put(None)
 
     def wait(self, seconds: float | None) -> Worker | None:
-        """Wait for a worker whose process has ended, and return it; None after the timeout or a call of `wake`.
+        """Wait until a worker's process ends, and return the worker; None after the timeout or a call of `wake`.
 
         Args:
             seconds: The timeout in seconds; None for no limit.
@@ -136,7 +136,7 @@ class Workers:
 
 
 def share_gpus(gpus: Sequence[str], count: int, slot: int) -> list[str]:
-    """Return the GPUs of one of ``count`` slots: an equal share, or a single GPU if there are too few.
+    """Return the GPUs of one of ``count`` slots: an equal share, or one GPU if there are fewer GPUs than slots.
 
     Args:
         gpus: The machine's GPUs, as in ``CUDA_VISIBLE_DEVICES``.

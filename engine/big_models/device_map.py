@@ -52,8 +52,8 @@ def infer_auto_device_map(
         The device of each module or tensor, by name. Together, the names cover all tensors.
 
     Raises:
-        ValueError: If a device or size in ``max_memory`` is invalid, or its limit for the disk is too small. If a dtype
-            or a name in ``special_dtypes`` is invalid.
+        ValueError: If ``max_memory`` contains an invalid device or size, or a limit for the disk that is too small. If
+            a dtype is invalid, or ``special_dtypes`` names an unknown tensor.
     """
     room: dict[Device, int | None] = {**get_max_memory(max_memory)}
     room.setdefault("disk", None)
@@ -74,7 +74,7 @@ def _fill_and_run(
 ) -> DeviceMap:
     """Fill the devices, and reserve memory on the first device in use to run the offloaded modules.
 
-    A device that cannot hold any module in addition to this reserved memory is skipped.
+    A device on which no module is placed because of the reserved memory is skipped.
     """
     placed: DeviceMap = {}
     for number, main in enumerate(mains):
@@ -211,7 +211,7 @@ def get_balanced_memory(
 
 
 def look_up_device(device_map: Mapping[str, Device], name: str) -> Device | None:
-    """Return the device of a module or tensor from its entry or its nearest parent's; None if the map has neither.
+    """Return the device in a name's own entry or, without one, in its nearest parent's; None if the map has neither.
 
     Args:
         device_map: Devices by the names of modules or tensors.
@@ -232,8 +232,9 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         device_map: Devices by the names of modules or tensors.
 
     Raises:
-        ValueError: If the map names an unknown module, tensor or device, or does not cover all tensors. If it assigns
-            tied tensors, or the tensors of an attention or encoder layer that must not be split, to different devices.
+        ValueError: If the map names an unknown module or tensor, or a device that this machine does not have. If a
+            tensor has no device. If tied tensors, or the tensors of an ``nn.MultiheadAttention`` or
+            ``nn.TransformerEncoderLayer``, are assigned to different devices.
     """
     tensors = named_tensors(model)
     valid_names = {path for path, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()

@@ -159,7 +159,7 @@ def disk_offload(
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a model in main memory until its call, then on a device until ``offload()`` of the returned hook is called.
+    """Keep a whole model in main memory until it is called, then on a device until its hook's ``offload()`` is called.
 
     Intended for models that run one after the other: each call first moves the model of ``prev_module_hook`` off the
     device.
@@ -262,8 +262,8 @@ def dispatch(
         model: The model, which is changed in place.
         device_map: Devices by the names of modules or tensors.
         main: The device that runs offloaded modules.
-        weights: Unread values of offloaded tensors, by name. The model's own values are used for tensors that are not
-            listed.
+        weights: References to the values of offloaded tensors, by name. For tensors that are not listed, the model's
+            own values are used.
         offload_buffers: Offload buffers too.
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
@@ -299,7 +299,7 @@ def dispatch(
 
 
 def refuse_twice(model: nn.Module) -> None:
-    """Check that a model is not dispatched yet, because its existing hooks would load outdated weights.
+    """Check that a model is not already dispatched. Existing hooks would load outdated weights.
 
     Args:
         model: The model to examine.
@@ -338,7 +338,7 @@ def _locate_values(
 def _disk_weights(
     tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
 ) -> Weights:
-    """Return unread weights on disk: those offloaded earlier, in a checkpoint, or now written from the model."""
+    """Return unread weights on disk: offloaded earlier, saved in a checkpoint, or just written from the model."""
     offloaded = open_offloaded(folder, index)
     covered = {name for names in group_tied_names(tensors) if any(n in offloaded for n in names) for name in names}
     if replaced := [name for name in tensors if name in covered and not tensors[name].is_meta]:

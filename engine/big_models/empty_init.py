@@ -27,8 +27,8 @@ def init_empty_weights(include_buffers: bool | None = None) -> Any:
     created as the module's code specifies and released immediately, so at most one parameter is in memory.
 
     Args:
-        include_buffers: Put buffers on ``meta`` too. Default: False, because most buffers are computed and not saved in
-            a checkpoint.
+        include_buffers: Put buffers on ``meta`` too. None, the default, means False, because most buffers are computed
+            and not saved in a checkpoint.
     """
     return init_on_device(torch.device("meta"), include_buffers=include_buffers)
 
@@ -66,7 +66,7 @@ class _Redirect:
         self._moved: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def move_tensor(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy of a tensor on the context's device; None if the tensor is already there or is uninitialized.
+        """Return a copy of a tensor on the context's device; None if it is there already, or is lazy and has no shape.
 
         Args:
             tensor: The parameter or buffer that is being registered.

@@ -54,14 +54,14 @@ def load_checkpoint_and_dispatch(
     """Load a checkpoint into a model, usually one created under `init_empty_weights`, and dispatch it over devices.
 
     Weights that the map places on disk stay in the checkpoint's files, and are read whenever their module runs. The
-    model is returned. If it is dispatched, its ``hf_device_map`` is the map.
+    model is returned. If ``device_map`` is set, the model has the map as its ``hf_device_map``.
 
     Args:
         model: The model, which is changed in place.
-        checkpoint: A safetensors file, an index or folder of several, a Treadle checkpoint, or a ``torch.save`` file.
+        checkpoint: Path or URL of a weights file, an index of weights files, their folder, or a Treadle checkpoint.
         device_map: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators. ``"balanced_low_0"``
-            leaves the first as free as possible. ``"sequential"`` fills one after the other. Other modules go to the
-            CPU, then to the disk. The plan is logged. A dict maps names to devices. Default: only load.
+            leaves the first as free as possible. ``"sequential"`` fills one after the other. Modules that do not fit go
+            to the CPU, then to the disk. The plan is logged. A dict maps names to devices. Default: only load.
         max_memory: See `get_max_memory`.
         no_split_module_classes: See `infer_auto_device_map`.
         offload_folder: Accepted but not needed, because no weights are copied to disk.
@@ -74,7 +74,7 @@ def load_checkpoint_and_dispatch(
         strict: Raise an error if tensor names differ. Default: warn, but raise an error if a tensor gets no values.
         full_state_dict: Only True is supported, because each process reads the whole checkpoint.
         broadcast_from_rank0: Only False is supported, for the same reason.
-        quantization: ``"int8"``, ``"int4"`` or a `WeightQuantizer`: round each linear layer's weight as it is read.
+        quantization: ``"int8"``, ``"int4"`` or a `WeightQuantizer`: round linear layers' weights, except those on disk.
 
     Raises:
         ValueError: If the checkpoint is damaged or belongs to another model, or if the map cannot be applied.
@@ -177,7 +177,8 @@ def load_weights(
         offload_buffers: Leave buffers on disk too, if the map places them there.
         strict: Raise an error if only the model or only the checkpoint has a tensor.
         in_fp32: Components of dotted names; see ``keep_in_fp32_modules`` of `load_checkpoint_in_model`.
-        quantizer: Quantizer that rounds the weights of linear layers when they are loaded. Default: None.
+        quantizer: Quantizer that rounds the weights of linear layers when they are loaded, except those on disk. If
+            None, no weights are rounded.
 
     Raises:
         ValueError: See `load_checkpoint_and_dispatch`.

@@ -126,7 +126,7 @@ class SequentialHook(ModelHook):
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Add a hook that runs before and after every forward pass, until `remove_hook_from_module` is called.
+    """Add a hook that runs before and after each forward pass of a module until `remove_hook_from_module` is called.
 
     Args:
         module: The module; it is changed in place.
@@ -220,7 +220,7 @@ class CpuOffload(ModelHook):
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Move the previous model to the CPU, and this model and its inputs to the device.
+        """Move the previous model, if any, to the CPU, and then this model and its inputs to the device.
 
         Args:
             module: The model.
@@ -234,7 +234,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """Handle that offloads a model after use, returned by `cpu_offload_with_hook`.
+    """Handle to offload a model after use, or to remove its hook. Returned by `cpu_offload_with_hook`.
 
     Args:
         model: The model that the hook is added to.

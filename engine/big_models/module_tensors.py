@@ -29,7 +29,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def iter_direct_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of a module, without those of its submodules, each with its name.
+    """Yield the name and tensor of each parameter and buffer of a module, without those of its submodules.
 
     Args:
         module: The module whose own tensors are listed.
@@ -98,8 +98,8 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Replace the tensor called ``name`` in a module.
 
     Args:
-        module: The module that holds the tensor itself.
-        name: The tensor's name in the module itself, without dots.
+        module: The module that registers the tensor directly, not through a submodule.
+        name: The tensor's name in this module, without dots.
         tensor: The new tensor.
     """
     if isinstance(module, nn.RNNBase):
@@ -153,7 +153,7 @@ def resolve_stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dty
 
 
 def list_class_names(module: nn.Module) -> set[str]:
-    """Return the names that match a module's class in arguments: those of the class and of its base classes.
+    """Return the names by which an argument can refer to a module's class: its own and those of its base classes.
 
     Args:
         module: A module of the model.

@@ -23,7 +23,7 @@ from . import filesystem
 from .manifest import MANIFEST, read_manifest, verify
 
 UNFINISHED = "unfinished.json"
-"""Marks a directory that is being written to become a checkpoint, or being deleted."""
+"""Name of the file that marks a directory whose checkpoint is not complete yet or is being deleted."""
 
 BESIDE = re.compile(r"\.(.+)\.(part|old|gone)")
 """Pattern of the directory names that exist next to a checkpoint while it is replaced or deleted."""
@@ -64,7 +64,8 @@ def check_target(target: Path) -> None:
         target: Path of the checkpoint, which may not exist.
 
     Raises:
-        ValueError: If a foreign directory exists at the path, or next to it under a name that the save needs.
+        ValueError: If a foreign file or non-empty directory exists at the path, or next to it under a name that the
+            save needs.
     """
     if os.path.lexists(target) and not os.path.isfile(target / MANIFEST) and not is_empty(target):
         raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
@@ -171,7 +172,8 @@ def take_away(path: Path) -> None:
         path: Path of the checkpoint.
 
     Raises:
-        ValueError: If the path is not a checkpoint, or contains foreign files. In that case, nothing is changed.
+        ValueError: If the path is not a checkpoint or contains foreign files, or if a foreign path has the name that
+            the deletion needs, such as ``.last.gone``. In these cases, the checkpoint is not changed.
         OSError: If a disk operation fails.
     """
     listed_files = {*read_manifest(path).names, MANIFEST, UNFINISHED}

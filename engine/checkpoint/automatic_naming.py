@@ -65,7 +65,8 @@ def find_newest(
         resumable: Skip checkpoints that contain weights only. Default: True.
 
     Raises:
-        ValueError: On rank zero, if no checkpoint can be loaded. The other ranks raise a RuntimeError.
+        ValueError: On rank zero, if automatic naming is not configured, or no checkpoint can be loaded. The other ranks
+            raise a RuntimeError.
     """
     skipped: list[str] = []
     opened = find_first_intact(world, _open_from_highest(project, resumable, skipped), skipped)

@@ -2,7 +2,7 @@
 
 Every change that a checkpoint makes on disk goes through eight small functions: `mkdir`, `write_bytes`,
 `write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called through this module, so a test can
-stop the process at each of them. The exceptions are files that torch writes (`export`, in torch's format), downloads
+stop the process at each of them. The exceptions are files that torch writes (exports in torch's format), downloads
 (`weights.download.fetch`), files of profilers, and users' hooks.
 """
 
@@ -298,7 +298,7 @@ def delete(path: Path, first: str = "") -> None:
 
 
 def list_names(directory: AnyPath) -> list[str]:
-    """Return the names in a directory, sorted; an empty list if it is not a directory.
+    """Return the sorted names in a directory, or an empty list if it is not a directory.
 
     Args:
         directory: The directory to list.
@@ -356,7 +356,8 @@ def check_file(
         fix: The advice at the end of the error message. Default: `RESTORE`.
 
     Raises:
-        ValueError: If the file is missing, not a plain file, or has the wrong size or content.
+        ValueError: If the name is not valid, or the file is missing, cannot be read, is not a plain file, or has the
+            wrong size or content.
     """
     if not (is_inside(name) if links else FILE.fullmatch(name)):
         raise ValueError(f"{directory}: {name!r:.80} is not a valid checkpoint file name. {fix}")

@@ -63,7 +63,7 @@ def load(
         accelerator: The Accelerator whose prepared objects are restored.
         opened: The checkpoint. It is verified first, unless it was already verified; see `OpenCheckpoint.verify`.
         models: Restore the models' weights.
-        state: Restore everything else, such as optimizers, schedulers, loaders and RNG states.
+        state: Restore everything else, such as optimizers, schedulers, dataloaders and RNG states.
         strict: Raise an error if saved state does not fit. Default: the models' ``strict_loading``, else True.
         schedule: ``"saved"``, ``"script"`` or None; see `Accelerator.load_state`.
         finish_epoch: Start the next epoch if the state was saved after the last batch of an epoch. Default: True.
@@ -71,7 +71,7 @@ def load(
     Raises:
         ValueError: If the checkpoint is damaged, belongs to another model or configuration, or was replaced while it
             was read. In these cases, no object is changed on any process. An error in the ``load_state_dict`` of a
-            scheduler, loader or registered object is raised later, after models and optimizers are loaded.
+            scheduler, dataloader or registered object is raised later, after models and optimizers are loaded.
         RuntimeError: If only other processes detect an error. A failed verification is a ValueError on all processes.
     """
     world, manifest = accelerator.world, opened.manifest
@@ -233,7 +233,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) -> list[str]:
-    """Return the names and shapes in which a checkpoint's first model differs from ``model``.
+    """Return the differences between the names and shapes of a checkpoint's first model and those of ``model``.
 
     See `model_check.list_differences`.
 
@@ -337,7 +337,8 @@ def _check_frozen(
     """Check that each model has the frozen weights that the checkpoint omits. Call it on all ranks.
 
     Raises:
-        ValueError: On all processes, if a model has other frozen weights.
+        ValueError: On all processes, if a model has other frozen weights. If loading is not strict, this is only a
+            warning.
     """
     for number, model in enumerate(accelerator.models):
         if not any(model is candidate for candidate in chosen):
@@ -413,10 +414,10 @@ def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> di
 def _check_counts(
     accelerator: Accelerator, state: TrainState, opened: OpenCheckpoint, strict: bool, asked: bool
 ) -> None:
-    """Check that as many objects are prepared as were saved. The number of evaluation loaders may differ.
+    """Check that as many objects are prepared as were saved. The number of evaluation dataloaders may differ.
 
     If another difference is permitted, this function only warns. It then removes from ``state`` the states of the
-    loaders, or those of the schedulers if the number of optimizers or schedulers differs.
+    dataloaders, or those of the schedulers if the number of optimizers or schedulers differs.
     """
     path = opened.path
     optimizers = sum(opened.has(optimizer_part(n)) for n in range(len(accelerator.optimizers) + 1))

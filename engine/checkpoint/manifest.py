@@ -97,7 +97,7 @@ class Manifest:
 
         Raises:
             TypeError: If ``info`` contains a tensor or something that is not data.
-            ValueError: If a count is invalid, or a file's entry is incomplete.
+            ValueError: If a count, a file name or a file's entry is invalid, or no files are listed.
         """
         noted = {name: value for name, value in self.info.items() if name not in _COUNTS}
         info, tensors = encode(noted, "info")
@@ -122,7 +122,9 @@ def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
         name: Name of the manifest's file. Default: ``manifest.json``.
 
     Raises:
-        ValueError: If the path is not a checkpoint, or the manifest is damaged or was written by a newer Treadle.
+        ValueError: If the path is not a checkpoint, or the manifest cannot be read, is damaged or was written by a
+            newer Treadle.
+        OSError: If the store cannot be reached.
     """
     data = read_source(path, name)
     document = filesystem.parse_json(as_path(path) / name, data)
@@ -170,13 +172,14 @@ def verify(path: Path | str, digests: bool = True) -> Manifest:
 
     Args:
         path: Directory of the checkpoint.
-        digests: Also read every file and compare its digest (as fast as the disk reads), not only sizes.
+        digests: Also read every file and compare its digest (as fast as the disk reads), not only sizes. Default: True.
 
     Returns:
         The checkpoint's manifest.
 
     Raises:
-        ValueError: If a file is missing, or has the wrong size or content. The error names the file and the reason.
+        ValueError: If the path is not a checkpoint, its manifest is damaged, or a file is missing or has the wrong size
+            or content. The error names the file and the reason.
     """
     manifest = read_manifest(path)
     check_files(Path(path), manifest, digests)

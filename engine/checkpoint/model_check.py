@@ -153,7 +153,7 @@ def read_frozen_note(noted: Mapping[str, str], path: AnyPath | str) -> dict[str,
 
 
 def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: AnyPath | str, strict: bool) -> None:
-    """Check that a model has the frozen weights with which a checkpoint was saved.
+    """Check that a model has the same frozen weights as the model that was saved in a checkpoint.
 
     Args:
         current: The digests of the model's frozen weights, and of those that the checkpoint omits.
@@ -263,7 +263,7 @@ def check_weights(
 def list_differences(
     model: nn.Module, weights: Mapping[str, Any], complete: bool, left_out: Collection[str] = ()
 ) -> list[str]:
-    """Return the names and shapes in which ``weights`` differ from ``model``, one line each, without reading values.
+    """Return the differences between the names and shapes of ``weights`` and ``model``, as lines. Values are not read.
 
     Args:
         model: The model to compare with.

@@ -34,6 +34,7 @@ class OpenCheckpoint:
 
     Raises:
         ValueError: If the path is not a checkpoint, or the manifest is damaged or was written by a newer Treadle.
+        OSError: If the store cannot be reached.
     """
 
     def __init__(self, path: AnyPath | str, manifest: Manifest | None = None) -> None:
@@ -146,6 +147,7 @@ class OpenCheckpoint:
         Raises:
             ValueError: On every process, if a file is missing or has the wrong size or content, or if the checkpoint
                 has been replaced since it was opened.
+            StoreError: On every process, if the store cannot be reached.
         """
         if self.verified:
             return

@@ -60,8 +60,9 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
         The content of each file; empty if this process has nothing to write.
 
     Raises:
-        TypeError: If the state contains something that is not data.
-        ValueError: If the name is not valid, or if the state contains itself or exceeds 512 MiB without its tensors.
+        TypeError: If the state contains something that is not data, or a model is not a flat dict of tensors.
+        ValueError: If the name of the part or of a model's tensor is not valid, or if the state contains itself, is
+            nested more than 100 levels deep, or exceeds 512 MiB without its tensors.
     """
     if not _PART.fullmatch(name) or name == "manifest" or _SHARD.fullmatch(name):
         raise ValueError(
@@ -191,7 +192,7 @@ class Part:
         document: The content of the part's JSON file; None for a model, which has only tensors.
         tensors: The part's tensors by name, which are not read yet.
         notes: The notes in the header of the part's first safetensors file.
-        owner: The object whose lifetime keeps the files available, or None.
+        owner: The object that keeps the files available while it exists, or None.
     """
 
     path: AnyPath
@@ -244,7 +245,7 @@ def open_files(
         files: The manifest's entries, by file name.
         name: The name passed to `encode_part`.
         folder: The folder with the checkpoint's files.
-        owner: The object whose lifetime keeps the folder. The part holds a reference to it. Default: none.
+        owner: The object that keeps the folder while it exists. The part holds a reference to it. Default: none.
 
     Raises:
         ValueError: If the checkpoint has no such part, or its content is damaged.
@@ -279,7 +280,8 @@ def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
         safetensors file.
 
     Raises:
-        ValueError: If the checkpoint has no such part, or its content is damaged; run `verify` first to detect damage.
+        ValueError: If the path is not a checkpoint, or the checkpoint has no such part or is visibly damaged. To detect
+            all damage, run `verify` first.
     """
     part = _open_alone(Path(path), name)
     return part.unread(), part.notes

@@ -206,7 +206,8 @@ def collect(
         frozen: For each model, the weights to omit; see `Checkpointer.find_frozen`.
 
     Raises:
-        ValueError: If the function is called during gradient accumulation, unless ``weights_only`` is True.
+        ValueError: If the function is called during gradient accumulation, unless ``weights_only`` is True, or if
+            `encode_part` rejects a part.
         TypeError: If a state contains something that is not data.
     """
     if accelerator.inside_group and not weights_only:
@@ -310,17 +311,17 @@ def collect_rank_random_state(accelerator: Accelerator) -> RandomState:
     """Return the RNG state of this process: its own generators, and those of its datasets.
 
     Args:
-        accelerator: The Accelerator that prepared the loaders.
+        accelerator: The Accelerator that prepared the dataloaders.
     """
     readers = [loader.reading_state() for loader in sort_loaders(accelerator.loaders)]
     return cast(RandomState, {**random_state(), "loaders": readers})
 
 
 def sort_loaders(loaders: list[Loader]) -> list[Loader]:
-    """Return the loaders with training loaders first, because evaluation loaders may be added or removed.
+    """Return the dataloaders, those for training first, because those for evaluation may be added or removed.
 
     Args:
-        loaders: The prepared loaders, in the order of preparation.
+        loaders: The prepared dataloaders, in the order of preparation.
     """
     return sorted(loaders, key=lambda loader: loader.evaluation)
 
@@ -402,7 +403,7 @@ def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception
 
 
 def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attempts) -> list[dict[str, Any] | None]:
-    """Return each model's state with its current sharding; None for a model that a hook saves."""
+    """Return each model's state, sharded, or whole if there are save hooks; None for a model that a hook saves."""
     models = accelerator.models
     if not accelerator.checkpointer.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)

@@ -71,7 +71,7 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesyste
 
     Raises:
         TypeError: If the state contains something that is not data. In that case, nothing is written.
-        ValueError: If the name is not a valid file name, or if the state contains itself.
+        ValueError: If the name is not valid or the state cannot be encoded; see `parts.encode_part`.
         OSError: If the disk is full or not writable.
     """
     return write_files(beside(target), encode_part(name, state))
@@ -84,7 +84,8 @@ def check_target(target: AnyPath) -> None:
         target: Path or URL of the checkpoint, which may not exist.
 
     Raises:
-        ValueError: If something other than a checkpoint exists at the path, or next to it under a name that is needed.
+        ValueError: If something other than a checkpoint or an empty directory exists at the path, or next to it under a
+            name that is needed.
     """
     if isinstance(target, RemotePath):
         remote.check_target(target)
@@ -124,7 +125,8 @@ def commit(
 
     Raises:
         ValueError: If a listed file is missing or has the wrong size (for example, because processes write to different
-            file systems), if a count is negative, or if the target is a foreign directory.
+            file systems), if a count is negative, if a hook wrote a file that is not accepted, or if the target is a
+            foreign directory.
         TypeError: If ``info`` contains a tensor or something that is not data.
         OSError: If a disk operation fails. An earlier checkpoint at the target remains, and the parts are deleted.
     """
@@ -175,7 +177,7 @@ def _sync_added_files(source: Path, files: set[str]) -> dict[str, filesystem.Ent
 
 
 def begin(target: AnyPath | str) -> Path:
-    """Create an empty directory `beside` a target, for files that hooks write before `write_part`, and return it.
+    """Create a new directory `beside` a target, for files that hooks write before `write_part`, and return it.
 
     Args:
         target: Path or URL of the checkpoint.
@@ -243,8 +245,8 @@ def remove(path: AnyPath | str) -> None:
         path: Directory or URL of the checkpoint.
 
     Raises:
-        ValueError: If the path is not a checkpoint, is a link, or contains foreign files. In that case, nothing is
-            changed.
+        ValueError: If the path is not a checkpoint, is a link, or contains foreign files, or if a foreign path has the
+            name that the deletion needs, such as ``.last.gone``. In these cases, the checkpoint is not changed.
         OSError: If a disk operation fails.
     """
     path = absolute(path)

@@ -150,7 +150,7 @@ def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
     The check is needed because a file that matches its digest may still have other content.
 
     Args:
-        form: The dict class that defines the keys and types.
+        form: The ``TypedDict`` class that defines the keys and types.
         value: The decoded content of the part.
         path: Path or URL of the checkpoint, for the error.
         part: The name of the part, for the error.

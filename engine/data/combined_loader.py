@@ -35,7 +35,7 @@ class CombinedLoader:
             reads one loader after the other, and each batch comes from one loader.
 
     Raises:
-        ValueError: If ``mode`` is unknown, or if ``iterables`` contains no loader.
+        ValueError: If ``mode`` is unknown, or if ``iterables`` is empty.
         TypeError: If an entry of ``iterables`` is not iterable.
 
     Example:
@@ -81,7 +81,7 @@ class CombinedLoader:
 
     @property
     def limits(self) -> list[int | float] | None:
-        """Maximum number of batches per pass of each iterable; None for no limits. A single number applies to all."""
+        """Maximum batches per pass of each iterable; None for no limits. Setting a single number applies it to all."""
         return self._limits
 
     @limits.setter
@@ -229,7 +229,7 @@ def read_rows(
     Args:
         mode: A mode of `CombinedLoader`.
         start: Function ``start(index, together)`` that starts or resumes a pass of the iterable at ``index``.
-            ``together`` is True if all iterables start at the same time.
+            ``together`` is True if it starts together with the other iterables, and False if it starts on its own.
         passes: The number of passes that each iterable has completed in this epoch; updated in place.
 
     Yields:

@@ -1,7 +1,7 @@
 """Check that the ranks' datasets hold the same samples, without reading samples that are not in memory.
 
-Samples are never read for this check, because a dataset that opens a file in this process would pass the open file on
-to its workers.
+The dataset's ``__getitem__`` is never called for this check, because a dataset that opens a file in this process would
+pass the open file on to its workers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def share_data(dataset: Any, world: World) -> bool:
         already split by rank.
 
     Raises:
-        ValueError: On every rank, if the datasets differ, and samples are on several ranks or cannot be distinguished.
+        ValueError: On every rank, if the datasets differ, and some samples are on several ranks or cannot be
+            distinguished.
     """
     identities = world.gather_objects((get_length(dataset), fingerprint(dataset)))
     if len(set(identities)) == 1:
@@ -179,7 +180,7 @@ def _are_disjoint(sketches: list[list[int] | None]) -> bool:
 
 
 def _hash_samples(dataset: Any) -> np.ndarray | None:
-    """Return a 64-bit hash per sample; None if the dataset holds no per-sample data in memory."""
+    """Return a 64-bit hash per sample, or of the end rows of a whole table; None without per-sample data in memory."""
     if isinstance(dataset, Subset):
         inner, indices = _hash_samples(dataset.dataset), np.asarray(dataset.indices, dtype=np.int64)
         return _hash_columns(indices) if inner is None else inner[indices]

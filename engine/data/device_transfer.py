@@ -149,7 +149,7 @@ class _Movable(Protocol):
 def choose_mover(device: torch.device, precision: Precision) -> Callable[[Any], Any] | None:
     """Return the function that moves each batch to the model's device and casts it; None if neither is needed.
 
-    On a CPU without a storage dtype, batches need no change and cause no overhead.
+    For a CPU model without a storage dtype, None avoids the overhead of traversing each batch.
 
     Args:
         device: The device of the model.

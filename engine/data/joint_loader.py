@@ -17,7 +17,7 @@ from .sampler_rng import read_states
 
 
 class JointBatches:
-    """Reader that combines prepared loaders in a mode of `CombinedLoader`, in accumulation groups with exact weights.
+    """Reader that combines the batches of prepared loaders, and forms accumulation groups with exact weights.
 
     Args:
         loaders: The prepared loaders, whose own accumulation groups contain one batch each.
@@ -59,7 +59,7 @@ class JointBatches:
 
     @property
     def full(self) -> int:
-        """Number of samples in a full batch, over all processes; in mode ``"sequential"``, the largest number."""
+        """Number of samples in a full batch over all processes: the sum of all loaders; if sequential, the maximum."""
         return (max if self.mode == "sequential" else sum)(loader.total_batch_size for loader in self.loaders)
 
     @property

@@ -395,7 +395,7 @@ class Loader:
 
     @property
     def total_batch_size(self) -> int:
-        """Number of samples in a full batch, over all processes; the number of batches if their sizes are unknown."""
+        """Number of samples in a full batch, over all processes; the world size if batch sizes are unknown."""
         return self._plan.full
 
     @property
@@ -516,8 +516,8 @@ class Loader:
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the state belongs to other random sources; see `check`. An evaluation loader keeps its own
-                order instead.
+            ValueError: If the state belongs to other random sources; see `check`. An evaluation loader restores only
+                the epoch number instead.
         """
         plan = self._plan
         if self.evaluation and plan.draws.difference(state):

@@ -65,7 +65,7 @@ class RankShares:
         Args:
             share: The length of this rank's data.
             world: The ranks that iterate the loader.
-            source: The name of the user's dataset or sampler class, for errors.
+            source: The class name of the user's sampler, dataset or iterable, for errors.
 
         Raises:
             ValueError: On every rank, if some ranks have no data and others do.
@@ -104,7 +104,7 @@ class RankShares:
             local_samples: Number of samples of each of this rank's next micro-batches; fewer than ``width`` entries at
                 the end of its data.
             width: Number of micro-batches in a full group.
-            source: The name of the user's dataset or sampler class, for errors.
+            source: The class name of the user's sampler, dataset or iterable, for errors.
             outlook: The votes of the ranks on these micro-batches; None if the ranks have not voted.
 
         Raises:
@@ -147,19 +147,19 @@ class RankShares:
 
 
 def compare_across_ranks(first: str, source: str, kind: str, world: World) -> bool:
-    """Compare a source's first item across ranks, and log a message if all differ. Call it on all ranks.
+    """Compare a source's first items across ranks, and log a message if all differ. Call it on all ranks.
 
     Args:
-        first: A digest of the first item; a value that is unique to the rank if the source is empty.
-        source: The name of the user's dataset or sampler class, for messages.
+        first: A digest of the first batch or indices; for an empty stream, a value that is unique to the rank.
+        source: The class name of the user's sampler, dataset or iterable, for messages.
         kind: The plural name of the items, for messages: ``"batches"`` or ``"indices"``.
         world: The ranks to compare.
 
     Returns:
-        True if the first item is the same on all ranks; False if it differs on every rank.
+        True if the first items are the same on all ranks; False if they differ on every rank.
 
     Raises:
-        ValueError: On every rank, if the first item is the same on some ranks and not on others.
+        ValueError: On every rank, if the first items are the same on some ranks and not on others.
     """
     marks = world.gather_objects(first)
     if len(set(marks)) == 1:

@@ -65,7 +65,8 @@ class Draws:
         """Restore a state returned by `state`.
 
         Args:
-            state: A state returned by `state`, with the keys ``stream``, ``generators``, ``samplers`` and ``epochs``.
+            state: Dict with the keys ``stream``, ``generators``, ``samplers`` and ``epochs``; the last two may be
+                missing.
         """
         self.rewind(state)
         self.load_samplers(state)
@@ -128,7 +129,7 @@ class Draws:
             sampler.load_state_dict(copy.deepcopy(saved))
 
     def read_host_state(self) -> dict[str, Any]:
-        """Return the states of the CPU generators and of the private generators. Call it in `RandomStream.drawing`."""
+        """Return the states of the CPU and the private generators. Call it in the context of `RandomStream.drawing`."""
         return {"stream": host_state(), "generators": self.private_states()}
 
     @contextmanager

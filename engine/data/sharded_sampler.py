@@ -72,8 +72,8 @@ class ShardedBatches:
         order: The RNG state that the epoch's order was drawn from; None between epochs. If it is set before an epoch
             begins, the order is drawn again from this state.
         micros: A tuple for each batch that was yielded but not yet processed by the loop: its metadata, the draws made
-            for the batch from a copy of the stream, and the indices of its group. The draws are None if the epoch's
-            order was drawn in one call.
+            for its group from a copy of the stream, and the indices of the group. The draws are None if the epoch's
+            order was drawn in one call, or if each rank reads its own data.
     """
 
     def __init__(
@@ -213,8 +213,7 @@ class ShardedBatches:
         """Return whether the user's sampler yields the same indices on all ranks.
 
         Raises:
-            ValueError: On every rank, if the samplers of some ranks yield the same indices and those of other ranks do
-                not.
+            ValueError: On every rank, if the samplers of only some ranks yield the same indices.
         """
         if type(self.sampler).__module__ == Sampler.__module__:  # torch's own samplers do not depend on the rank
             return True

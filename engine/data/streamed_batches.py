@@ -26,7 +26,7 @@ from .workers import TORCH_SEEDED, SeededStream, note_workers, seed_epoch
 
 
 class Counted:
-    """Collate function that wraps the user's and also returns the number of samples; usable in worker processes."""
+    """Wrapper of the user's collate function that also returns the number of samples; usable in worker processes."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -346,7 +346,7 @@ class StreamedBatches:
                 yield
 
     def started(self) -> None:
-        """Restore the saved state of the stream that the source draws from, now that the loader's iterator exists.
+        """Restore the saved state of the random stream of the source, now that the loader's iterator exists.
 
         Creating the iterator draws random numbers. A loader subclass may create it only with the first batch.
         """

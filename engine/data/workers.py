@@ -58,7 +58,7 @@ class SeededStream(_StandIn, IterableDataset[Any]):
 
 
 def seed_epoch(stream: SeededStream, seed: int) -> None:
-    """Set the workers' seed for the next epoch. A method would hide a dataset attribute of the same name.
+    """Set the workers' seed for the next epoch. As a method, it would hide a dataset attribute of the same name.
 
     Args:
         stream: The stream whose workers are seeded.

@@ -30,7 +30,7 @@ class Metrics:
     Args:
         training: Whether this is a training stage. By default, training steps log the value of the step, and all other
             hooks log the mean over the epoch.
-        copies: Whether values must be copied, because CUDA graphs overwrite their results.
+        copies: Whether all tensors on an accelerator are copied, because CUDA graphs overwrite their results.
 
     Attributes:
         weight: Number of samples in the current batch, which is the weight of a value in its epoch mean.
@@ -61,10 +61,10 @@ class Metrics:
         self._entries = self._in_step
 
     def between_batches(self, yes: bool) -> None:
-        """Set whether values that are logged from now on belong to the epoch rather than to a batch.
+        """Set whether values that are logged after this call belong to the epoch rather than to a batch.
 
         Args:
-            yes: True for the epoch, False for a batch.
+            yes: True for the epoch, False for a batch. True also sets ``weight`` to 1.
         """
         self._entries = self._in_epoch if yes else self._in_step
         if yes:
@@ -123,7 +123,7 @@ class Metrics:
             add_suffix: Append ``suffix``, which identifies the evaluation loader, to the name. Default: True.
 
         Raises:
-            ValueError: If the arguments contradict each other or those of an earlier call.
+            ValueError: If arguments or calls contradict each other, or ``reduce_fx`` or a tensor's shape is not valid.
             TypeError: If the name is not a string or the value is not a number.
         """
         if self.suffix and add_suffix:
@@ -242,7 +242,7 @@ class Metrics:
         return [(entry, values[entry]) for entry in entries if entry in values]
 
     def batch_values(self, world: World) -> list[tuple[Place, list[tuple[Entry, float]]]]:
-        """Return each batch's values logged with ``on_step=True``, reduced over all processes in one exchange.
+        """Return the values that an evaluation logged with ``on_step=True`` for each batch, reduced over all processes.
 
         Must be called on all ranks, after `epoch_values`, which checks that all ranks have logged the same names.
 
@@ -718,7 +718,7 @@ def read_numbers(value: Any) -> Any:
     """Return nested data with each 0-d tensor replaced by a number; one transfer reads all of them.
 
     Args:
-        value: Dicts, lists and tuples, nested, that contain 0-d tensors.
+        value: Nested dicts, lists and tuples that may contain 0-d tensors.
     """
     tensors: list[Tensor] = []
     _replace_tensors(value, tensors.append)

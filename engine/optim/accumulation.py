@@ -39,7 +39,8 @@ class Accumulation:
 
     Attributes:
         sync_gradients: Whether the current micro-batch is the last of its group, after which the optimizer steps.
-        optimizer_step_was_skipped: Whether the last step was skipped because of a non-finite gradient.
+        optimizer_step_was_skipped: Whether the last call of an optimizer's ``step`` skipped the step because of a
+            non-finite gradient.
         groups_end_with_loader: Whether the end of a loader ends a group.
         position: Number of micro-batches in the current group, if the group was not formed by a prepared loader; else
             0. With ``sync_with_dataloader=False``, prepared loaders form no groups.
@@ -156,7 +157,7 @@ class Accumulation:
         """Begin a micro-batch, set whether its gradients are reduced, and return its context.
 
         Args:
-            models: The prepared models that the micro-batch trains.
+            models: The prepared models whose gradients are reduced only in the last micro-batch of a group.
         """
         micro = self.cursor.micro
         if micro is not None and self.groups_end_with_loader:
@@ -177,7 +178,7 @@ class Accumulation:
         """Record that a user-defined loop processes the current micro-batch, and correct the scale of the gradient.
 
         The loop may skip other micro-batches of the group with ``continue``, or leave the loader in the middle of a
-        group. The gradient is then the mean over the processed micro-batches, because skipped ones have no weight.
+        group. The gradient is then the mean over the samples of the processed micro-batches only.
         """
         micro, before, number = self.cursor.micro, self._entered, self.cursor.number
         same = micro is before and number == self._entered_number
@@ -225,10 +226,10 @@ class Accumulation:
 
         Args:
             loss: The mean loss of the micro-batch, as a 0-d tensor.
-            args: Positional arguments of ``Tensor.backward``.
+            args: Positional arguments of ``Tensor.backward`` or ``by``.
             weight: The number of items over which the loss is a mean, such as tokens; None for the samples.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
-            kwargs: Keyword arguments of ``Tensor.backward``.
+            kwargs: Keyword arguments of ``Tensor.backward`` or ``by``.
 
         Raises:
             ValueError: If only some micro-batches of a group have a weight.
@@ -323,7 +324,7 @@ class Accumulation:
         """Enable the exchange of all processes' votes (see `Agreement`) in the last backward pass of every step.
 
         Args:
-            finite: Whether to check that losses are finite.
+            finite: Whether to check that losses and, except with a loss scaler, gradients are finite.
             at_once: Read the votes in the same step on accelerators too, which waits for the device.
         """
         on_cpu = self.world.device.type == "cpu"

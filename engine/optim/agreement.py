@@ -258,7 +258,7 @@ class Agreement:
         self._read_place = ballots.place
 
     def read_pending(self) -> None:
-        """Read the values that would otherwise be read one step later, which waits for the device."""
+        """Wait for the device, and read the values that would otherwise be read one step later."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._read(pending)
@@ -291,7 +291,8 @@ class Ballots:
     """Values of one step that the host has not read yet: the summed votes, and this process's checks.
 
     Args:
-        votes: The votes summed over the processes; None with a world size of one.
+        votes: The votes summed over the processes, or the summed flag of a `GradientGuard`, which is NaN if a gradient
+            is not finite. None if the processes exchange neither.
         taints: A 0-d tensor for each micro-batch's loss: 0 if the loss is finite, else NaN.
         norms: Vectors with the largest absolute value of each checked gradient.
         watched: The parameters whose gradients were checked, in the order of ``norms``.

@@ -71,10 +71,10 @@ def find_executable_batch_size(
         The function without its first parameter.
 
     Raises:
-        MemoryError: If a batch of one does not fit.
+        MemoryError: If a batch of one does not fit, with the default ``reduce_batch_size_fn``.
         ValueError: If a size is below 1 or not an integer, or if ``reduce_batch_size_fn`` does not return a smaller
             size.
-        TypeError: If the first parameter of ``function`` cannot be the batch size.
+        TypeError: If the first parameter of ``function`` cannot be the batch size, or a call has wrong arguments.
 
     Example:
         >>> import treadle

@@ -27,7 +27,8 @@ class BuiltSchedule:
     Attributes:
         state: A copy of its ``state_dict``.
         arguments: The script's arguments that the state contains, by dotted name.
-        effective_arguments: The arguments in effect; in a resumed run, those of the first run.
+        effective_arguments: The arguments in effect. In a resumed run, these are the saved ones, unless the run was
+            resumed with ``schedule="script"``.
         options: The options of its optimizer's parameter groups, including those that the scheduler has added.
     """
 

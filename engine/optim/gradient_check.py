@@ -22,9 +22,10 @@ class HostCheck:
     """Function object that checks whether gradients in host memory are finite.
 
     The check takes 2 us for four small gradients. Large gradients are checked at memory speed. torch's ``GradScaler``
-    detects overflows with the same operation. Here, one call multiplies all tensors, of any dtypes, by 1 and sets a
-    flag. Computing norms with ``torch._foreach_norm`` takes 4 times as long for small gradients (torch 2.13). It takes
-    20 times as long with the infinity norm, which is the only norm that cannot overflow.
+    detects overflows with the same operation. Here, one call multiplies all tensors by 1, whatever their dtypes, and
+    sets a flag if a value is not finite. Computing norms with ``torch._foreach_norm`` takes 4 times as long for small
+    gradients (torch 2.13). It takes 20 times as long with the infinity norm, which is the only norm that cannot
+    overflow.
     """
 
     def __init__(self) -> None:
@@ -80,7 +81,7 @@ def list_parameters(optimizers: Iterable[PreparedOptimizer]) -> list[Tensor]:
 
 
 def largest_elements(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return a vector with the largest absolute value of each gradient, which is not finite if the gradient is not.
+    """Return a vector with the largest absolute value of each gradient. It is not finite if the gradient is not.
 
     Args:
         gradients: Real, dense tensors.
@@ -120,7 +121,7 @@ def real_values(gradient: Tensor) -> Tensor:
 
 
 def find_bad(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters whose gradients are not finite, which waits for the device.
+    """Wait for the device, and return the parameters whose gradients are not finite.
 
     Args:
         parameters: The parameters to check; those without a gradient are skipped.
@@ -129,7 +130,7 @@ def find_bad(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def is_finite(gradient: Tensor) -> bool:
-    """Return whether all values of one gradient are finite, which waits for the device.
+    """Wait for the device, and return whether all values of one gradient are finite.
 
     Args:
         gradient: The gradient to check.

@@ -42,13 +42,14 @@ class GradientGuard:
         self._pending: WeakKeyDictionary[PreparedOptimizer, Ballots] = WeakKeyDictionary()
 
     def __call__(self, optimizer: PreparedOptimizer) -> bool:
-        """Return whether the optimizer may step.
+        """Return whether the optimizer may step. If it may not, its gradients are discarded.
 
         Args:
             optimizer: A prepared optimizer.
 
         Raises:
-            ValueError: On every rank, if a gradient is not finite and the policy is ``"raise"``.
+            ValueError: On every rank, if the policy is ``"raise"`` and a gradient is not finite. On accelerators, it is
+                a gradient of the optimizer's previous step.
         """
         accumulation = optimizer.accumulation
         if accumulation.loss_scale is not None:  # the loss scaler skips such steps
@@ -91,10 +92,10 @@ class GradientGuard:
         return finite
 
     def read_pending(self) -> None:
-        """Read the checks of the latest steps, which waits for the device.
+        """Wait for the device, and read the pending check of each optimizer's latest step.
 
         Raises:
-            ValueError: As for `__call__`.
+            ValueError: On every rank, if a gradient of one of these steps was not finite.
         """
         pending = list(self._pending.items())
         self._pending.clear()

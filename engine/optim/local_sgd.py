@@ -22,11 +22,12 @@ class LocalSGD:
         accelerator: The Accelerator that prepared the model.
         model: A prepared model that is replicated on each process.
         local_sgd_steps: Number of optimizer steps between two averages of the parameters. The parameters are also
-            averaged at the end.
+            averaged at the end, unless an exception ends the context.
         enabled: Whether to use local SGD. With a world size of one, it is always disabled.
 
     Raises:
-        ValueError: If ``local_sgd_steps`` is not positive, or if the strategy does not support local SGD.
+        ValueError: If ``local_sgd_steps`` is not a positive integer. With several processes, the ``with`` statement
+            raises it if the strategy does not support local SGD.
 
     Example:
         >>> import torch, treadle

@@ -163,7 +163,7 @@ def _find_first_uses(loss: Tensor) -> dict[int, int]:
 
 
 def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool]:
-    """Describe the samples in a batch and its values that are not finite, which waits for the device.
+    """Wait for the device, and describe the samples in a batch and its first tensor with values that are not finite.
 
     Args:
         batch: The batch that the loader yielded for one micro-batch.

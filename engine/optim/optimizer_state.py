@@ -94,7 +94,7 @@ def _is_index(key: Any, names: list[str]) -> bool:
 
 
 def list_differences(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> list[str]:
-    """Return the differences between a state returned by `encode_by_name` and this optimizer, one line each.
+    """Return the differences between a state returned by `encode_by_name` and an optimizer, as one text for each.
 
     Args:
         saved: A result of `encode_by_name`, from the checkpoint.
@@ -137,9 +137,9 @@ def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]
     """Return a state from `encode_by_name` in the form of ``optimizer.load_state_dict``, with this process's shards.
 
     Implementation options, such as fused kernels, come from the script. If the state and the optimizer differ, the
-    result contains the slots of parameters with the same name and shape; all other slots start empty. The options of a
-    group come from the one saved group that contained its parameters, because a schedule relies on its last learning
-    rate.
+    result contains the slots of parameters with the same name and shape; all other slots start empty. If the groups
+    differ, the options of a group come from the saved group that contained its parameters, because a schedule relies on
+    the group's last learning rate. They come from the script if no saved group or more than one did.
 
     Args:
         saved: A result of `encode_by_name`, from the checkpoint.

@@ -38,8 +38,8 @@ class PreparedOptimizer(Optimizer):
         steps_taken: Number of steps taken in this process, without those counted in ``skipped``.
         skipped: Number of steps skipped because of a float16 overflow or a gradient that was not finite.
         fused_by_choice: Whether `choose_fused` enabled fused kernels for its steps.
-        guarded: Whether the latest step was protected: it had no effect if a gradient was not finite, even if the host
-            has not read this yet.
+        guarded: Whether the device skips the latest step if a gradient is not finite, before the host has read the
+            check of the gradients.
     """
 
     def __init__(
@@ -94,10 +94,13 @@ class PreparedOptimizer(Optimizer):
         """Step if a group of micro-batches is complete, unless its gradients overflowed or are not finite.
 
         Args:
-            closure: Closure to pass to the wrapped optimizer's ``step``.
+            closure: Closure to pass to the wrapped optimizer's ``step``, or None.
 
         Returns:
-            The return value of the wrapped optimizer's ``step``; None if it did not step.
+            The return value of the wrapped optimizer's ``step``; None if that was not called.
+
+        Raises:
+            ValueError: With ``Accelerator(on_nonfinite="raise")``, if a gradient is not finite; see `GradientGuard`.
         """
         accumulation = self.accumulation
         if not accumulation.sync_gradients:
@@ -227,7 +230,7 @@ class PreparedScheduler:
     A script derives the length of its schedule from the length of its loader. The processes share the batches of this
     loader: one optimizer step processes one batch per process. Each call therefore advances the schedule by the number
     of processes, as in Accelerate, or by one with ``split_batches``. With any world size, the learning rate then
-    follows the number of samples seen.
+    follows the number of samples seen. A schedule with ``total_steps`` does not advance beyond its end.
 
     Args:
         scheduler: The scheduler to wrap.
@@ -248,7 +251,7 @@ class PreparedScheduler:
         Args:
             args: Arguments of the wrapped scheduler's ``step``: a metric or an epoch. With arguments, the wrapped
                 ``step`` is called only once.
-            kwargs: Keyword arguments of the wrapped scheduler's ``step``.
+            kwargs: Keyword arguments of the wrapped scheduler's ``step``, with the same effect.
         """
         if not self._accumulation.sync_gradients:
             return
@@ -325,10 +328,10 @@ class PreparedScheduler:
             self.advances = advances  # the unit of the schedule's length was saved with it
 
     def _convert(self, saved_advances: int) -> bool:
-        """Convert the position to this script's steps if the schedule's length depends on the world size.
+        """Rescale the position of a ``LambdaLR`` saved with another world size. Return False if it was not rescaled.
 
-        Functions are not saved in a checkpoint, so the script's functions are used. The saved learning rate shows
-        whether they depend on the world size. Returns False if the position was not converted.
+        Functions are not saved in a checkpoint, so the script's functions are used. The position is not rescaled if the
+        saved learning rate shows that they do not depend on the world size.
         """
         scheduler = self.scheduler
         if not isinstance(scheduler, LambdaLR):

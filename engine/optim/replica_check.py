@@ -22,7 +22,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicasDiffer(RuntimeError):
-    """Error raised if parameters that must be the same differ between processes."""
+    """Error raised if parameters, or compared buffers, that must be the same differ between processes."""
 
 
 def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> None:
@@ -36,8 +36,8 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
         buffers: Whether to compare buffers too. Default: False.
 
     Raises:
-        ReplicasDiffer: On every process. The error lists the parameters, the ranks, and the differences in the first
-            tensor.
+        ReplicasDiffer: On every process, if tensors differ. The error lists their names, the ranks, and the differences
+            in the first tensor. If names, shapes or dtypes differ, it lists those instead.
     """
     if world.size == 1:
         return
@@ -73,10 +73,10 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
 
 
 def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
-    """Compare the replicas after the first step of ``optimizer`` and then after every N steps, in debug mode.
+    """In debug mode, compare the replicas after the first step of ``optimizer`` and then after every N steps.
 
     Args:
-        accelerator: The Accelerator. Its world contains the debug settings, such as N.
+        accelerator: The Accelerator. Its world contains the debug settings, such as N, which is 100 by default.
         optimizer: The user's optimizer.
     """
     debug = accelerator.world.debug

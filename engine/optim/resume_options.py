@@ -55,7 +55,7 @@ def _to_numbers(value: Any) -> list[int | float]:
 
 
 def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
-    """Warn once if the script's optimizers or schedules differ from those with which the saved run began.
+    """Warn if the options of the script's optimizers or schedules differ from those at the start of the saved run.
 
     Args:
         accelerator: The Accelerator with the script's prepared objects.
@@ -192,10 +192,11 @@ def is_scheduled(accelerator: Accelerator, optimizer: Optimizer) -> bool:
 
 
 def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
-    """Put the script's learning rates and schedules into the saved states, before these states are loaded.
+    """Replace learning rates and schedules in the saved states with the script's, before these states are loaded.
 
     A copy of each of the script's schedules is stepped as many times as the saved schedule was. The learning rate is
-    then the same as if the run had followed the script's schedule from its first step.
+    then the same as if the run had followed the script's schedule from its first step. An optimizer with a
+    ``ReduceLROnPlateau`` keeps the saved schedule, with a warning.
 
     Args:
         accelerator: The Accelerator with the script's prepared objects.

@@ -35,8 +35,8 @@ class Calibration:
             ``straggler_from``. In MosaicML's published runs on 128, 256 and 512 H100 GPUs, the step time increased with
             each doubling by 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B) and 3.6 to 6.4 % (1B).
         straggler_from: Number of processes up to which the step time does not increase.
-        spread: Assumed relative error of predictions for cases like those compared with measurements. Their predictions
-            deviated by up to 2.6 %.
+        spread: Assumed relative error of predictions for cases like those compared with measurements. The predictions
+            for the compared cases deviated by up to 2.6 %.
         spread_unchecked: Assumed relative error in all other cases: another kind of GPU, or a step that is not
             dominated by large matrix products in half precision. This error is not derived from measurements.
         reserved: Memory that torch's allocator reserves, as a multiple of the peak. The published 8B runs reserved 1.07
@@ -135,7 +135,7 @@ class Prices:
         self._free: dict[Any, bool] = {}
 
     def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, str]:
-        """Return the duration of an operation in seconds, and its cause, such as ``"arithmetic"``. Views take no time.
+        """Return an operation's duration in seconds, zero if it does no work, and the cause, such as ``"arithmetic"``.
 
         Args:
             func: The operation, as an overload of a torch operator.

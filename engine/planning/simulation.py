@@ -29,8 +29,9 @@ def simulate(
 ) -> Plan:
     """Simulate one optimizer step of one process with fake tensors, and return its plan.
 
-    The strategy lays out the model as in the run, and torch's own FSDP2 schedules gathers and reductions. For any world
-    size, the simulation takes seconds and a few hundred MB.
+    With ``FSDP``, the model is sharded as in the run, and torch's FSDP2 schedules the all-gathers and reduce-scatters.
+    With ``DDP``, all-reduces follow the buckets that torch's reducer would form. For any world size, the simulation
+    takes seconds and a few hundred MB.
 
     Args:
         build_model: Function that creates the model. It is called on the meta device, so parameters take no memory.

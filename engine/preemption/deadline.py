@@ -45,7 +45,7 @@ class Deadline:
             os.write(self._writing, bytes([_BY_OTHER_RANK]))
 
     def cancel(self) -> None:
-        """Cancel the time limit, because the run has ended before its expiry. Must be called in the main thread."""
+        """Cancel the time limit, because the run has ended in time. Must be called in the main thread."""
         signal.set_wakeup_fd(self._others)
         self._over.set()
         os.write(self._writing, bytes([_OVER]))

@@ -94,7 +94,7 @@ class Departure:
         """Return whether all ranks leave the loop before a batch. After a request, one call waits for the other ranks.
 
         Args:
-            batch: The number in the loop of the batch that this rank is about to begin.
+            batch: The batch that this rank is about to begin, as its number within the loop.
         """
         state = self._round
         state.position = position = (state.position[0], batch)

@@ -222,7 +222,7 @@ class Preemption:
             watchdog.interrupted = False
 
     def _interruption(self) -> int | None:
-        """Return a rank that has ended while this rank waits to leave after a signal; None if no rank has ended."""
+        """Return a rank that has ended while this rank waits to leave after a signal; else None."""
         watchdog = self._accelerator.watchdog
         return watchdog.ended if watchdog is not None and watchdog.interruptible else None
 

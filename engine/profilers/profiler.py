@@ -90,7 +90,7 @@ class Profiler:
         """Return a context that measures an action: ``with profiler.profile("augment"): ...``.
 
         Args:
-            action_name: The name of the action, which is also the value of the ``with`` statement.
+            action_name: The name of the action, which the context also yields.
         """
         return self._profile(action_name)
 
@@ -196,7 +196,7 @@ class PassThroughProfiler(Profiler):
         """Return a context that measures nothing; see `Profiler.profile`.
 
         Args:
-            action_name: The name of the action, which is also the value of the ``with`` statement.
+            action_name: The name of the action, which the context also yields.
         """
         return nullcontext(action_name)
 

@@ -67,7 +67,7 @@ def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device:
 
     Returns:
         The verdict; "" if no computation was measured. It includes advice if the slowest category besides computation
-        is a common one, such as ``"data"``, and takes at least 20 % of the time.
+        has default advice, such as ``"data"``, and takes at least 20 % of the time.
     """
     spent: dict[str, float] = {}
     slowest: dict[str, tuple[float, str]] = {}  # the action of each kind that takes the most time

@@ -42,7 +42,7 @@ def find_in_store(source: object) -> RemotePath | None:
 
 
 def fetch_from_store(source: RemotePath, folder: Path) -> Path:
-    """Download an object, or all objects directly in a folder but not in its subfolders, from an object store.
+    """Download an object, or the objects in a folder without its subfolders, from an object store.
 
     Args:
         source: The URL of the object or folder.
@@ -93,8 +93,8 @@ def fetch(url: str, sha256: str | None, folder: Path) -> Path:
         The path of the local file.
 
     Raises:
-        ValueError: If the digest is missing or differs, or if a ``file://`` URL does not name a local file. If the file
-            is larger than 256 GiB or than the free space in ``folder``.
+        ValueError: If the digest is missing or differs, or if a ``file://`` URL does not name a local file. If the
+            download is larger than 256 GiB or than the free disk space for ``folder``.
         OSError: If the download failed, or if the scheme of the URL is not supported.
     """
     scheme = _SCHEME.match(url)[1].lower()  # type: ignore[index]

@@ -61,7 +61,7 @@ def load_weights(
     Args:
         model: The model, prepared or not. If it is sharded, each process loads its own shards.
         source: A path or URL. The supported formats are a Treadle checkpoint, a folder in Hugging Face's format, a
-            safetensors file and a file of ``torch.save``, such as Lightning's ``.ckpt``. A folder contains
+            safetensors file and a file of ``torch.save``, such as Lightning's ``.ckpt``. A Hugging Face folder contains
             ``model.safetensors`` or ``pytorch_model.bin``, as one file or as several files with an index. A file of
             ``torch.save`` contains a state dict, at the top level or under ``"state_dict"``, ``"model_state_dict"`` or
             ``"model"``. A URL on the web must name a single file and requires ``sha256``. Each process reads or
@@ -295,7 +295,7 @@ def _strip_wrappers(values: dict[str, Any], model_names: set[str]) -> dict[str, 
 
 
 def _suggest_prefix(weights: Mapping[str, Any], model_names: Mapping[str, Any]) -> str:
-    """Return a hint with a prefix whose removal or addition makes more names fit; "" without such a prefix."""
+    """Return a hint with a prefix whose removal or addition makes more names fit; "" if there is no such prefix."""
     if len(weights) > 100_000:
         return ""
 

@@ -56,8 +56,8 @@ class UnbuiltCall:
         name: The name of the called class or function; ``"persistent"`` for data stored outside the pickle, such as the
             memory of tensors.
         args: The positional arguments.
-        state: The state that the pickle would set on the result, or the keyword arguments of the call. None without
-            either.
+        state: The state that the pickle would set on the result, or the keyword arguments of the call. None if the
+            pickle contains neither.
         pairs: The key-value pairs that the pickle would set on the result, in order.
         items: The items that the pickle would append to the result.
     """

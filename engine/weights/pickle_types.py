@@ -27,7 +27,7 @@ class Unknown(Exception):
 
 
 class Reader:
-    """Converter that turns results of `pickle_reader.read` into Python objects, arrays and other plain data.
+    """Converter that turns results of `pickle_reader.read` into plain data, such as numbers, arrays and containers.
 
     Args:
         persistent: Function that converts a persistent id, which is a tuple, to data.

@@ -54,7 +54,8 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
     """Write data to a path or URL atomically, or to an open file.
 
     Args:
-        obj: An object that ``torch.load(weights_only=True)`` can load. For safetensors, a dict of tensors by name.
+        obj: Data that ``torch.load(weights_only=True)`` loads, such as tensors. For safetensors, a dict of tensors by
+            name.
         f: A path, a URL or an open file.
         safe: Write safetensors instead of torch's format. Only the first of several tied tensors is written. The header
             lists the names of the others.
@@ -126,7 +127,7 @@ def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
 
 
 def make_parent(path: AnyPath) -> None:
-    """Create the parent folder of a file and flush it to disk. For a URL, nothing is done.
+    """Create the parent folder of a file and flush it to disk. URLs are ignored: object stores need no folders.
 
     Args:
         path: The path or URL of the file.
@@ -374,5 +375,5 @@ def make_readable(value: Any, place: str) -> Any:
 
 
 def _has_identical_items(old: Iterable[Any], new: Iterable[Any]) -> bool:
-    """Return whether two containers hold the same objects, in which case the original container can be kept."""
+    """Return whether two containers hold the same objects, so that the original can be kept with its attributes."""
     return all(old_item is new_item for old_item, new_item in zip(old, new, strict=True))

@@ -243,7 +243,7 @@ def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the unread tensors of the state dict in a file of ``torch.save``, and its other values, each by name.
 
     Args:
-        file: The file of ``torch.save``.
+        file: The parsed file of ``torch.save``.
 
     Raises:
         ValueError: If the file does not contain a state dict, or if the state dict contains values other than tensors

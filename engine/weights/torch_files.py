@@ -88,7 +88,7 @@ class TorchFile:
     """File of ``torch.save`` whose pickle is parsed and whose tensors are read on demand.
 
     Args:
-        path: The path of the file, which is opened again for each read.
+        path: The path of the file, which is reopened whenever a tensor is read.
 
     Attributes:
         document: The content of the file, as returned by `pickle_reader.read`.

@@ -29,7 +29,7 @@ class ReportedCheckpoint(Checkpoint):
         self._in_use = ExitStack()
 
     def resume_path(self) -> str | None:
-        """See `Checkpoint.resume_path`. A checkpoint in remote storage is downloaded, once per machine."""
+        """Return the path of the checkpoint to resume from, or None. Remote checkpoints are downloaded first."""
         self._in_use.close()
         checkpoint = self._get_checkpoint()
         if checkpoint is None:

@@ -37,13 +37,15 @@ class RayTrainReportCallback(ReportedCheckpoint):
         checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``. With SYNC and ASYNC, the checkpoint is saved to a
             temporary folder, which Ray copies; all workers must be on one machine. Default: ranks write directly to the
             storages listed above; SYNC is used for other kinds of storage.
-        validation: Whether Ray validates each checkpoint; see ``ray.train.report``. Default: False.
+        validation: Whether Ray validates each checkpoint, or a ``ray.train.ValidationTaskConfig`` for the validation;
+            see ``ray.train.report``. Default: False.
         every_n_train_steps: Number of optimizer steps between additional reports within an epoch. Default: None, no
             additional reports.
 
     Raises:
-        ModuleNotFoundError: If Ray is not installed.
-        RuntimeError: If the process is not a Ray Train worker.
+        ModuleNotFoundError: If Ray or pyarrow is not installed.
+        RuntimeError: If the process is not a Ray Train worker, or if ``num_workers=0`` disables Ray's storage.
+        ValueError: If ``every_n_train_steps`` is not a positive integer.
 
     Example:
         >>> from treadle.integrations import RayTrainReportCallback
@@ -75,7 +77,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """See `Callback.state_key`."""
+        """Name that includes ``every_n_train_steps``. See `Callback.state_key`."""
         return f"RayTrainReportCallback(every_n_train_steps={self.every_n_train_steps})"
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -165,7 +167,7 @@ def _get_storage() -> Any:
     """Return the storage context that Ray uses for the run's checkpoints.
 
     Raises:
-        RuntimeError: If this is not a Ray Train worker.
+        RuntimeError: If this is not a Ray Train worker, or if ``num_workers=0`` disables the storage.
     """
     import ray.train
 

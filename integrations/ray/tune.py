@@ -22,7 +22,7 @@ _MOMENTS = ("validation_end", "train_epoch_end", "train_batch_end", "train_end")
 
 
 class TuneReportCheckpointCallback(ReportedCheckpoint):
-    """Callback that reports metrics and a checkpoint to Ray Tune after each validation.
+    """Callback that reports metrics and a checkpoint to Ray Tune, by default after each validation.
 
     Use it in a function that ``ray.tune.Tuner`` runs as a trial. The search's scheduler receives each report and may
     stop the trial. Population-based training continues a trial from the checkpoint of another trial. ``trainer.fit(...,
@@ -32,16 +32,18 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
     A report is made at the end of the current optimizer step, so training resumes exactly from the report's checkpoint.
 
     Args:
-        metrics: Names of the logged values to report, or a dict that maps reported names to logged names. Default: all
-            logged values, ``epoch`` and ``step``.
+        metrics: Name or names of the logged values to report, or a dict that maps reported names to logged names.
+            Default: all logged values, ``epoch`` and ``step``.
         filename: Name of Treadle's checkpoint inside Ray's checkpoint. Default: ``"checkpoint"``.
         save_checkpoints: Whether each report includes a checkpoint. Default: True.
         on: One or several of ``"validation_end"``, ``"train_epoch_end"``, ``"train_batch_end"`` (each optimizer step)
             and ``"train_end"``. Default: ``"validation_end"``.
 
     Raises:
-        ModuleNotFoundError: If Ray is not installed.
+        ModuleNotFoundError: If Ray or pyarrow is not installed.
         ValueError: If ``on`` contains an unknown name.
+        TypeError: If ``filename`` is not a string or ``save_checkpoints`` is not a bool.
+        RuntimeError: When a stage begins, if the process does not run a Ray Tune trial.
 
     Example:
         >>> from treadle.integrations import TuneReportCheckpointCallback
@@ -76,7 +78,7 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """See `Callback.state_key`."""
+        """Name that includes ``filename`` and ``on``. See `Callback.state_key`."""
         return f"TuneReportCheckpointCallback(filename={self._filename!r}, on={sorted(self._on)})"
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:

@@ -13,7 +13,7 @@ from .undisturbed import undisturbed
 
 
 def check_arguments(log_model: bool | str, texts: Mapping[str, Any]) -> None:
-    """Raise a TypeError or ValueError if an argument that the loggers of all tracking services share is invalid."""
+    """Raise a ValueError if ``log_model`` is invalid, or a TypeError if one of ``texts`` is not a string or None."""
     for argument, value in texts.items():
         if value is not None:
             check_text(argument, value)

@@ -26,13 +26,14 @@ class ServiceLogger(Logger):
     zero opens the run.
 
     Args:
-        name: Name of the experiment or project.
-        version: ID of the run to continue. Default: a new run, whose ID then becomes the ``version``.
+        name: Name of the experiment or project; None for the service's default.
+        version: ID of the run to continue; None for a new run, whose ID then becomes the ``version``.
         prefix: Text before every metric's name; None for no prefix.
         separator: Text between the prefix and the name. Default: ``"-"``.
-        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit; ``"all"`` uploads each
-            checkpoint once it is saved.
-        strict: Raise the logger's errors, which end the run.
+        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit, or each one once it is
+            saved if ``save_top_k=-1``; ``"all"`` always uploads each one once it is saved; False uploads none.
+        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
+            continues without this logger.
         texts: Additional arguments to check, by name. Each must be a string or None.
     """
 
@@ -91,7 +92,7 @@ class ServiceLogger(Logger):
 
     @abstractmethod
     def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
-        """Upload a checkpoint, which is a folder."""
+        """Upload a checkpoint, which is a folder, with its aliases and its metadata (``facts``)."""
 
     @abstractmethod
     def _close(self, run: Any, failed: bool) -> None:
@@ -105,7 +106,7 @@ class ServiceLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Object of the service for the run. The first access begins a run, or opens the run to continue."""
+        """The service's run object; a `NullExperiment` on nonzero ranks. The first access begins or reopens the run."""
         run = self._find_open_run()
         if run is None:
             with undisturbed():
@@ -133,8 +134,8 @@ class ServiceLogger(Logger):
             step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:
-            TypeError: If a value is not a number, or the step is not an integer.
-            ValueError: If a value contains more than one number, or the step is negative.
+            TypeError: If a name is empty or not a string, a value is not a number, or the step is not an integer.
+            ValueError: If a tensor does not have exactly one element, or the step is negative.
         """
         row = dict(flatten(as_metrics(metrics, self._prefix)))
         step = check_step(self._last_step + 1 if step is None else step)
@@ -151,11 +152,13 @@ class ServiceLogger(Logger):
         """Record hyperparameters and, if passed, metrics at step 0.
 
         Args:
-            params: Settings by name, nested or not. A value without a plain type is recorded as its ``str``.
+            params: Settings by name, nested or not. An object that is not a container, text, a number, a bool or None
+                is recorded as its ``str``.
             metrics: Initial values of the metrics by which runs are compared. Default: none.
 
         Raises:
-            TypeError: If ``params`` has an unsupported type, or a metric is not a number.
+            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None, or a metric is not a number.
+            ValueError: If a metric is a tensor that does not have exactly one element.
         """
         values = plain(as_mapping(params))
         if process_rank() == 0 and values:
@@ -164,7 +167,7 @@ class ServiceLogger(Logger):
             self.log_metrics(metrics, step=0)
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload the kept checkpoints, immediately or at the end of the fit, depending on ``log_model``."""
+        """Upload the kept checkpoints immediately, at the end of the fit, or never, depending on ``log_model``."""
         self._upload(self._uploads.collect_after_save(checkpoint_callback))
 
     def _upload(self, checkpoints: Iterable[tuple[str, Any, dict[str, Any]]]) -> None:
@@ -179,7 +182,9 @@ class ServiceLogger(Logger):
         self._upload(self._uploads.collect_at_end())
 
     def finalize(self, status: str = "success") -> None:
-        """Upload the pending checkpoints and set the run's status. Later logging continues the run.
+        """Upload the pending checkpoints. Close the run if the stage failed or `closes_with_stage` is True.
+
+        If the run stays open, its buffered data is written. Later logging continues the run.
 
         Args:
             status: ``"success"`` or ``"failed"``.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore the RNG states and the signal handlers when the block ends.
+    """Restore the RNG states of Python, NumPy and PyTorch (CPU) and the signal handlers when the block ends.
 
     Importing comet_ml or trackio, or opening a run with most services, draws from Python's RNG. Training would
     then no longer be reproducible. ClearML and SwanLab install signal handlers that end their run. These would replace

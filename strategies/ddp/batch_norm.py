@@ -87,6 +87,10 @@ class GlobalBatchNorm(_BatchNorm):
 
         Args:
             input: Tensor of shape (samples, channels, ...).
+
+        Raises:
+            ValueError: If the input has fewer than two dimensions or, in training mode, if all processes together have
+                fewer than two values per channel.
         """
         if not self.training or not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
             return super().forward(input)

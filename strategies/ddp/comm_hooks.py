@@ -28,7 +28,7 @@ class CommHook:
             for no wrapper.
 
     Raises:
-        ValueError: If the arguments contradict each other, or if the hook is broken in torch.
+        ValueError: If a name is unknown, the arguments contradict each other, or the hook is broken in torch.
 
     Source: PowerSGD (Vogels et al., 2019), https://arxiv.org/abs/1905.13727
     """

@@ -127,11 +127,12 @@ class DDP(Strategy):
         broadcast_buffers: Broadcast rank zero's buffers (BatchNorm's statistics) to every process before each forward
             pass.
         comm_hook: Compression of gradients: ``"fp16"``, ``"bf16"``, ``"power_sgd"`` or a function for torch's
-            ``register_comm_hook``. Values that the processes exchange to agree on a step are never compressed.
+            ``register_comm_hook``. None or ``"no"`` disables compression. Values that the processes exchange to agree
+            on a step are never compressed.
         comm_state: First argument of a function passed as ``comm_hook``. For PowerSGD, torch's ``PowerSGDState`` or a
             dict of its arguments (``{"matrix_approximation_rank": 2, "start_powerSGD_iter": 10}``).
         comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``comm_hook`` runs, or a
-            function that receives the hook and returns a new one.
+            function that receives the hook and returns a new one. None or ``"no"`` for no cast.
         sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes, even on the CPU.
         zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). The results are bit-identical to
             those of ``zero=False``.
@@ -148,8 +149,9 @@ class DDP(Strategy):
             ``comm_state_option``, ``model_averaging_period``.
 
     Raises:
-        TypeError: If an argument does not exist. The error names the nearest valid one.
-        ValueError: If arguments contradict each other.
+        TypeError: If an argument does not exist (the error names the nearest valid one), or if ``timeout`` has the
+            wrong type.
+        ValueError: If an argument has an invalid value, or if arguments contradict each other.
 
     Example:
         >>> import treadle
@@ -213,7 +215,11 @@ class DDP(Strategy):
                 )
 
     def attach(self, world: World, precision: Precision) -> None:
-        """See `Strategy.attach`. With a world size of one, models are not wrapped."""
+        """See `Strategy.attach`.
+
+        Raises:
+            ValueError: If local steps are set for a precision with a loss scaler (float16).
+        """
         super().attach(world, precision)
         self.delays_sync = world.size > 1
         self._ballot: Ballot | None = None
@@ -289,7 +295,11 @@ class DDP(Strategy):
         return average_gradients(parameters, self.world, note)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """See `Strategy.wrap_optimizer`. The same object is returned, with hooks around its step."""
+        """See `Strategy.wrap_optimizer`. The same object is returned; with several processes, hooks run in its step.
+
+        Raises:
+            ValueError: If ``zero=True`` does not support the optimizer, or if local steps have another optimizer.
+        """
         super().wrap_optimizer(optimizer)
         if self.world.size == 1:
             return optimizer
@@ -349,7 +359,11 @@ class DDP(Strategy):
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """See `Strategy.no_sync`. Inside the context, `set_gradient_sync` has no effect."""
+        """See `Strategy.no_sync`. Inside the context, `set_gradient_sync` has no effect.
+
+        Raises:
+            ValueError: If ``static_graph`` is set and no backward pass has reduced gradients yet.
+        """
         replica = _find_replica(module)
         if replica is None:
             yield
@@ -370,7 +384,11 @@ class DDP(Strategy):
 
     @contextmanager
     def sync_in_backward(self, module: nn.Module) -> Iterator[None]:
-        """See `Strategy.sync_in_backward`."""
+        """See `Strategy.sync_in_backward`.
+
+        Raises:
+            ValueError: If ``find_unused_parameters`` or ``static_graph`` is set.
+        """
         replica = _find_replica(module)
         if replica is None:
             yield

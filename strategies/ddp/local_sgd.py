@@ -60,11 +60,14 @@ class LocalSteps:
             self._apart = False
 
     def state_dict(self, optimizer: Optimizer, world: World) -> dict[str, Any]:
-        """Return the optimizer's state, averaged over all processes, so that a resumed run continues like this one.
+        """Return the optimizer's state. During local steps, parameters and state are first averaged over all processes.
 
         Args:
             optimizer: The user's optimizer.
             world: Processes over which parameters and optimizer state are averaged.
+
+        Returns:
+            ``optimizer.state_dict()``, and the number of completed steps under ``"local_sgd_count"``.
         """
         self.meet(optimizer, world)
         if self.alone:

@@ -1,4 +1,4 @@
-"""Sharded optimizer state: each process steps its share of the parameters and sends the result to the others (ZeRO-1).
+"""Sharded optimizer state (ZeRO-1): each process updates its share of the parameters and broadcasts the result.
 
 No optimizer is rebuilt: the user's own optimizer steps, with fewer parameters in its groups. All optimizer classes,
 group options and schedulers therefore work, and the result is bit-identical to that of the plain optimizer. In
@@ -28,7 +28,7 @@ class Shards:
         world: Processes among which the parameters are divided.
 
     Raises:
-        ValueError: If the optimizer treats all its parameters as one vector.
+        ValueError: If the optimizer is LBFGS, which treats all its parameters as one vector.
     """
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:

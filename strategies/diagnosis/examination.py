@@ -48,11 +48,12 @@ def examine(
         run_folder: Folder into which the run would write.
         limit: Time limit in seconds for the reports of all ranks, and separately for the measurements.
         publish: Function that is called with the report on one rank: rank zero, or the lowest rank that reported. The
-            other ranks wait until it has returned.
+            other ranks wait until it has returned. A rank that cannot reach the store or fails the roll call publishes
+            a report of this failure.
         accelerator: Device type of the ranks. Default: ``"auto"``, the available devices.
 
     Returns:
-        The report on the rank that published it, None on the other ranks.
+        The report on each rank that published one, None on the other ranks.
     """
     if launched.supervisor is not None:
         die_with_parent(launched.supervisor)
@@ -261,7 +262,7 @@ class _Examination:
         return errors
 
     def end(self, error: str, facts: Facts) -> None:
-        """Publish the report if this is the publishing rank; otherwise wait until it is published.
+        """Publish the report if this is the publishing rank or it has failed; otherwise wait until it is published.
 
         Args:
             error: Failure of the examination; "" if there is none.

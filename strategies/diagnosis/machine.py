@@ -196,7 +196,7 @@ def _list_backends() -> dict[str, str]:
 
 
 def inspect_folder(folder: str | Path) -> Facts:
-    """Return a folder's free space in bytes, and the error that writing a file to it raises, if any.
+    """Return a folder's path, its free and total bytes, and the error that writing a file to it raises, if any.
 
     If the folder does not exist yet, the nearest existing parent is inspected instead.
 

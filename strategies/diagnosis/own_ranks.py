@@ -27,7 +27,7 @@ def choose_ranks() -> tuple[int, str]:
 def examine_own_ranks(
     nproc: int, build_command: Callable[[str], list[str]], run_folder: str | Path, limit: float
 ) -> Report:
-    """Start ranks that examine themselves, and return their report.
+    """Start ranks that examine themselves, and return their report, or a report on this process if they write none.
 
     Args:
         nproc: Number of ranks to start.

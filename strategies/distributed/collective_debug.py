@@ -136,7 +136,7 @@ class Meeting:
 
         Raises:
             DistributedOperationException: On every process, if a process makes a different call, has ended, or does not
-                arrive.
+                arrive, or if the store is not available.
         """
         if self._broken:
             raise DistributedOperationException(self._broken)

@@ -25,7 +25,7 @@ def current_world(accelerator: str = "auto") -> World:
     """Return the world of the process group, else that of the launcher's processes, else that of this process alone.
 
     Args:
-        accelerator: The kind of device, used if the launcher's processes must be connected first.
+        accelerator: One of `ACCELERATORS`, used if there is no process group. An existing group determines the device.
     """
     if not dist.is_initialized():
         return open_world(accelerator, spread=False)

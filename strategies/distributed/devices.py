@@ -46,7 +46,7 @@ def device_of(kind: str, index: int) -> torch.device:
 
 
 def parse_devices(kind: str, devices: Devices) -> list[int] | None:
-    """Return the device indices of this machine's processes, or None if the launcher decides their number.
+    """Return the device index of each process of this machine, or None for ``"auto"``.
 
     Args:
         kind: ``"cpu"``, ``"cuda"`` or ``"mps"``.

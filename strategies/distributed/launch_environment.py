@@ -1,4 +1,4 @@
-"""Launch environment of a process. Only this module reads the environment variables of launchers."""
+"""Launch environment of a process: its rank, the world size and its machine, from the variables of launchers."""
 
 from __future__ import annotations
 
@@ -73,11 +73,8 @@ class LaunchEnvironment:
         launcher: ``"torchrun"`` (or another launcher that sets its variables), ``"ray"``, ``"srun"`` or ``"mpirun"``.
         gpu: Index of the GPU that the launcher has assigned; None if the local rank determines the GPU.
         address: Host and port on which rank 0 listens; None if torch's own variables contain it.
-        run_id: Identifier that distinguishes this run from others that might use the same address.
-
-    Raises:
-        ValueError: If only some of the variables are set, or if a variable is not a valid number. With an incomplete
-            environment, N processes would each train a separate model.
+        run_id: Identifier that distinguishes this run from others that might use the same address; "" unless srun
+            started the processes.
 
     Example:
         >>> from treadle.strategies import LaunchEnvironment
@@ -101,7 +98,7 @@ class LaunchEnvironment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
-        """Read the launch variables. Return None if no launcher set any. Only this function reads them.
+        """Read the launch variables. Return None if no launcher has started this process as a rank.
 
         torchrun's variables, which Ray also sets, have priority, because torchrun itself may be started by srun or
         mpirun. MPI's variables come next, because mpirun starts its helpers with srun. SLURM's variables come last.
@@ -110,7 +107,9 @@ class LaunchEnvironment:
             environ: The environment. Default: that of this process.
 
         Raises:
-            ValueError: If only some of the variables are set, or if a variable is not a valid number.
+            ValueError: If only some of the variables are set, if a variable is invalid or contradicts another one, or
+                if a SLURM job is heterogeneous. With an incomplete environment, N processes would each train a separate
+                model.
         """
         env = os.environ if environ is None else environ
         if any(name in env for name in _TORCHRUN):
@@ -159,7 +158,7 @@ class LaunchEnvironment:
             visible_count: The number of devices that torch sees; None for no limit.
 
         Raises:
-            ValueError: If the device does not exist.
+            ValueError: If torch does not see the device. A GPU that the launcher has assigned is not checked.
         """
         if self.gpu is not None:
             return self.gpu
@@ -397,7 +396,7 @@ class DebugEnvironment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> DebugEnvironment | None:
-        """Read the debug variables. Return None if debugging is disabled. Only this function reads them.
+        """Read the debug variables. Return None if debugging is disabled.
 
         Args:
             environ: The environment. Default: that of this process.

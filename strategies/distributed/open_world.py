@@ -34,19 +34,20 @@ def open_world(
     timeout: timedelta | None = None,
     backend: str | None = None,
 ) -> World:
-    """Return the world that this process belongs to. Start the other processes if several are requested.
+    """Return the world that this process belongs to. Without a launcher, run the script again for several processes.
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"mps"``.
         devices: A number, indices (a list or ``"0,2"``), ``-1`` for all, or ``"auto"``. ``"auto"`` uses the launcher's
             processes; without a launcher, all GPUs if ``spread`` is set, otherwise one process.
         num_nodes: Number of machines.
-        spread: Whether ``"auto"`` may use several GPUs.
+        spread: Whether ``"auto"`` may use several GPUs, if the script can be run again.
         timeout: Maximum time that a collective waits for other processes before it fails.
         backend: Torch's name for the communication backend, such as ``"gloo"``.
 
     Raises:
         ValueError: If the arguments contradict the environment or the machine.
+        SystemExit: If this process has run the script again, after the new processes have ended.
     """
     kind = device_type(accelerator)
     launched = LaunchEnvironment.read()

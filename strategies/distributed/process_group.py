@@ -171,7 +171,7 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 def existing_timeout(device: torch.device) -> timedelta | None:
-    """Return the time limit of collectives in an existing process group; None if there is no group.
+    """Return the time limit of collectives in an existing process group; None if there is no group or no known limit.
 
     The script or Ray may have created the group.
 
@@ -196,6 +196,9 @@ def meeting_place(rank: int, size: int, timeout: timedelta, address: tuple[str, 
         size: The world size.
         timeout: Maximum time to wait for other processes.
         address: Host and port of rank 0. Default: MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        ValueError: If the host of ``address`` cannot be resolved, or if rank 0 cannot listen on its port.
     """
     if address is not None:
         return _meet(address, rank, timeout)
@@ -287,7 +290,7 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
 
 
 def disconnect(store: dist.Store | None = None) -> None:
-    """Destroy the process group, so that the next `connect` creates a new one.
+    """Destroy the process group, so that the next `connect` creates a new one. After an uncaught error, keep it.
 
     Args:
         store: A store to keep alive until the group is destroyed.

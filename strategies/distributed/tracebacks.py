@@ -5,8 +5,8 @@ Only printing changes:
 
 - In a script, the interpreter prints errors through ``sys.excepthook``. Treadle's hook replaces Python's default, or
   the hook that torch installs with each process group, but not a hook that the user has set. It is installed with the
-  first Trainer or Accelerator, and when processes connect. Errors without a frame of Treadle are passed on to the
-  previous hook.
+  first Trainer or Accelerator, and when processes connect. With a world size of one, errors without a frame of Treadle
+  are passed on to the previous hook.
 - pytest, IPython and notebooks omit frames that have a local variable ``__tracebackhide__``.
 
 ``TREADLE_FULL_TRACEBACK=1`` disables both changes.
@@ -40,7 +40,7 @@ _TORCHS_HOOK = "torch.distributed.distributed_c10d"
 
 
 class PeerFailed(RuntimeError):
-    """Error on ranks that did not fail themselves. It contains the rank and the error of the first rank that failed."""
+    """Error on ranks that did not fail themselves. It contains the number and the error of the lowest failed rank."""
 
 
 _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Socket closed", re.IGNORECASE)
@@ -112,7 +112,9 @@ def silence_uncaught() -> None:
 
 
 def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
-    """Print uncaught errors in a short form, once over all ranks, unless the user has set a hook.
+    """Print uncaught errors in a short form, once over all ranks.
+
+    Does nothing if the user has set a hook, or with ``TREADLE_FULL_TRACEBACK=1``.
 
     Args:
         store: The store through which the ranks exchange their errors. With None, each rank prints its own error.
@@ -149,8 +151,8 @@ class Uncaught:
     """Hook for ``sys.excepthook`` that prints an error in a short form, once over all ranks.
 
     The first rank that fails prints its error. A rank with the same error prints nothing, nor does a rank whose
-    connection to a failed rank was closed. A rank with a different error prints one line. No rank ends before the first
-    has printed its error, because launchers end a job as soon as one rank has ended.
+    connection to a failed rank was closed. A rank with a different error prints one line. Each rank waits some seconds
+    until the first has printed its error, because launchers end a job as soon as one rank has ended.
 
     Args:
         previous: The hook that this one replaces.

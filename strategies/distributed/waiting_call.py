@@ -64,10 +64,10 @@ def is_users(frame: FrameType) -> bool:
 
 
 def find_waiting_call(frames: Sequence[FrameType]) -> WaitingCall | None:
-    """Return the call in which the main thread waits for other ranks, or None if it does not wait.
+    """Return the call in which a thread waits for other ranks, or None if it does not wait.
 
     Args:
-        frames: The frames of the main thread, outermost first.
+        frames: The frames of the thread, outermost first.
     """
     frames = [frame for frame in frames if not frame.f_code.co_filename.endswith(_WRAPPERS)]
     files = [frame.f_code.co_filename.replace(os.sep, "/") for frame in frames]

@@ -139,7 +139,7 @@ class Watchdog:
         world: Processes to observe.
         limit: Seconds without progress after which a rank raises the alarm.
         strict: Apply the limit to every rank until its script ends; otherwise only to ranks that wait for others.
-        store: Separate connection to the store that all ranks share.
+        store: Separate connection to the store that all ranks share; None with a world size of one.
 
     Attributes:
         thread: Thread that runs the training, which is the last one that called `watch`.
@@ -259,7 +259,7 @@ class Watchdog:
         return call and WaitingCall(call.kind, f"{call.words} ({details})")
 
     def _beat(self) -> None:
-        """Send the supervisor a sign of life, because no rank could notice if all ranks were stopped."""
+        """With a limit, send the supervisor a heartbeat, because no rank could notice if all ranks were stopped."""
         if not self.strict:
             return
         self._beats += 1
@@ -567,7 +567,7 @@ class Watchdog:
         return folder
 
     def leave(self) -> None:
-        """Stop the watchdog at the end of the script. With a limit, wait until the other ranks have also ended."""
+        """Stop the watchdog at the end of the script. With a limit and without an error, await the other ranks."""
         atexit.unregister(self.leave)
         if os.getpid() != self._pid or self._ended.is_set():
             return
@@ -605,7 +605,7 @@ class Watchdog:
 
 
 class Pulse:
-    """Signs of life of one rank, as another rank sees them.
+    """Heartbeats of one rank, as another rank sees them.
 
     Args:
         rank: The observed rank.
@@ -617,10 +617,10 @@ class Pulse:
         self._since = time.monotonic()
 
     def silent(self, beat: str | None) -> float:
-        """Return the seconds since the rank's last sign of life.
+        """Return the seconds since the rank's last heartbeat.
 
         Args:
-            beat: The latest sign of life in the store; None if there is none.
+            beat: The latest heartbeat in the store; None if there is none.
         """
         now = time.monotonic()
         if beat != self._newest:
@@ -640,7 +640,7 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
             of a collective, and only for ranks that wait for others.
 
     Returns:
-        The watchdog; None if none is needed.
+        The watchdog; None if none is needed or, without a limit, if torch's store does not support it.
 
     Raises:
         ValueError: If a limit is set but this version of torch does not support it with several processes.

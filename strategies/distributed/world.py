@@ -254,6 +254,8 @@ class World:
     def meet(self, call: str) -> None:
         """Wait until every process has entered ``call``. Raise an error if one can no longer arrive.
 
+        Does nothing in a world that is a subset of a larger one.
+
         Args:
             call: Name of the call, which must be the same on all processes and appears in errors.
 
@@ -269,7 +271,7 @@ class World:
 
         Args:
             tensor: A tensor of any shape. The shape must be the same on every process.
-            operation: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
+            operation: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. The mean of integers is rounded down.
 
         Returns:
             ``tensor`` itself.

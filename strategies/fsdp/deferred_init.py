@@ -164,7 +164,7 @@ class Tape(TorchDispatchMode):
         return _OutsideTensor(recorded, _get_version(recorded))
 
     def _materialize(self, value: Any) -> Any:
-        """Return the values of a tensor on the meta device, or the real device if ``value`` is the meta device."""
+        """Return a meta tensor's computed values, the tape's device for the meta device, or any other value itself."""
         return self.values(value) if _is_meta(value) else self._replace_meta_device(value)
 
     def _replace_meta_device(self, value: Any) -> Any:
@@ -263,6 +263,9 @@ class Tape(TorchDispatchMode):
 
         Args:
             tensor: Tensor on the meta device that was created during the recording.
+
+        Raises:
+            ValueError: If a tensor from outside the model that the values depend on has been changed.
         """
         place = _place(tensor)
         calls = [self._calls[index] for index in sorted(self._find_needed_calls(place.key))]

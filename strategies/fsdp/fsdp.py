@@ -42,12 +42,13 @@ class FSDP(Strategy):
     so that no process ever holds the full model.
 
     Args:
-        auto_wrap_policy: Policy that selects the modules that are each gathered as one unit; see
-            `wrap_policy.chosen_blocks`. Parameters outside these modules are gathered once per step.
+        auto_wrap_policy: Policy that selects the modules that are each gathered as one unit: ``"auto"`` (the repeated
+            blocks), ``"parts"`` (also the other submodules), module classes or their names, a minimum number of
+            parameters, or a function of a module. Parameters outside these modules are gathered once per step.
         activation_checkpointing_policy: Modules that keep only their inputs and recompute other activations in the
-            backward pass. True selects the modules of ``auto_wrap_policy``, and a separate policy selects others. A
-            `Recompute` can also select every n-th module, keep the results of some operations, or leave the choice to
-            the compiler.
+            backward pass. True selects the modules of ``auto_wrap_policy``, a separate policy selects others, and False
+            or None disables recomputation. A `Recompute` can also select every n-th module, keep the results of some
+            operations, or leave the choice to the compiler.
         reshard_after_forward: Free a block's parameters after the forward pass and gather them again in the backward
             pass. False keeps them, which is faster and uses more memory. With a number, parameters are resharded over
             groups of that many processes.
@@ -55,7 +56,7 @@ class FSDP(Strategy):
         gather_dtype: The dtype in which parameters are gathered. Default: their storage dtype. Autocast then converts
             gathered parameters, so results equal those of one process. ``torch.bfloat16`` sends half as many bytes as
             float32, and also rounds the weights of norms. Gradients are reduced in float32.
-        mixed_precision: Torch's ``MixedPrecisionPolicy``, which replaces ``gather_dtype``.
+        mixed_precision: Torch's ``MixedPrecisionPolicy``, as an alternative to ``gather_dtype``.
         data_parallel_size: Number of processes over which the data is sharded. ``"auto"`` means the world size divided
             by ``tensor_parallel_size``.
         data_parallel_replicate: Number of replicas for hybrid sharding. Each replica is sharded over
@@ -71,9 +72,10 @@ class FSDP(Strategy):
             memory.
 
     Raises:
-        TypeError: If a policy, ``gather_dtype`` or ``timeout`` has the wrong type.
-        ValueError: If a size is not positive, or if arguments contradict each other. Sizes that do not divide the world
-            size raise this error when the run starts.
+        TypeError: If ``auto_wrap_policy`` is a bool, ``gather_dtype`` is not a floating-point dtype, or ``timeout`` has
+            the wrong type. Other types that are not policies raise this error when a model is wrapped.
+        ValueError: If a size is not positive, a policy's name or ``timeout`` is invalid, or arguments contradict each
+            other. Sizes that do not divide the world size raise this error when the run starts.
 
     Example:
         >>> import treadle
@@ -181,7 +183,11 @@ class FSDP(Strategy):
         self._tapes.append(tape)
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
-        """Shard the model in place, and return the module that gathers its root; see `Strategy.wrap`."""
+        """Shard the model in place, and return the root module to call; see `Strategy.wrap`.
+
+        Raises:
+            ValueError: If the model cannot be sharded, or was sharded over another mesh or in another precision.
+        """
         root = module.__dict__.get(_ROOT)
         if root is None:
             root = self._shard(module)
@@ -429,7 +435,11 @@ class FSDP(Strategy):
     # -- optimizers ----------------------------------------------------------------------------------------------
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """See `Strategy.wrap_optimizer`. An optimizer that was created before its model was sharded gets the shards."""
+        """See `Strategy.wrap_optimizer`. An optimizer that was created before its model was sharded gets the shards.
+
+        Raises:
+            ValueError: If the optimizer or its state cannot be sharded, or if a parameter belongs to no prepared model.
+        """
         hand_over(optimizer, self._moved, self.world)
         optimizer_parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         roots = [

@@ -36,8 +36,9 @@ class Recompute:
             models of the process and cannot be combined with other arguments.
 
     Raises:
-        ValueError: If a number is out of range, or if ``budget`` is combined with another argument.
-        TypeError: If ``keep`` contains something that is not an operation.
+        ValueError: If a number is out of range, a name is unknown, or ``budget`` is combined with another argument.
+        TypeError: If ``blocks`` is a bool, ``keep`` contains something that is not an operation, or ``budget`` is not a
+            number.
 
     Example:
         >>> from treadle.strategies import FSDP, Recompute

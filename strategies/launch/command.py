@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Arguments after `treadle launch`. Default: those of the command line.
 
     Returns:
-        The exit status: 0, that of the rank that failed first, or 2 for wrong options.
+        The exit status that `supervise` describes, or 2 if the options are wrong or the program cannot be started.
     """
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
@@ -173,10 +173,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         arguments: Arguments after `treadle launch`.
 
     Returns:
-        The value of each option.
+        A namespace with the value of each option.
 
     Raises:
-        ValueError: If an option is unknown (the error names the closest one), or belongs in the script.
+        ValueError: If an option is unknown (the error names the closest one), has an invalid value or belongs in the
+            script, or if the script is missing.
     """
     command_parser = parser()
     option_names = [
@@ -217,7 +218,7 @@ def job_of(options: argparse.Namespace) -> Job:
         options: Result of `parse`.
 
     Raises:
-        ValueError: If the options contradict each other or do not fit this machine.
+        ValueError: If the options contradict each other or do not fit this machine, or if the script does not exist.
     """
     nodes = _parse_nodes(options)
     if options.multi_gpu and (options.cpu or not _count_gpus()):

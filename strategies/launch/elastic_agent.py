@@ -165,7 +165,8 @@ class Agent(LocalElasticAgent):
         All machines have to start again if that machine has vanished, or if one of its ranks failed at the very end.
 
         Raises:
-            Elsewhere: If a machine has left and no restart is allowed.
+            Elsewhere: If a machine has left and no restart is allowed, if another machine has reported the end of the
+                run, or if the store does not respond.
         """
         if not self.several:
             return True
@@ -202,7 +203,8 @@ class Agent(LocalElasticAgent):
             number: Signal to send first.
             seconds: Seconds from the first signal to SIGKILL.
             patient: Restart the countdown while a rank is leaving because of the signal, since a save may take any
-                time. Must be False if a rank has failed, because the other ranks then note the signal but cannot save.
+                amount of time. Should be False after a failure that occurred while no rank was leaving, because the
+                other ranks then note the signal but cannot save.
         """
         context: Any = self._pcontext
         for rank in self._list_living():
@@ -308,7 +310,8 @@ class Agent(LocalElasticAgent):
             text: Reason for the end of the run.
 
         Raises:
-            Elsewhere: If another machine has reported first. Its report applies.
+            Elsewhere: If another machine has reported first, in which case its report applies, or if the store does not
+                respond.
         """
         if self.several:
             mine = json.dumps([status, text])
@@ -362,7 +365,7 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
         The exit status of the run.
 
     Raises:
-        ValueError: If the endpoint of the other machines does not respond.
+        ValueError: If the rendezvous endpoint does not respond.
     """
     if job.nodes is not None and place is not None:
         source = "" if place.local_addr is None else f" as {place.local_addr}"

@@ -50,7 +50,7 @@ class Membership:
             timeout._set_timeouts(last_call=_LAST_CALL)
 
     def end_round(self, size: int) -> None:
-        """Record the number of machines with which the rendezvous has ended.
+        """Record the number of machines that took part in the completed rendezvous.
 
         Args:
             size: Number of machines.
@@ -61,7 +61,7 @@ class Membership:
         """Return whether a machine has left the run, and whether another one is waiting to join.
 
         torch queries the store at most once per second. A machine has left if it has reported this, or has not sent a
-        sign of life for keep_alive_interval x keep_alive_max_attempt seconds (15).
+        heartbeat for keep_alive_interval x keep_alive_max_attempt seconds (15).
 
         Raises:
             RendezvousError: If the store does not respond.

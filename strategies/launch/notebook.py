@@ -76,9 +76,9 @@ def notebook_launcher(
         log_line_prefix_template: Must be None.
 
     Raises:
-        ValueError: If an argument is not supported, the session cannot be forked, or an Accelerator already exists.
+        ValueError: If an argument is not supported, or if the session cannot be forked or has a process group.
         TypeError: If `function` is not callable.
-        RuntimeError: If a process fails. The error shows its traceback, and the other processes are ended.
+        RuntimeError: If a forked process fails. The error shows its traceback or signal; other processes are ended.
     """
     conf = dict(rdzv_conf or {})
     _refuse(mixed_precision, rdzv_backend, conf, log_line_prefix_template)
@@ -138,15 +138,18 @@ def _parse_endpoint(endpoint: str, master_addr: str, use_port: str | int) -> tup
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
     """Call `function(*args)` in several processes on the CPU, even if there are GPUs; see `notebook_launcher`.
 
+    A single process is also forked.
+
     Args:
         function: Function to run in each process.
         args: Positional arguments of `function`. Default: none.
         num_processes: Number of processes. Default: 2.
 
     Raises:
-        ValueError: If the session cannot be forked, or an Accelerator already exists.
+        ValueError: If `num_processes` is not a positive integer, or if the session cannot be forked or has a process
+            group.
         TypeError: If `function` is not callable.
-        RuntimeError: If a process fails. The error shows its traceback, and the other processes are ended.
+        RuntimeError: If a forked process fails. The error shows its traceback or signal; other processes are ended.
     """
     _Launch(function=function, args=tuple(args), count=num_processes, variables={"CUDA_VISIBLE_DEVICES": ""}).run()
 

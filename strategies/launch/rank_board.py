@@ -1,4 +1,4 @@
-"""Records that the ranks of a machine keep for their supervisor: whether a stage runs, and signs of life."""
+"""Records that the ranks of a machine keep for their supervisor: whether a stage runs, and heartbeats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ABSENCE = 2.0  # seconds without a check after which this process was stopped i
 
 @dataclass
 class _Pulse:
-    """Last sign of life of a rank, and the time of its arrival."""
+    """Last heartbeat of a rank, and the time of its arrival."""
 
     record: bytes
     since: float
@@ -30,7 +30,7 @@ class RankBoard:
 
     The first byte of a record shows whether a stage runs (`mark_stage`), and whether the rank leaves the stage because
     of a signal (`mark_leaving`). Leaving during a stage for any other reason counts as a failure. The remaining bytes
-    contain the last sign of life from the rank's watchdog, if the user has set a limit.
+    contain the last heartbeat from the rank's watchdog, if the user has set a limit.
 
     Args:
         nproc: Number of ranks.
@@ -74,7 +74,7 @@ class RankBoard:
         return self._read(local_rank)[:1] == b"\2"
 
     def find_silent(self, ended: Collection[int]) -> list[int]:
-        """Return all ranks that have not ended, if each of them has been silent for longer than its limit.
+        """Return the ranks that have not ended if each has been silent for longer than its limit; else an empty list.
 
         If any rank is alive, it notices the silence of the other ranks and reports their state itself.
 
@@ -127,7 +127,7 @@ class RankBoard:
 
 
 def _parse(record: bytes) -> dict[str, Any] | None:
-    """Return a rank's last sign of life, or None if the rank has no limit or is currently writing its record."""
+    """Return a rank's last heartbeat, or None if the rank has no limit or is currently writing its record."""
     try:
         return dict(json.loads(record[1:].rstrip(b"\0")))
     except ValueError:

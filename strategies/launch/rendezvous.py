@@ -24,7 +24,7 @@ class Nodes:
     """Machines of a run, and the endpoint of their rendezvous.
 
     Args:
-        least: Minimum number of machines with which the run starts and restarts.
+        least: Minimum number of machines needed to start or restart the run.
         most: Maximum number of machines.
         endpoint: ``HOST:PORT`` of the store that the machines use for their rendezvous. The store runs on the machine
             with this address.
@@ -75,7 +75,8 @@ class Nodes:
         """Return the addresses with which this machine joins the rendezvous.
 
         Raises:
-            ValueError: If the endpoint's host is unknown, or ``local_addr`` is not an address of this machine.
+            ValueError: If the endpoint is invalid or cannot be reached, ``local_addr`` is not an address of this
+                machine, or the network interface for gloo cannot be determined.
         """
         if self.backend not in _PORTS:  # etcd and user-registered backends interpret it themselves
             return Place(self.endpoint, self.local_addr, owner=False, interface=None)
@@ -100,10 +101,11 @@ class Place:
     """Addresses with which this machine joins the rendezvous; the result of `Nodes.place`.
 
     Attributes:
-        endpoint: ``HOST:PORT`` of the store, with the host as a numeric address.
-        local_addr: Address of this machine.
+        endpoint: ``HOST:PORT`` of the store, with the host as a numeric address. For backends other than c10d and
+            static, the user's endpoint, unchanged.
+        local_addr: Address of this machine; None if torch determines it.
         owner: Whether the endpoint's address belongs to this machine.
-        interface: Network interface of ``local_addr``, if it is known.
+        interface: Network interface of ``local_addr``, for gloo. None if it is unknown or the user has set one.
     """
 
     endpoint: str
@@ -127,7 +129,7 @@ class Job:
         monitor_interval: Seconds between checks for reports of other machines. Default: 0.1.
         log_dir: Folder for the ranks' output, if ``redirects`` or ``tee`` request files.
         redirects: Torchrun's ``--redirects``, the streams to write to files: ``"0"`` for none, ``"1"`` for standard
-            output, ``"2"`` for standard error, ``"3"`` for both.
+            output, ``"2"`` for standard error, ``"3"`` for both. ``"0:1,1:3"`` sets a value for each local rank.
         tee: Torchrun's ``--tee``, with the same values as ``redirects``. The streams are also printed to the terminal.
 
     Raises:

@@ -34,9 +34,9 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
         grace: Seconds that the ranks have to save and exit after a SIGTERM or SIGINT. Default: 30.
 
     Raises:
-        SystemExit: Always, when the ranks have ended, with the status that `supervise` returns.
-        ValueError: If there is no script to run again, as in a prompt, a notebook, `python -c` or a test runner. In
-            that case, no process is started.
+        SystemExit: When the ranks have ended, with the status that `supervise` returns.
+        ValueError: If there is no script to run again, as in a prompt, a notebook, `python -c` or a test runner, or if
+            this is not the main thread. In these cases, no process is started.
     """
     if (config := _get_hydra_config()) is not None:
         os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it again in each rank
@@ -59,12 +59,12 @@ def supervise(
     """Run a command in `nproc` processes of this machine, with torchrun's variables, and wait for all of them.
 
     The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to
-    every rank, except signals that the supervisor itself ignores, so `nohup` stays effective. The ranks may then save;
-    further SIGTERMs, SIGUSR1s and SIGHUPs have no effect. A second SIGINT is also forwarded, and the ranks are killed
-    one second later. Any other second signal kills them immediately. When a rank fails, the other ranks are ended.
-    Every launch listens on a separate port, which the system picks. `TREADLE_SUPERVISOR` passes this process's ID to
-    each rank for `die_with_parent`. If `OMP_NUM_THREADS` is not set, it becomes the number of CPUs of this process
-    divided by `nproc`.
+    every rank, except signals that the supervisor itself ignores, so `nohup` stays effective. The ranks may then save.
+    After a SIGTERM, SIGUSR1 or SIGHUP, further ones have no effect. After a SIGINT, any further signal sends the ranks
+    a second SIGINT and kills them one second later. In all other cases, a second signal kills them immediately. When a
+    rank fails, the other ranks are ended. Every launch listens on a separate port, which the system picks.
+    `TREADLE_SUPERVISOR` passes this process's ID to each rank for `die_with_parent`. If `OMP_NUM_THREADS` is not set,
+    it becomes the number of CPUs of this process divided by `nproc`.
 
     Args:
         nproc: Number of ranks, at least 1.

@@ -52,7 +52,7 @@ def write_beat(beat: Mapping[str, Any] | None) -> None:
 
     Args:
         beat: JSON-serializable data about this rank, which must differ in each call. None if the supervisor should no
-            longer expect signs of life.
+            longer expect heartbeats. Data that does not fit into the record is not sent.
     """
     text = b"" if beat is None else json.dumps(beat).encode()
     if len(text) < BOARD_RECORD:

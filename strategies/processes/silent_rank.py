@@ -1,4 +1,4 @@
-"""Diagnosis of a rank that gives no sign of life: its state, and its stack, which is written without running Python."""
+"""Diagnosis of a rank that sends no heartbeat: its state, and its stack, which is written without running Python."""
 
 from __future__ import annotations
 

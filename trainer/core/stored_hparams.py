@@ -473,7 +473,7 @@ def _escape_references(content: Any) -> Any:
 
 
 def _iterate_classes(annotation: Any) -> Iterator[type]:
-    """Yield every class in an annotation, at any depth."""
+    """Yield the classes in an annotation at any depth, except ``object``. ``list[int]`` yields only ``int``."""
     inner = typing.get_args(annotation)
     if isinstance(annotation, type) and not inner and annotation not in (Any, object):
         yield annotation

@@ -67,7 +67,7 @@ class Curve:
         self._passed += 1
 
     def points(self) -> tuple[list[int], list[float]]:
-        """Return the steps and values of all points and of the latest value, for a plot."""
+        """Return the steps and values of all points, for a plot. The latest value is always included."""
         if self.last is None or self.steps[-1] == self.last[0]:
             return list(self.steps), list(self.values)
         return [*self.steps, self.last[0]], [*self.values, self.last[1]]

@@ -75,9 +75,12 @@ def simplify(annotation: Any) -> Any:
 def has_shape(value: Value, member: Any) -> bool:
     """Return whether the kind of a value (list, mapping, text) fits a member of a union.
 
+    A list fits a list, set or tuple type. A mapping fits a mapping type and any class that is built from arguments.
+    Text fits a ``Literal`` and a class of which a configuration must name a subclass. Other values fit nothing.
+
     Args:
         value: The value from the configuration.
-        member: Annotation of one member of the union.
+        member: Annotation of one member of the union, from `simplify`.
     """
     kind = typing.get_origin(member) or member
     if isinstance(value.data, list):

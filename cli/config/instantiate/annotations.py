@@ -46,7 +46,7 @@ class Checker:
     """Checker that converts configuration values to recipes and collects problems.
 
     Attributes:
-        problems: Error messages of one or two sentences each, in the order of the configuration.
+        problems: Error messages, in the order in which the problems were found.
         secrets: Mapping from each secret to the reference that replaces it in messages.
     """
 
@@ -55,7 +55,7 @@ class Checker:
         self.secrets = secrets or {}
 
     def make_trial(self) -> Checker:
-        """Return a new checker of the same kind that has no problems yet."""
+        """Return a new checker with the same secrets and no problems."""
         return Checker(self.secrets)
 
     def report(self, value: Value, path: Path, words: str) -> None:
@@ -154,7 +154,7 @@ class Checker:
         return self._check_literal(value, tuple(member.name for member in kind), path)
 
     def _check_text_form(self, value: Value, kind: Any, path: Path) -> Recipe | None:
-        """Return a recipe for a path, a device or a dtype, which a configuration contains as text."""
+        """Return a recipe for a path, a device or a dtype, each of which a configuration contains as text."""
         if isinstance(value.data, str):
             if kind in PATHS:
                 return PlainRecipe(value, FilePath(value.data))
@@ -228,7 +228,10 @@ class Checker:
         return None if recipes is None else MappingRecipe(value, recipes)
 
     def _check_union(self, value: Value, members: tuple[Any, ...], path: Path) -> Recipe | None:
-        """Return a recipe for the first member of a union that fits the value. Report problems if none fits."""
+        """Return a recipe for the first member of a union that fits the value. Report problems if none fits.
+
+        Members whose type is exactly the value's type are tried first.
+        """
         # A number is accepted as text if no member of the union is a number.
         numbers = any(candidate in (int, float, bool) for candidate in members)
         for strict in (True,) if numbers else (True, False):

@@ -100,7 +100,7 @@ class CheckedConfig:
         return task
 
     def build_datamodule(self) -> DataModule | None:
-        """Build the data module; return None if the task has its own dataloaders."""
+        """Build the data module; return None if the configuration has none."""
         return None if self.data is None else self.data.make()
 
     def resolve_defaults(self) -> Value:
@@ -144,9 +144,9 @@ class Built:
     Attributes:
         trainer_settings: The Trainer's flags, with callbacks and loggers built.
         model: The task. A configured optimizer replaces its ``configure_optimizers``.
-        data: The data module; None if the task has its own dataloaders.
+        data: The data module; None if the configuration has none.
         seed: Seed to set before the run. None leaves the RNG state unchanged.
-        ckpt_path: The checkpoint to resume from, or None.
+        ckpt_path: The checkpoint to resume from or to evaluate, or None.
     """
 
     trainer_settings: TrainerSettings
@@ -167,7 +167,7 @@ def build(config: Config, model: type[TaskModule] | None = None, data: type[Data
             then name a data module's class.
 
     Raises:
-        ConfigError: If the configuration is invalid.
+        ConfigError: If the configuration is invalid, or if a class of Treadle or torch rejects its arguments.
     """
     checked = check(config, model, data)
     return Built(

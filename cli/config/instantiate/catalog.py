@@ -69,10 +69,12 @@ def find(name: str, base: Any) -> Any:
 
     Args:
         name: A short name or an import path.
-        base: The class that the result must extend; ``object`` for any.
+        base: The class whose subclasses may be named by a short name; ``object`` for all classes of `list_shelved`. The
+            result is not checked against it.
 
     Raises:
-        ConfigError: If nothing has this name (the error names the closest name), or if several classes have this name.
+        ConfigError: If nothing has this name (the error names the closest name), if several classes have this name, or
+            if an import path is invalid.
     """
     homes = list_short_names(base)
     if name in homes:
@@ -173,7 +175,7 @@ def _is_subclass(candidate: Any, base: type) -> bool:
 
 
 def _iterate_loaded_classes(base: Any) -> Iterator[type]:
-    """Iterate over imported subclasses of ``base`` that belong neither to torch nor to Treadle."""
+    """Iterate over imported, non-local subclasses of ``base`` that belong neither to torch nor to Treadle."""
     cls: type
     for cls in type.__subclasses__(base) if isinstance(base, type) else ():
         if not cls.__module__.startswith(("torch.", "treadle.")) and "<" not in cls.__qualname__:

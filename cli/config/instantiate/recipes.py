@@ -119,7 +119,12 @@ class ObjectRecipe(Recipe):
     later: bool = False
 
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
-        """Call ``target`` and return the result; return a ``functools.partial`` if ``later`` is set."""
+        """Call ``target`` and return the result; return a ``functools.partial`` if ``later`` is set.
+
+        Raises:
+            ConfigError: If a class or function of Treadle or torch raises a ValueError or TypeError, or if the result
+                is not an instance of ``base``. Other errors of ``target`` are raised with a note.
+        """
         arguments = {name: recipe.make(supplied) for name, recipe in self.arguments.items()}
         for name, value in supplied.items():
             if name in self.signature.arguments:
@@ -155,7 +160,10 @@ class ObjectRecipe(Recipe):
         return positional + (arguments.pop(variadic_name) if variadic_name in arguments else [])
 
     def _explain_error(self, error: Exception) -> Exception:
-        """Convert an error of Treadle or torch to a ConfigError with its place; add a note to any other error."""
+        """Convert a ValueError or TypeError of a Treadle or torch class to a ConfigError with its place.
+
+        A ConfigError is returned unchanged. Any other error gets a note with the place.
+        """
         name = self.name or getattr(self.target, "__name__", str(self.target))
         home = getattr(self.target, "__module__", "") or ""
         if isinstance(error, ConfigError):
@@ -197,7 +205,7 @@ def make_default_value(default: Any) -> Value:
 
 
 def _describe_default(default: Any) -> str:
-    """Return a default as it is written in Python."""
+    """Return a default as text: a class's or function's qualified name, an enum member's name, or a short ``repr``."""
     name = getattr(default, "__qualname__", None)
     if name is not None:
         home = getattr(default, "__module__", None)

@@ -26,7 +26,7 @@ def check_target(target: RemotePath) -> None:
         target: The checkpoint's URL.
 
     Raises:
-        ValueError: If other objects exist at the URL.
+        ValueError: If something other than a checkpoint exists at the URL.
         OSError: If the store rejects a request.
     """
     objects = target.sizes()
@@ -117,7 +117,7 @@ def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, in
         path: The checkpoint's URL.
         manifest: The parsed manifest of this checkpoint.
         objects: The sizes in bytes of the objects below ``path``, by relative path.
-        fix: The advice at the end of the error message.
+        fix: The advice at the end of the error message. Default: `filesystem.RESTORE`.
 
     Raises:
         ValueError: If an object is missing or has the wrong size.

@@ -78,7 +78,8 @@ class Upload:
             others: Include the files that hooks wrote to `staging`.
 
         Raises:
-            ValueError: If a file is not in the store, or has the wrong size.
+            ValueError: If something other than a checkpoint exists at the URL, a file is missing in the store or has
+                the wrong size, a count is negative, or a hook wrote a file that is not accepted.
             OSError: If the store rejects a request. An earlier commit remains.
         """
         target = self._target
