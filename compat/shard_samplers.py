@@ -198,7 +198,7 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if split_batches and batch_size > 1:
+        if split_batches:
             check_multiple(batch_size, num_processes)
         self.dataset = dataset
         self.batch_size = batch_size

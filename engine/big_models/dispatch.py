@@ -290,8 +290,14 @@ def dispatch(
     lent = _locate_values(tensors, away, weights)
     for names in group_tied_names(tensors):
         old, device = tensors[names[0]], runs_on(names[0])
-        if names[0] not in lent and old.device != device:
-            set_tensor_by_names(model, names, copy_attributes(old, old.detach().to(device)))
+        if names[0] in lent or old.device == device:
+            continue
+        if old.is_meta and device.type != "meta":
+            new = torch.empty_like(old, device=device)
+            next(weights[name] for name in names if name in weights).fill(new)
+        else:
+            new = old.detach().to(device)
+        set_tensor_by_names(model, names, copy_attributes(old, new))
     if lent or force_hooks or len({runs_on(name) for name in device_map}) > 1:
         _install(model, runs_on, lent, set(device_map), main, skip_keys, preload_module_classes)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]

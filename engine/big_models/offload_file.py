@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.messages import nearest
 from ..checkpoint import FilePiece, Piece, Weights, abbreviate, filesystem, read_mark, read_whole_model
 
 INDEX = "index.json"
@@ -66,7 +67,13 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
             file = entry["safetensors_file"]
             if file not in files:
                 files[file] = read_whole_model(Path(file))
-            weights[name] = files[file][entry.get("weight_name", name)]
+            stored = entry.get("weight_name", name)
+            if stored not in files[file]:
+                raise ValueError(
+                    f"{file} contains no weight {stored!r}, which offload_index names for {name!r}."
+                    f"{nearest(stored, files[file])} Set 'weight_name' to the name in the file."
+                )
+            weights[name] = files[file][stored]
             continue
         if folder is None:
             raise ValueError(

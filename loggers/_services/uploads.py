@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ...common.messages import warn
+from ...common.remote_path import is_url
 from ..values import plain
 
 
@@ -23,6 +25,7 @@ class Uploads:
         self._mode = mode
         self._callbacks: dict[int, Any] = {}
         self._was_notified = False
+        self._warned_of_url = False
         self._uploaded_times: dict[str, int] = {}
 
     def collect_after_save(self, callback: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -51,7 +54,13 @@ class Uploads:
             callback.best_model_path: callback.best_model_score,
         }
         for path, score in {**scores_by_path, **callback.best_k_models}.items():
-            if not path or not os.path.exists(path):
+            if is_url(path) and not self._warned_of_url:
+                self._warned_of_url = True
+                warn(
+                    f"log_model={self._mode!r} uploads checkpoints on disk only, so those in "
+                    f"{path.rpartition('/')[0]} are not uploaded. Set log_model=False, or save to a directory."
+                )
+            if not path or is_url(path) or not os.path.exists(path):
                 continue
             written = os.stat(path).st_mtime_ns  # another checkpoint may take the same path
             if self._uploaded_times.get(path) == written:

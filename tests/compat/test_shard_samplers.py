@@ -110,6 +110,8 @@ def test_an_uneven_split_is_refused():
         BatchSamplerShard(BatchSampler(SequentialSampler(range(9)), 3, False), 2, 0, split_batches=True)
     with pytest.raises(ValueError, match="batch_size=3 must be a multiple of num_processes=2"):
         IterableDatasetShard(Stream(9), 3, num_processes=2, split_batches=True)
+    with pytest.raises(ValueError, match="batch_size=1 must be a multiple of num_processes=2"):
+        IterableDatasetShard(Stream(9), 1, num_processes=2, split_batches=True)  # each share would be empty
 
 
 def test_an_epoch_s_order_follows_from_the_seed():

@@ -640,6 +640,9 @@ def test_weights_that_were_offloaded_before(plain, tmp_path, capsys, is_empty):
     with pytest.raises(ValueError, match="neither the model nor the offloaded weights have values for positions"):
         dispatch_model(empty(), {"": "disk"}, offload_dir=tmp_path / "some")
     remove_hook_from_submodules(model)
+    misnamed = {name: entry | {"weight_name": "y." + name} for name, entry in index.items() if "weight_name" in entry}
+    with pytest.raises(ValueError, match=r"contains no weight 'y.layers.1.scale', .* Did you mean 'x.layers.1.scale'"):
+        dispatch_model(model, device_map, None, None, tmp_path / "some", index | misnamed)
     with pytest.raises(ValueError, match=r"offload_index has no safetensors_file for 'layers.0"):
         dispatch_model(model, device_map, offload_index=index)
     (tmp_path / "some" / "layers.0.up.weight.dat").write_bytes(b"short")
@@ -652,6 +655,7 @@ def test_an_empty_model_is_dispatched_onto_a_checkpoint(plain, tmp_path):
     model = empty()
     load_checkpoint_in_model(model, path, device_map)
     assert_same(dispatch_model(model, device_map, offload_dir=path), plain)
+    assert_same(dispatch_model(empty(), device_map, offload_dir=path), plain)  # reads those that stay in memory too
     with pytest.raises(ValueError, match="no values for positions, embed"):
         dispatch_model(empty(), {"": "cpu"})
     with pytest.raises(ValueError, match="already dispatched"):
