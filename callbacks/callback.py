@@ -267,10 +267,7 @@ class Callback:
         """
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Run before each optimizer step, once its gradients are complete, but before the Trainer clips them.
-
-        With float16, the gradients are still multiplied by the loss scale. To unscale them, call
-        ``trainer.accelerator.unscale_gradients()``.
+        """Run before each optimizer step, once its gradients are complete and unscaled, before they are clipped.
 
         Args:
             trainer: The Trainer that runs the stage.

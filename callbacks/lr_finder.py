@@ -1,4 +1,4 @@
-"""`LearningRateFinder`: searches for an initial learning rate with a short run in which the rate rises."""
+"""`LearningRateFinder`: searches for an initial learning rate with a range test, a short run with a rising rate."""
 
 from __future__ import annotations
 

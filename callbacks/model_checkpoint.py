@@ -69,16 +69,16 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             ``ModelCheckpoint`` would keep the latest state.
         save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 keeps none. More than 1 requires ``monitor``.
             Default: 1.
-        save_on_exception: Save the run when an error or Ctrl-C ends ``fit``. A run that resumes from this checkpoint
-            gives the same results as an uninterrupted one. Ctrl-C ends the run after the current step, and all ranks
-            save. After an error, rank zero saves the run as of the last completed step. With several processes, the
-            state of the other ranks is missing, so their RNG state is reinitialized on resume. No checkpoint is saved
-            if the other ranks hold shards of the model or of the optimizer state, if ``local_sgd_steps`` is set, if a
-            callback has changed the model since the last step, or if the error occurs in the optimizer's step or in
-            ``on_step_end``. With several processes, no checkpoint is saved after an error between the optimizer's step
-            and ``on_step_end`` either, unless the error occurs in a validation. On resume, this validation is repeated.
-            The overhead is 0.1 ms per step, a copy of the model's buffers and of the callbacks' states, and, on a GPU,
-            a synchronization if the mean of an epoch is logged. Default: False.
+        save_on_exception: Save the run when an error or Ctrl-C ends ``fit``. With one process or after Ctrl-C, a run
+            that resumes from this checkpoint gives the same results as an uninterrupted one. Ctrl-C ends the run after
+            the current step, and all ranks save. After an error, rank zero saves the run as of the last completed step.
+            With several processes, the state of the other ranks is missing, so their RNG state is reinitialized on
+            resume. No checkpoint is saved if the other ranks hold shards of the model or of the optimizer state, if
+            ``local_sgd_steps`` is set, if a callback has changed the model since the last step, or if the error occurs
+            in the optimizer's step or in ``on_step_end``. With several processes, no checkpoint is saved after an error
+            between the optimizer's step and ``on_step_end`` either, unless the error occurs in a validation. On resume,
+            this validation is repeated. The overhead is 0.1 ms per step, a copy of the model's buffers and of the
+            callbacks' states, and, on a GPU, a synchronization if the mean of an epoch is logged. Default: False.
         save_weights_only: Omit everything that is needed only to resume, such as the optimizer state. Default: False.
         save_trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model with
             adapters. To load such a checkpoint, build the task with the same frozen weights, whose digests are
@@ -94,8 +94,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             passed, otherwise 0.
         save_on_train_epoch_end: Whether ``every_n_epochs`` saves at the end of the epoch (True) or after its validation
             (False). Default: True if validation runs exactly once per epoch or not at all, otherwise False.
-        enable_version_counter: Append ``-v1`` if a checkpoint of another run has the same name. If False, replace that
-            checkpoint. A checkpoint that another ModelCheckpoint of this run keeps is never replaced. Default: True.
+        enable_version_counter: Append ``-v1``, ``-v2``, ... to the name if another checkpoint with the same name
+            exists. If False, replace that checkpoint, unless another ModelCheckpoint of this run keeps it. Default:
+            True.
         async_save: Continue training as soon as the state is copied to host memory, which must have room for one copy.
             The rest of the save runs in the background. If it fails, the error is raised at a later step or at the end
             of ``fit``. Replaced checkpoints are removed only after their successor is in place. Until then,
@@ -580,7 +581,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
         Args:
             trainer: The running Trainer.
-            current: Value of ``monitor``, a 0-d tensor; None if there is no value, for which the result is False.
+            current: Value of ``monitor``, a 0-d tensor. If it is None, the result is False. Default: None.
         """
         return current is not None and bool(self.save_top_k) and self._top_k.is_among_best(current)
 

@@ -55,7 +55,7 @@ class ModelSummary(BestEffortCallback):
             self._safely(self._look, trainer, pl_module)
 
     def _look(self, trainer: Trainer, task: TaskModule) -> None:
-        """Create the summary, for which all ranks may have to run the model, and print it on rank zero."""
+        """Create the summary and print it on rank zero. With an example input, all ranks run the model."""
         accelerator = trainer.accelerator
 
         def prepare(example: Any) -> Any:

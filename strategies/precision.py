@@ -57,7 +57,8 @@ class Precision:
         """Return the precision with this name.
 
         Args:
-            value: The name, an alias such as ``"bf16"`` or ``16``, or a `Precision`, which is returned unchanged.
+            value: The name, an alias such as ``"bf16"`` or ``16``, None for ``"32-true"``, or a `Precision`, which is
+                returned unchanged.
             argument: Name of the argument that the error message mentions. Default: ``"precision"``.
 
         Raises:

@@ -55,7 +55,7 @@ def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[
     Args:
         strategy: Registry name or a `Strategy`. Only a `Strategy` can have been created for a device.
         accelerator: One of `ACCELERATORS`, such as ``"auto"`` or ``"cuda"``.
-        devices: The number of devices, or their indices.
+        devices: The number of devices, their indices, or ``"auto"``.
 
     Raises:
         ValueError: If the strategy was created for a device that contradicts ``accelerator`` or ``devices``.

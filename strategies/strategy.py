@@ -106,7 +106,7 @@ class Strategy(StrategyAliases):
         return built_in_place(self.world.device, self.precision.storage, empty)
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
-        """Move ``module`` to the device and return the module to call instead.
+        """Move ``module`` to the device, in the storage dtype, and return the module to call instead.
 
         Args:
             module: The user's model.

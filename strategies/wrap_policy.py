@@ -23,8 +23,9 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
     Args:
         model: The user's module.
         policy: ``"auto"`` (the repeated blocks), ``"parts"`` (the repeated blocks and each other submodule, such as an
-            embedding and a head), classes or their names, a minimum number of parameters, or ``f(module) -> bool``. The
-            policy objects of torch and Lightning for FSDP are also accepted.
+            embedding and a head), classes or their names, a minimum number of parameters (not counting those of
+            selected inner modules), or ``f(module) -> bool``. The policy objects of torch and Lightning for FSDP are
+            also accepted.
         flag: The argument's name, for errors.
 
     Raises:

@@ -48,12 +48,12 @@ class LightningAliases:
 
     @property
     def device_ids(self) -> list[int]:
-        """Indices of the devices in use on this machine, one for each process."""
+        """Numbers of this machine's processes, from 0; the indices of their devices unless ``devices`` lists others."""
         return list(range(self.num_devices))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """Arguments for a custom sampler that shards samples; None with one process."""
+        """Arguments ``num_replicas`` and ``rank`` for a custom sampler that shards samples; None with one process."""
         world = self._trainer.accelerator.data_world
         return {"num_replicas": world.size, "rank": world.rank} if world.size > 1 else None
 

@@ -61,23 +61,27 @@ from .watched import find_directory, locate
 
 
 class Trainer(LightningAliases):
-    """Trainer that runs a `TaskModule`, with its processes, precision, accumulation, checkpoints and logging.
+    """Trainer that runs a `TaskModule` and manages its processes, precision, accumulation, checkpoints and logging.
 
-    The flags have Lightning's names and meanings.
+    Flags that Lightning also has keep their names and meanings.
 
     Args:
-        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``) or ``"mps"``. Default: ``"auto"``.
-        strategy: ``"auto"``, ``"single"``, ``"ddp"``, a registered name, or a `Strategy`. Default: ``"auto"``.
-        devices: Devices on this machine, one per process: a number, ``-1`` for all devices, a list of device indices,
-            or ``"auto"``. Default: ``"auto"``.
+        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``) or ``"mps"``. Default: ``"auto"``, which is CUDA if
+            available, else MPS, else the CPU.
+        strategy: ``"single"``, ``"ddp"``, ``"fsdp"``, another registered name, a `Strategy`, or ``"auto"``: DDP for
+            several processes, else a single device. Default: ``"auto"``.
+        devices: Devices on this machine, one per process: a number, ``-1`` for all devices, their indices (a list or
+            ``"0,2"``), or ``"auto"``. Default: ``"auto"``.
         num_nodes: Number of machines. Default: 1.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``, or
             ``"float8"``: bf16-mixed with linear layers that multiply in float8 (needs ``treadle[quantization]``).
             Default: ``"32-true"``.
         logger: True (TensorBoard), False, a `Logger`, or several. Default: True.
         callbacks: A `Callback`, or several, whose hooks run during the stages. Default: none.
-        fast_dev_run: Run this many batches (True: one) of each stage, without loggers and checkpoints. Default: False.
-        max_epochs: Epochs to train; -1 sets no limit. Default: 1000 if no other flag limits the run, else no limit.
+        fast_dev_run: Run this many batches (True: one) of each stage, to find errors early. ``fit`` ends after one
+            epoch. Loggers, checkpoints, early stopping, the report and the sanity check are disabled. Default: False.
+        max_epochs: Epochs to train; -1 sets no limit. Default: 1000 if neither ``max_steps`` nor ``max_time`` is set,
+            else no limit.
         min_epochs: Epochs that must complete before an early stop takes effect. Default: 0.
         max_steps: Optimizer steps to train; -1 sets no limit. Default: -1.
         min_steps: Optimizer steps that must complete before an early stop takes effect. Default: 0.
@@ -95,8 +99,9 @@ class Trainer(LightningAliases):
         check_val_every_n_epoch: Validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
             Default: 1.
         num_sanity_val_steps: Batches of each validation dataloader to run before training, to find errors early; -1
-            runs all. Default: 2.
-        log_every_n_steps: Optimizer steps between writes to the loggers; 0 writes none. Default: 50.
+            runs all. A resumed run skips them. Default: 2.
+        log_every_n_steps: Optimizer steps between writes of training's step values to the loggers; 0 never writes them.
+            Default: 50.
         enable_checkpointing: Add a `ModelCheckpoint` if ``callbacks`` has none. Default: True.
         enable_progress_bar: Add a `TQDMProgressBar` if ``callbacks`` has no progress bar. Default: True.
         enable_model_summary: Add a `ModelSummary` if ``callbacks`` has none. Default: True.
@@ -104,12 +109,12 @@ class Trainer(LightningAliases):
             if a logger has a folder.
         accumulate_grad_batches: Micro-batches per optimizer step. Default: 1.
         gradient_clip_val: Maximum norm or absolute value of the gradients in each optimizer step; None or 0 disables
-            clipping.
+            clipping. Default: None.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
         deterministic: Use deterministic algorithms only; ``"warn"`` warns about operations without one. Default:
             torch's current setting.
-        benchmark: Let cuDNN measure its algorithms and use the fastest. Default: False if ``deterministic`` is set,
-            else torch's current setting.
+        benchmark: Let cuDNN measure its algorithms and use the fastest. Default: False if ``deterministic`` is True or
+            ``"warn"``, else torch's current setting.
         float32_matmul_precision: Precision of float32 matrix products: ``"highest"``, ``"high"`` or ``"medium"``. The
             latter two use fewer bits (TF32 or bfloat16 on GPUs that support it) and are several times faster. The
             setting applies to the whole process. Default: the current setting, ``"highest"`` unless the script has
@@ -121,14 +126,14 @@ class Trainer(LightningAliases):
         sync_batchnorm: Compute the statistics of BatchNorm layers over all processes (DDP). Default: False.
         reload_dataloaders_every_n_epochs: Epochs between calls of the dataloader hooks; 0 calls them once. Default: 0.
         detect_anomaly: Report the operation that produced a NaN gradient. This slows training down. Default: False.
-        barebones: Disable everything that adds overhead: logging, checkpoints, progress bar, summary and sanity check.
-            Default: False.
+        barebones: Disable everything that adds overhead: logging, checkpoints, progress bar, summary, report and sanity
+            check. Default: False.
         profiler: Measure the time of the calls in each stage: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a
             `Profiler`. Default: no profiling.
         compile: Compile the model's modules; a dict passes arguments to ``torch.compile``. Default: False.
         plugins: A `Precision` instead of ``precision``, ``TorchSyncBatchNorm()`` instead of ``sync_batchnorm``, or both
-            in a list. Default: none.
-        enable_autolog_hparams: Send hyperparameters to the loggers when a stage begins. Default: True.
+            in a list. A `LaunchEnvironment` is accepted and ignored. Default: none.
+        enable_autolog_hparams: Send hyperparameters to the loggers when ``fit`` begins. Default: True.
         default_root_dir: Folder for logs and checkpoints for which no other folder is set. Default: the working
             directory.
         on_nonfinite: Policy for a loss or a gradient that is not finite on any process. ``"raise"`` raises an error,
@@ -146,14 +151,15 @@ class Trainer(LightningAliases):
         accelerator: The `Accelerator` that the loop uses.
         progress: Counters of the run; see `Progress`.
         history: Curves of the logged values, and the time spent in each activity; see `History`.
-        should_stop: Set it to True on any process to end the run after an optimizer step.
+        should_stop: Set it to True on any process to end the run after an optimizer step, once ``min_epochs`` and
+            ``min_steps`` are reached.
         interrupted: Whether Ctrl-C ended the last stage.
         sanity_checking: Whether the sanity check before training is running.
         decided: The settings that ``fit`` announced when it began: devices, strategy, precision, effective batch size,
             steps and parameters.
 
     Raises:
-        TypeError: If a flag does not exist; the message names the closest one.
+        TypeError: If a flag does not exist (the message names the closest one), or a value has the wrong type.
         ValueError: If a flag's value is invalid or cannot be applied.
 
     Example:
@@ -356,8 +362,9 @@ class Trainer(LightningAliases):
         Args:
             model: Task to train.
             train_dataloaders: The training dataloader or a data module. Dataloaders in a dict, list or tuple are read
-                together.
-            val_dataloaders: The validation dataloader, or several.
+                together. Default: the result of the task's ``train_dataloader``.
+            val_dataloaders: The validation dataloader, or several. Default: the result of the task's
+                ``val_dataloader``, if it is overridden.
             datamodule: Data module to use instead of dataloaders.
             ckpt_path: Checkpoint to resume from: a path; ``"last"``, the latest intact one; ``"best"``; or ``"auto"``:
                 ``"last"`` if a checkpoint exists, else a fresh start. Default: a fresh start.
@@ -367,7 +374,8 @@ class Trainer(LightningAliases):
                 Default: the saved ones, with a warning if those of the script differ.
 
         Raises:
-            ValueError: If ``schedule`` is set without ``ckpt_path``. Errors of the run itself are raised unchanged.
+            ValueError: If ``schedule`` is invalid or is set without ``ckpt_path``; if dataloaders and a data module are
+                both passed; or if there is no training dataloader. Errors of the run itself are raised unchanged.
         """
         warn_of_code(weights_only)
         if check_schedule(schedule) is not None and ckpt_path is None:
@@ -460,8 +468,8 @@ class Trainer(LightningAliases):
             weights_only: See `fit`.
 
         Returns:
-            The results for the batches of all processes, in the dataset's order, on every process; None with
-            ``return_predictions=False``.
+            The results for the batches of all processes, one per batch, in the dataset's order, on every process; None
+            with ``return_predictions=False``.
 
         Raises:
             ValueError: If no dataloader is available.
@@ -510,11 +518,12 @@ class Trainer(LightningAliases):
         blocking: bool = True,
         also: Sequence[str | Path] = (),
     ) -> None:
-        """Save a checkpoint between two optimizer steps. Call it on all processes.
+        """Save a checkpoint of the task and, unless ``weights_only`` is True, of the run. Call it on all processes.
 
         Args:
-            filepath: Path of the checkpoint, a directory.
-            weights_only: Save only the task's weights and hyperparameters. Default: False.
+            filepath: Path or URL of the checkpoint, which is a directory.
+            weights_only: Save only the task's weights and hyperparameters. If no ``fit`` can be resumed, because
+                another stage ran last, this applies in any case, with a warning. Default: False.
             trainable_only: Omit frozen weights; see `Accelerator.save_state`. Default: False.
             blocking: Wait until the checkpoint is written; see `Accelerator.save_state`. Default: True.
             also: Further paths under which the checkpoint is saved; see `Accelerator.save_state`. Default: none.
@@ -548,7 +557,7 @@ class Trainer(LightningAliases):
 
     @property
     def received_sigterm(self) -> bool:
-        """True if this process received a SIGTERM in the latest ``fit``."""
+        """True if this process received a SIGTERM in the latest stage."""
         return self.preemption.caught is signal.SIGTERM
 
     @property
@@ -622,7 +631,7 @@ class Trainer(LightningAliases):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Number of optimizer steps in the whole run; infinite if nothing limits it."""
+        """Number of optimizer steps in the whole run, apart from ``max_time``; infinite if unlimited or unknown."""
         batches = self.num_training_batches
         if self.max_epochs == -1 or batches is None:
             return self.max_steps if self.max_steps != -1 else float("inf")
@@ -675,7 +684,7 @@ class Trainer(LightningAliases):
 
     @property
     def log_dir(self) -> str | None:
-        """Folder of the run: that of the first logger, or the one that ``fit`` created.
+        """Folder of the run: that of the first logger that has one, else the one that ``fit`` created, else None.
 
         The value is available on every process without communication.
         """
@@ -715,7 +724,7 @@ class Trainer(LightningAliases):
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """First `ModelCheckpoint`, preferably one that also saves without an error; inactive with ``fast_dev_run``."""
+        """First `ModelCheckpoint`, or None. One that saves only after an error is the last choice."""
         callbacks = self.checkpoint_callbacks or [c for c in self.idle_callbacks if isinstance(c, ModelCheckpoint)]
         return min(callbacks, key=lambda callback: isinstance(callback, OnExceptionCheckpoint), default=None)
 
@@ -755,6 +764,6 @@ class Trainer(LightningAliases):
             self.steps.use(wrap(self, self.task))
 
     def update_train_epoch_values(self) -> None:
-        """Update ``callback_metrics`` with the values that training logged in this epoch."""
+        """Update ``callback_metrics`` with the values that training logged in this epoch. Call it on all processes."""
         self.logbook.update_epoch(self.metrics)
         self.logbook.note_epoch(self.progress.step)

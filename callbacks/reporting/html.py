@@ -208,7 +208,7 @@ class Chart:
         return math.log10(value) if self.logarithmic else value
 
     def data(self) -> dict[str, object]:
-        """Return the data from which the page's script shows the values at the pointer."""
+        """Return the chart's data for the page's script, which shows the values at the mouse pointer."""
         lines = [{"name": name, "steps": steps, "values": values} for name, (steps, values) in self.lines.items()]
         return {"first": self.first, "last": self.last, "lines": lines}
 
@@ -259,7 +259,7 @@ def render_charts(charts: Sequence[Chart]) -> Iterator[str]:
 
 
 def make_chart_script(charts: Sequence[Chart]) -> str:
-    """Return the HTML script elements that show the charts' values at the pointer."""
+    """Return the HTML script elements that show the charts' values at the mouse pointer."""
     data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")
     return f'<script type="application/json" id="data">{data}</script><script>{_SCRIPT}</script>'
 

@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
-    """Return the argument parser of `treadle doctor`.
+    """Return the argument parser of `treadle doctor`. It raises a ValueError for an invalid command line.
 
     Args:
         program: The command's name, as shown in the help.

@@ -34,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle export") -> argparse.ArgumentParser:
-    """Return the argument parser of `treadle export`.
+    """Return the argument parser of `treadle export`. It raises a ValueError for an invalid command line.
 
     Args:
         program: The command's name, as shown in the help.
@@ -94,7 +94,7 @@ def export(
     Raises:
         ValueError: If ``checkpoint`` is damaged or is not a checkpoint, if an argument is invalid, or if the output is
             in a checkpoint's folder, where it would destroy the checkpoint.
-        OSError: If the files cannot be written.
+        OSError: If a file cannot be read or written.
     """
     # They import torch, which --help should not wait for.
     from ...engine.checkpoint import OpenCheckpoint, extra_part, model_part

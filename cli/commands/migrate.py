@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
-    """Return the argument parser of `treadle migrate`.
+    """Return the argument parser of `treadle migrate`. It raises a ValueError for an invalid command line.
 
     Args:
         program: The command's name, as shown in the help.

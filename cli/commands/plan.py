@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
-    """Return the argument parser of `treadle plan`.
+    """Return the argument parser of `treadle plan`. It raises a ValueError for an invalid command line.
 
     Args:
         program: The command's name, as shown in the help.

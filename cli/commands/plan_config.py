@@ -277,7 +277,7 @@ class _PlannedRun:
     # -- the schedule --------------------------------------------------------------------------------------------
 
     def make_schedule(self, plan: Plan) -> Schedule:
-        """Return the run's number of steps and its learning rates.
+        """Return the run's number of steps, and its learning rates or a description of them.
 
         Args:
             plan: The plan of one optimizer step.

@@ -23,6 +23,8 @@ Line = tuple[str, str]
 def dump_yaml(root: Value, secrets: Mapping[str, str] | None = None, head: str = "") -> str:
     """Return YAML that parses to the values of ``root``, with the source of each value in a comment.
 
+    A default that is not plain data (`Opaque`) is written as a comment, so it is omitted when the YAML is parsed.
+
     Args:
         root: The value to write, which must be a mapping.
         secrets: Mapping from each secret to the reference that replaces it.

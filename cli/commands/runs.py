@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle runs") -> argparse.ArgumentParser:
-    """Return the parser of `treadle runs`.
+    """Return the argument parser of `treadle runs`. It raises a ValueError for an invalid command line.
 
     Args:
         program: The command's name, as shown in the help.
@@ -63,7 +63,7 @@ def build_parser(program: str = "treadle runs") -> argparse.ArgumentParser:
 
 
 def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentParser:
-    """Return the parser of `treadle runs show`.
+    """Return the argument parser of `treadle runs show`. It raises a ValueError for an invalid command line.
 
     Args:
         program: The command's name, as shown in the help.
@@ -86,7 +86,7 @@ def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentPa
 
 
 def build_compare_parser(program: str = "treadle runs compare") -> argparse.ArgumentParser:
-    """Return the parser of `treadle runs compare`.
+    """Return the argument parser of `treadle runs compare`. It raises a ValueError for an invalid command line.
 
     Args:
         program: The command's name, as shown in the help.

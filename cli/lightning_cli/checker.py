@@ -61,6 +61,9 @@ class SettingsChecker(Checker):
     def check(self, value: Value, annotation: Any, path: Path, lenient: bool = True) -> Recipe | None:
         """Return a recipe for a value that fits an annotation. Report a problem and return None if it does not fit.
 
+        In addition to the values that `Checker.check` accepts, ``yes`` and ``no`` are booleans, an object fits if its
+        class fits, and the path of a settings file may replace a list, a dict or a dataclass.
+
         Args:
             value: The value from the configuration.
             annotation: The type to check the value against.

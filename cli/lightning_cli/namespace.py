@@ -86,7 +86,7 @@ class Namespace(argparse.Namespace):
         return value
 
     def update(self, value: Any, key: str | None = None) -> Namespace:
-        """Set the value of ``key``, or all values of another namespace without a key. Return this namespace.
+        """Set the value of ``key``, or all values of another namespace if ``key`` is None. Return this namespace.
 
         Args:
             value: The value, or the other namespace if ``key`` is None.

@@ -33,7 +33,7 @@ def is_text(name: str) -> bool:
 
 
 def migrate_text(text: str, path: str) -> tuple[str, list[Finding]]:
-    """Return a file's text after the migration, and the findings. Only configurations change: their class paths.
+    """Return a file's text with class paths in configurations translated to Treadle's, and the findings.
 
     Args:
         text: The file's text.

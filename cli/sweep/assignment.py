@@ -24,7 +24,7 @@ class Assignment:
         scheduler: Process ID of the scheduler. When the scheduler dies, the trial saves a checkpoint and ends.
         metric: Name of the metric to optimize.
         mode: ``"min"`` if a lower value of the metric is better, ``"max"`` if a higher value is.
-        take: The logged value that is the trial's result, ``"best"`` or ``"last"``.
+        take: ``"best"`` if the best logged value of the metric is the trial's result, ``"last"`` if the last one is.
         storage: URL of the study's storage, which only a pruner needs; empty without a pruner.
         study: Name of the study, which only a pruner needs.
         number: Number of the trial in the study, from 0.

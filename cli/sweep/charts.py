@@ -83,7 +83,7 @@ class TrialPoint:
 
 
 def color_by_rank(rank: int, count: int) -> str:
-    """Return the color of a rank, interpolated between the colors of the best and the worst rank.
+    """Return the color of a rank as ``#rrggbb``, interpolated between the colors of the best and the worst rank.
 
     Args:
         rank: The rank, from 0 for the best.

@@ -302,7 +302,7 @@ class Scheduler:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _conclude(self) -> int:
-        """Print the state of the sweep and return the exit status. After SIGUSR1, requeue the job first."""
+        """Print the state of the sweep and return the exit status. After SIGUSR1, also requeue the job."""
         trials = self.study.list_trials()
         counts = Counter(trial.state for trial in trials)
         words = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}

@@ -68,7 +68,7 @@ class Metric:
     Attributes:
         name: The name under which the value is logged.
         goal: ``"minimize"`` or ``"maximize"``.
-        take: The value that counts among those that a trial logs, ``"best"`` or ``"last"``.
+        take: ``"best"`` if a trial's best logged value is its result, ``"last"`` if its last one is.
     """
 
     name: str = ""
@@ -169,7 +169,7 @@ class Sweep:
 
 
 def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key that differs between two sweep descriptions and must not change between sessions.
+    """Return a message for each key that differs between two sweep descriptions and must not change between sessions.
 
     Args:
         before: The description of earlier sessions, from `Sweep.describe`.

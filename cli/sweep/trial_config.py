@@ -66,7 +66,7 @@ class TrialConfigs:
         return []
 
     def write(self, stored: Mapping[str, Any]) -> str:
-        """Return the configuration of a trial as YAML.
+        """Return the configuration of a trial, with all defaults, as YAML.
 
         Args:
             stored: The trial's values by key, as the study stores them.

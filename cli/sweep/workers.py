@@ -74,7 +74,8 @@ class Workers:
             trial: The trial's number in the study.
             folder: The trial's run folder.
             command: Program and arguments that run the trial's ``fit``.
-            variables: Environment variables in addition to those of this process, of which a launcher's are removed.
+            variables: Environment variables to set in addition to those of this process. A launcher's variables are not
+                passed on.
         """
         taken = {worker.slot for worker in self.running.values()}
         slot = next(slot for slot in range(self.count) if slot not in taken)
@@ -97,7 +98,7 @@ class Workers:
         self._events.put(worker.trial)
 
     def _share_machine(self, slot: int) -> dict[str, str]:
-        """Return the environment variables that give a slot its share of the CPUs and GPUs."""
+        """Return the environment variables that give a slot its share of the CPUs and GPUs; empty for a single slot."""
         shares: dict[str, str] = {}
         if self.count > 1 and not os.environ.get("OMP_NUM_THREADS"):
             shares["OMP_NUM_THREADS"] = str(max(1, cpus() // (self.count * self.devices)))

@@ -40,7 +40,7 @@ def device_of(kind: str, index: int) -> torch.device:
 
     Args:
         kind: ``"cpu"``, ``"cuda"`` or ``"mps"``.
-        index: The index of a CUDA device.
+        index: The index of a CUDA device; ignored for other kinds.
     """
     return torch.device("cuda", index) if kind == "cuda" else torch.device(kind)
 
@@ -50,7 +50,8 @@ def parse_devices(kind: str, devices: Devices) -> list[int] | None:
 
     Args:
         kind: ``"cpu"``, ``"cuda"`` or ``"mps"``.
-        devices: A number of devices (-1 for all), a sequence of indices, a string such as ``"0,2"``, or ``"auto"``.
+        devices: A number of devices (-1 for all), a sequence of indices, a string such as ``"0,2"``, or ``"auto"``. A
+            string without a comma is a number of devices.
 
     Raises:
         ValueError: If the value is invalid, or if torch does not see the devices.

@@ -1,6 +1,7 @@
 """Watchdog that ends a run if a rank hangs for longer than a limit, and reports the rank, its phase and its step.
 
-In each process, two daemon threads work independently of the training:
+In each process, two daemon threads work independently of the training. With a world size of one, there is only the
+sentry.
 
 - The sentry reads the stack of the training thread once per period. This is the main thread, unless a library such as
   Ray uses the main thread itself. If neither the stack nor the count of steps and exchanges changes within the limit,

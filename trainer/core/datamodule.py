@@ -66,7 +66,7 @@ class TransferHooks:
 
 
 class DataModule(HyperparametersMixin, TransferHooks):
-    """Datasets and dataloaders of a task. ``setup`` runs on every process, ``prepare_data`` on one per machine.
+    """Datasets and dataloaders of a task. ``prepare_data`` runs on one process per machine, ``setup`` on every process.
 
     Attributes:
         trainer: The Trainer that uses the data module, or None.
@@ -96,7 +96,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
     allow_zero_length_dataloader_with_multiple_devices: bool = False
 
     def prepare_data(self) -> None:
-        """Download or build data on disk, before ``setup``. Runs on one process; see ``prepare_data_per_node``."""
+        """Download or build data on disk, before ``setup``. By default, one process of each machine calls it."""
 
     def setup(self, stage: str) -> None:
         """Create the datasets of a stage. Runs on every process.
@@ -106,7 +106,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
         """
 
     def teardown(self, stage: str) -> None:
-        """Clean up after a stage.
+        """Clean up after a stage, whether it succeeded or failed.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -135,7 +135,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
         return "\n".join(f"{{{name} dataloader: {', '.join(_describe_sizes(self, method))}}}" for name, method in pairs)
 
     def on_exception(self, exception: BaseException) -> None:
-        """React to an exception raised during a stage.
+        """React to an exception on this process. Call no collectives: other ranks may not reach them.
 
         Args:
             exception: Exception that ended the stage.
@@ -222,7 +222,8 @@ class DataModule(HyperparametersMixin, TransferHooks):
             The data module with its saved state.
 
         Raises:
-            ValueError: If the path is not a checkpoint, or the checkpoint is damaged or harmful.
+            TypeError: If a required argument of ``__init__`` is neither saved nor passed. ValueError: If the path is
+                not a checkpoint, the checkpoint is damaged or harmful, or the file contains only weights.
         """
         from .loading import build_datamodule, warn_of_code
 

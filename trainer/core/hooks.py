@@ -17,7 +17,7 @@ class TaskHooks:
     """Accepted for Lightning compatibility. A process without a share of the data always takes part, with weight 0."""
 
     def prepare_data(self) -> None:
-        """Download or build data on disk, before ``setup``. Runs on one process; see ``prepare_data_per_node``."""
+        """Download or build data on disk, before ``setup``. By default, one process of each machine calls it."""
 
     def setup(self, stage: str) -> None:
         """Prepare for a stage. Runs on every process.
@@ -111,21 +111,21 @@ class TaskHooks:
         """Run after the gradients of a micro-batch are accumulated."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Run once the group's gradients are complete and unscaled, before they are clipped.
+        """Run before each optimizer step, once its gradients are complete and unscaled, before they are clipped.
 
         Args:
             optimizer: Optimizer that is about to step.
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Run after the optimizer step, before the gradients are reset.
+        """Run before the Trainer resets the gradients. Does not run with manual optimization.
 
         Args:
             optimizer: Optimizer whose gradients are reset.
         """
 
     def on_step_end(self) -> None:
-        """Run after each optimizer step, once a validation that is due and the schedulers' steps are done."""
+        """Run after each optimizer step, even a skipped one, once its validation and the schedulers' steps are done."""
 
     def on_validation_start(self) -> None:
         """Run before each validation."""

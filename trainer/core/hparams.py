@@ -56,7 +56,7 @@ class HyperparametersMixin:
         Raises:
             TypeError: If an object does not hold hyperparameters by name.
             ValueError: If ``args`` names an argument that ``__init__`` does not have, or the method is called outside
-                of ``__init__``.
+                of ``__init__`` without an object.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         caller = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
@@ -163,7 +163,7 @@ def _classify(whole: Any) -> tuple[str, str]:
 
 
 def _take_snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
-    """Copy hyperparameters and their values, except values of ``shared`` types and values that are not data."""
+    """Copy hyperparameters. Values of ``shared`` types and those that checkpoints cannot store are not copied."""
     if is_config(values):
         return copy.deepcopy(values)
     snapshot = AttributeDict()

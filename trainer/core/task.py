@@ -86,7 +86,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             kwargs: Not used by the Trainer, which passes all arguments by position.
 
         Returns:
-            The loss as a 0-d tensor, or a dict that holds it as ``"loss"``.
+            The loss as a 0-d tensor, or a dict that holds it as ``"loss"``. On a single process without a loss scaler,
+            None is accepted with a warning, and the batch has no gradient. Any value is accepted with
+            ``automatic_optimization=False``.
         """
         raise NotImplementedError
 
@@ -134,7 +136,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         raise NotImplementedError
 
     def train_dataloader(self) -> Any:
-        """Return the training dataloader, or several in a dict, list or tuple. Called if none is passed to ``fit``."""
+        """Return the training dataloader, or several in a dict, list or tuple. Unused if ``fit`` gets one otherwise."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
@@ -178,7 +180,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
 
         Raises:
-            ValueError: If the algorithm is unknown.
+            RuntimeError: If the task has no Trainer. ValueError: If clipping is enabled and the algorithm is unknown.
         """
         if not gradient_clip_val:
             return
@@ -213,19 +215,20 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         Args:
             epoch: Number of completed epochs.
             batch_idx: Index of the group's last micro-batch.
-            optimizer: Optimizer to step. Its gradients are complete, reduced over the ranks and clipped.
-            optimizer_closure: Function that returns the step's loss. An optimizer that needs a closure (L-BFGS) gets
-                one that recomputes loss and gradients.
+            optimizer: Optimizer to step. Its gradients are complete, reduced over the ranks and clipped, unless it
+                needs a closure.
+            optimizer_closure: Function that returns the step's loss. For an optimizer that needs a closure (L-BFGS), it
+                first recomputes loss and gradients.
         """
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        """Reset an optimizer's gradients after its step.
+        """Reset an optimizer's gradients after its step, or before each call of the closure that an optimizer needs.
 
         Args:
             epoch: Number of completed epochs.
             batch_idx: Index of the group's last micro-batch.
-            optimizer: Optimizer that has stepped.
+            optimizer: Optimizer whose gradients are reset.
         """
         optimizer.zero_grad()
 
@@ -268,9 +271,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             prog_bar: Show the value in the progress bar. Default: False.
             logger: Send the value to the loggers. Default: True.
             on_step: Log the value of single steps. Default: True in training batches.
-            on_epoch: Log the value of the epoch. Default: True everywhere else.
-            reduce_fx: Reduction over the batches of an epoch and over processes: ``"mean"``, ``"sum"``, ``"min"`` or
-                ``"max"``.
+            on_epoch: Log the value of the epoch. Default: True outside of training batches.
+            reduce_fx: Reduction over the batches of an epoch and over processes: ``"mean"``, ``"sum"``, ``"min"``,
+                ``"max"``, or torch's function of this name. Default: ``"mean"``.
             enable_graph: Accepted for compatibility with Lightning; values are always detached.
             sync_dist: Accepted for compatibility with Lightning; values are always reduced over all processes.
             sync_dist_group: Accepted for compatibility with Lightning and ignored.
@@ -281,7 +284,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             rank_zero_only: Accepted for compatibility with Lightning and ignored. Log the same names on every process.
 
         Raises:
-            TypeError, ValueError: If the value is not a number; the message states its shape or type.
+            TypeError: If the name is not a string, or the value is not a number. ValueError: If a tensor has several
+                elements, ``reduce_fx`` is unknown, or arguments or calls contradict each other.
         """
         if is_dynamo_compiling():  # in a step compiled by the user: called between two graphs
             log_arguments = (name, value, prog_bar, logger, on_step, on_epoch, reduce_fx)
@@ -331,10 +335,11 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
                 their scale. If False and the world size is larger than 1, the result has no gradients. Default: False.
 
         Returns:
-            ``data`` with each tensor of shape ``(world_size, ...)``. With one process, no dimension is added.
+            ``data`` with each tensor or number as a tensor of shape ``(world_size, ...)``. With one process, no
+            dimension is added.
 
         Raises:
-            ValueError: On every process, if the shapes differ.
+            ValueError: On every process, if the number, shapes or dtypes of the tensors differ.
         """
         world = self.trainer.accelerator.world
         if group is not None and world.size > 1:
@@ -364,7 +369,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             kwargs: Keyword arguments of ``Tensor.backward``.
 
         Raises:
-            RuntimeError: If no ``fit`` is running.
+            RuntimeError: If no ``fit`` is running, or ``automatic_optimization`` is True.
         """
         if self.trainer.steps is None:
             raise RuntimeError("manual_backward was called, but no fit is running. Call it in training_step.")
@@ -412,7 +417,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         self._toggled.clear()
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of optimizers if there are several.
+        """Return the optimizer if there is only one, otherwise the list of all optimizers.
 
         Args:
             use_pl_optimizer: Return the prepared optimizers, which step as the run's precision and accumulation
@@ -455,8 +460,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             The task with the loaded weights.
 
         Raises:
-            ValueError: If the path is not a checkpoint, the checkpoint is damaged or harmful, or the weights belong to
-                another model.
+            TypeError: If ``map_location`` is not a device, or a required argument of ``__init__`` is neither saved nor
+                passed. ValueError: If the path is not a checkpoint, the checkpoint is damaged or harmful, or the
+                weights belong to another model.
         """
         from .loading import build, warn_of_code
 
@@ -567,7 +573,7 @@ def task_modules(task: TaskModule) -> list[TaskModule]:
 
 
 def has_own(owner: object, name: str, base: type) -> bool:
-    """Return whether an object or its class overrides a method of ``base``. None does not count as a method.
+    """Return whether an object or its class overrides a method of ``base``. A method set to None does not count.
 
     Args:
         owner: Task, data module or other object.
@@ -579,7 +585,7 @@ def has_own(owner: object, name: str, base: type) -> bool:
 
 
 def overrides(task: TaskModule, name: str) -> bool:
-    """Return whether a task overrides the method ``name``. None does not count as a method.
+    """Return whether a task overrides the method ``name``. A method set to None does not count.
 
     Args:
         task: Task to check.
