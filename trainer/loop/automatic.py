@@ -154,8 +154,10 @@ class Steps:
         if optimizer is None:
             progress.step += 1
             return
-        for hook in hooks.on_before_optimizer_step:
-            hook(optimizer.optimizer)
+        if hooks.on_before_optimizer_step:
+            accumulation.unscale_gradients()
+            for hook in hooks.on_before_optimizer_step:
+                hook(optimizer.optimizer)
         if self.clips:
             self.clip()
         steps_before, skipped_before = optimizer.steps_taken, optimizer.skipped

@@ -1051,6 +1051,14 @@ def test_hook_order_of_one_step():
     ]
 
 
+@pytest.mark.parametrize("clip", [None, 10.0])
+def test_hooks_before_the_step_see_gradients_without_the_loss_scale(clip):
+    task = Line()
+    fit(task, ones(4), precision="16-mixed", accumulate_grad_batches=2, gradient_clip_val=clip)
+    assert task.trainer.scaler.get_scale() > 1
+    assert task.gradients == [1.0, 1.0]
+
+
 def test_the_loop_is_described_with_every_hook():
     text = treadle.trainer.loop.fit_loop.__doc__
     assert [name for name in treadle.callbacks.callback.HOOKS if name not in text] == []
