@@ -297,7 +297,7 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
         sync_batchnorm: Value of the flag ``sync_batchnorm``.
 
     Raises:
-        TypeError: If an object is not a plugin.
+        TypeError: If an object is not a supported plugin, or ``sync_batchnorm`` is not a bool.
         ValueError: If a flag and a plugin set the same thing.
     """
     check_bool("sync_batchnorm", sync_batchnorm)

@@ -119,7 +119,7 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
     Args:
         requested: A bool, None, one `Logger`, or several.
         root: Directory in which the default logger writes.
-        silent: Replace the loggers with one that stores nothing.
+        silent: Replace the loggers, without checking them, with one that stores nothing.
 
     Raises:
         TypeError: If an object is not a logger.

@@ -48,7 +48,7 @@ class LightningAliases:
 
     @property
     def device_ids(self) -> list[int]:
-        """Numbers of this machine's processes, from 0; the indices of their devices unless ``devices`` lists others."""
+        """Indices of this machine's processes, from 0, which are the device indices unless ``devices`` lists others."""
         return list(range(self.num_devices))
 
     @property

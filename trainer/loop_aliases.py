@@ -16,11 +16,10 @@ _LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
 class LoopView:
     """View of a loop in Lightning's form. Setting an attribute sets the Trainer's flag of that name.
 
+    Other attributes of Lightning's loop raise an AttributeError.
+
     Args:
         trainer: Trainer whose loop the view shows.
-
-    Raises:
-        AttributeError: If code uses an attribute of Lightning's loop that the view does not have.
     """
 
     _place = "trainer.fit_loop"

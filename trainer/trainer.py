@@ -73,9 +73,9 @@ class Trainer(LightningAliases):
         devices: Devices on this machine, one per process: a number, ``-1`` for all devices, their indices (a list or
             ``"0,2"``), or ``"auto"``. Default: ``"auto"``.
         num_nodes: Number of machines. Default: 1.
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``, or
-            ``"float8"``: bf16-mixed with linear layers that multiply in float8 (needs ``treadle[quantization]``).
-            Default: ``"32-true"``.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``, an
+            alias such as ``16`` or ``"bf16"``, or ``"float8"``: bf16-mixed with linear layers that multiply in float8
+            (needs ``treadle[quantization]``). Default: ``"32-true"``.
         logger: True (TensorBoard), False, a `Logger`, or several. Default: True.
         callbacks: A `Callback`, or several, whose hooks run during the stages. Default: none.
         fast_dev_run: Run this many batches (True: one) of each stage, to find errors early. ``fit`` ends after one
@@ -403,17 +403,19 @@ class Trainer(LightningAliases):
         Args:
             model: Task to validate. Default: the task of the last stage, with the weights of its best checkpoint, if
                 any.
-            dataloaders: One dataloader, several, or a data module.
-            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``.
+            dataloaders: One dataloader, several, or a data module. Default: those of the task or of the last stage's
+                data module.
+            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``. Default: none if ``model`` is
+                passed.
             verbose: Print the values. Default: True.
             datamodule: Data module to use instead of dataloaders.
             weights_only: See `fit`.
 
         Returns:
-            One dict of logged values per dataloader.
+            One dict of logged values per dataloader; an empty list if ``limit_val_batches`` is 0.
 
         Raises:
-            ValueError: If no dataloader is available.
+            ValueError: If no dataloader, ``validation_step`` or task is available, or a dataloader yields no batch.
         """
         warn_of_code(weights_only)
         return self._measure("validate", model, dataloaders, datamodule, ckpt_path, verbose)
@@ -431,17 +433,19 @@ class Trainer(LightningAliases):
 
         Args:
             model: Task to test. Default: the task of the last stage, with the weights of its best checkpoint, if any.
-            dataloaders: One dataloader, several, or a data module.
-            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``.
+            dataloaders: One dataloader, several, or a data module. Default: those of the task or of the last stage's
+                data module.
+            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``. Default: none if ``model`` is
+                passed.
             verbose: Print the values. Default: True.
             datamodule: Data module to use instead of dataloaders.
             weights_only: See `fit`.
 
         Returns:
-            One dict of logged values per dataloader.
+            One dict of logged values per dataloader; an empty list if ``limit_test_batches`` is 0.
 
         Raises:
-            ValueError: If no dataloader is available.
+            ValueError: If no dataloader, no ``test_step`` or no task is available, or a dataloader yields no batch.
         """
         warn_of_code(weights_only)
         return self._measure("test", model, dataloaders, datamodule, ckpt_path, verbose)
@@ -460,7 +464,8 @@ class Trainer(LightningAliases):
         Args:
             model: Task to predict with. Default: the task of the last stage, with the weights of its best checkpoint,
                 if any.
-            dataloaders: One dataloader, several (the result is then a list of lists), or a data module.
+            dataloaders: One dataloader, several (the result is then a list of lists), or a data module. Default: those
+                of the task or of the last stage's data module.
             datamodule: Data module to use instead of dataloaders.
             return_predictions: False discards the results, for example if a callback writes them to files. Default:
                 True.
@@ -472,7 +477,8 @@ class Trainer(LightningAliases):
             with ``return_predictions=False``.
 
         Raises:
-            ValueError: If no dataloader is available.
+            ValueError: If no dataloader or task is available, the task has neither ``predict_step`` nor ``forward``, or
+                a dataloader yields no batch.
         """
         warn_of_code(weights_only)
         keep = return_predictions is not False
@@ -684,7 +690,7 @@ class Trainer(LightningAliases):
 
     @property
     def log_dir(self) -> str | None:
-        """Folder of the run: that of the first logger that has one, else the one that ``fit`` created, else None.
+        """Folder of the run: that of the first logger that has one, else the one created for the run, else None.
 
         The value is available on every process without communication.
         """

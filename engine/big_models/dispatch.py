@@ -56,7 +56,8 @@ def dispatch_model(
         model: The model, which is changed in place; it may be on the meta device.
         device_map: Devices by the names of modules or tensors; the nearest parent in the map applies.
         main_device: The device that runs offloaded modules. Default: the first accelerator of the map, else the CPU.
-        state_dict: Values, by name, for tensors that are offloaded to the CPU. Default: the model's own.
+        state_dict: Values, by name, for tensors that are offloaded to the CPU, and for tensors on the meta device that
+            are not placed on disk. Default: the model's own.
         offload_dir: Folder to which weights for the disk are written. For a model on the meta device, the checkpoint
             that contains these weights. Weights that Accelerate's functions have already offloaded to the folder
             (``index.json``) replace the model's own, as in Accelerate.
@@ -109,6 +110,10 @@ def cpu_offload(
 
     Returns:
         The model.
+
+    Raises:
+        ValueError: If the model is already dispatched, a weight has no values or a value of another shape, or this
+            machine does not have the device.
     """
     main = _resolve_execution_device(model, execution_device)
     weights: Weights = {name: MemoryPiece(tensor) for name, tensor in (state_dict or {}).items()}
@@ -144,6 +149,9 @@ def disk_offload(
 
     Returns:
         The model.
+
+    Raises:
+        ValueError: See `dispatch_model`.
     """
     main = _resolve_execution_device(model, execution_device)
     return dispatch_model(

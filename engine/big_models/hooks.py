@@ -176,7 +176,8 @@ class Station:
         """Return a context in which the module holds its offloaded tensors, as during its forward pass.
 
         Args:
-            device: The device of the tensors. Default: the one that runs the module.
+            device: The device of the tensors; ignored if they are already loaded. Default: the one that runs the
+                module.
         """
         with self._lock:
             self._inside += 1

@@ -58,7 +58,7 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: The model, which is changed in place.
-        checkpoint: Path or URL of a weights file, an index of weights files, their folder, or a Treadle checkpoint.
+        checkpoint: Path or object store URL of a weights file, an index, their folder, or a Treadle checkpoint.
         device_map: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators. ``"balanced_low_0"``
             leaves the first as free as possible. ``"sequential"`` fills one after the other. Modules that do not fit go
             to the CPU, then to the disk. The plan is logged. A dict maps names to devices. Default: only load.
@@ -172,8 +172,8 @@ def load_weights(
     Args:
         model: The model, which is changed in place.
         weights: The open checkpoint.
-        device_map: Devices by the names of modules or tensors.
-        dtype: The dtype of floating point weights after the load.
+        device_map: Devices by the names of modules or tensors. None: see `load_checkpoint_in_model`.
+        dtype: The dtype of floating point weights after the load. None keeps that of the model.
         offload_buffers: Leave buffers on disk too, if the map places them there.
         strict: Raise an error if only the model or only the checkpoint has a tensor.
         in_fp32: Components of dotted names; see ``keep_in_fp32_modules`` of `load_checkpoint_in_model`.

@@ -72,7 +72,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Hook that runs several hooks one after the other.
+    """Hook that runs several hooks one after the other. Their ``no_grad`` attributes are ignored.
 
     Args:
         hooks: The hooks, in the order in which they run.
@@ -162,6 +162,8 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Remove a module's `ModelHook` and restore the module's own ``forward``.
+
+    Methods such as ``to`` and ``cuda`` that another library's dispatch has set on the module are removed too.
 
     Args:
         module: The module; it is changed in place.

@@ -30,7 +30,7 @@ def compute_module_sizes(
     special_dtypes: Dtypes | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Return the size of every module and tensor by name; ``""`` is the whole model.
+    """Return the size in bytes of every module and tensor, by name; ``""`` is the whole model.
 
     A tied tensor is counted once in the size of each module that contains it.
 
@@ -39,6 +39,9 @@ def compute_module_sizes(
         dtype: The dtype in which floating point tensors will be loaded. Default: their own.
         special_dtypes: Dtypes by tensor name, for tensors that will be loaded in a dtype other than ``dtype``.
         buffers_only: Measure only buffers. Parameters are then not listed.
+
+    Raises:
+        ValueError: See `measure_tensors`.
     """
     tensors = named_tensors(model)
     bytes_of = measure_tensors(model, dtype, special_dtypes)
@@ -115,7 +118,7 @@ def split_model(
 
     Args:
         model: The model; it may be on the meta device.
-        no_split: Names of classes whose modules are not split. Default: none besides `READ_FROM_OUTSIDE`.
+        no_split: Names of classes whose modules are not split. The classes in `READ_FROM_OUTSIDE` are never split.
         dtype: See `compute_module_sizes`.
         special_dtypes: See `compute_module_sizes`.
     """

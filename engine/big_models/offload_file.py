@@ -45,10 +45,10 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
     """Open weights that Accelerate's functions have offloaded: raw bytes in ``NAME.dat``, and ``index.json``.
 
     Args:
-        folder: The folder with the ``.dat`` files.
+        folder: The folder with the ``.dat`` files; None if all entries have a ``"safetensors_file"``.
         index: Entries by weight name, each with ``"dtype"`` and ``"shape"``, or with ``"safetensors_file"`` and
-            optionally ``"weight_name"``. Default: the folder's ``index.json``; a folder without this file contains no
-            offloaded weights.
+            optionally ``"weight_name"``. Default: the folder's ``index.json``. Without this file, or if another program
+            wrote it, the result is empty.
 
     Raises:
         ValueError: If an entry is invalid, or its file is missing or has the wrong size.

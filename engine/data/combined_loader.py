@@ -22,11 +22,12 @@ _ENDED = object()
 class CombinedLoader:
     """Combination of several loaders; each batch has the structure of ``iterables``, with one batch per loader.
 
-    Pass it to ``fit`` or to `Accelerator.prepare`. In ``fit``, a plain dict, list or tuple of loaders is combined in
-    mode ``"max_size_cycle"``. Direct iteration yields ``(batch, batch_idx, dataloader_idx)``.
+    Pass it to ``fit`` or to `Accelerator.prepare`. In ``fit``, a plain dict, list or tuple of training loaders is
+    combined in mode ``"max_size_cycle"``. Direct iteration yields ``(batch, batch_idx, dataloader_idx)``.
 
-    A micro-batch is weighted by the total number of samples in its parts. With several processes, or in a short last
-    group of micro-batches, a loss that is the mean over all of these samples is therefore exact.
+    A micro-batch is weighted by the total number of samples that all loaders contribute to it. If the loss is the mean
+    over these samples, the gradient is therefore exact, even with several processes or in a short last group of
+    micro-batches.
 
     Args:
         iterables: Loaders, or other iterables of batches, in dicts, lists and tuples that may be nested.
@@ -81,7 +82,7 @@ class CombinedLoader:
 
     @property
     def limits(self) -> list[int | float] | None:
-        """Maximum batches per pass of each iterable; None for no limits. Setting a single number applies it to all."""
+        """Maximum number of batches per pass, by iterable; None for no limits. A single number may be set for all."""
         return self._limits
 
     @limits.setter
@@ -207,7 +208,10 @@ def find_least(*counts: int | None) -> int | None:
 
 
 def compute_joint_length(mode: str, lengths: list[int | None]) -> int | None:
-    """Return the number of batches in an epoch of combined iterables; None if it depends on an unknown length.
+    """Return the number of batches in an epoch of combined iterables; None if it cannot be determined.
+
+    In mode ``"min_size"``, unknown lengths are ignored, so the result is a maximum. In the other modes, an unknown
+    length makes the result unknown.
 
     Args:
         mode: A mode of `CombinedLoader`.
@@ -235,6 +239,9 @@ def read_rows(
     Yields:
         A list with a batch of each iterable (None if the iterable has ended), and a list of the indices of the
         iterables that were read. In mode ``"sequential"``, each list has a single entry.
+
+    Raises:
+        ValueError: If an iterable yields nothing when mode ``"max_size_cycle"`` restarts it.
     """
     if mode == "sequential":
         for number in range(len(passes)):

@@ -110,7 +110,7 @@ def get_length(value: Any) -> int | None:
 
 
 def _iter_columns(dataset: Any) -> Iterator[Any]:
-    """Yield the columns that a dataset holds in memory, with one item per sample: arrays and lists of plain values."""
+    """Yield in-memory columns with one item per sample; for a whole Hugging Face table, digests of its end rows."""
     if isinstance(dataset, Subset):
         yield dataset.indices
         return
@@ -166,7 +166,7 @@ def _take_excerpt(column: Any) -> list[Any]:
 
 
 def _sketch_samples(dataset: Any) -> list[int] | None:
-    """Return the smallest hashes of a dataset's samples; None if the hashes do not distinguish the samples."""
+    """Return the smallest hashes of a dataset's samples; None without hashes, or if at most half are distinct."""
     keys = _hash_samples(dataset)
     if keys is None:
         return None
@@ -223,7 +223,7 @@ def _read_table_indices(dataset: Any) -> np.ndarray:
 
 
 def _digest_table_ends(dataset: Any) -> list[Any]:
-    """Return digests of the first and the last row, in the order of the file."""
+    """Return digests of the first and the last row of a Hugging Face table, in the order of its file."""
     table = dataset.data
     ends = [table.slice(0, 1), table.slice(max(0, len(table) - 1), 1)]
     return [digest(end.to_pydict()) for end in ends]

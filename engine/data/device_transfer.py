@@ -25,7 +25,8 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
         device: The target device.
 
     Raises:
-        TypeError: If an object in the batch has a ``.to`` method that does not accept a device.
+        TypeError: If the ``.to`` method of an object in the batch raises a ``TypeError``, for example because it does
+            not accept a device, or because the device does not support the dtype.
     """
     # A non-blocking copy to the host returns before its values are there, and one to MPS may read a host tensor that
     # was freed in the meantime (https://github.com/pytorch/pytorch/issues/83015).
@@ -115,7 +116,7 @@ class _HostCopier:
 
 
 def _can_pin(tensor: torch.Tensor) -> bool:
-    """Return whether a pinned copy of a tensor is equivalent to it: a plain, strided CPU tensor without a graph."""
+    """Return whether a tensor can be pinned: plain, contiguous, not empty, on the CPU, and without a gradient."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"

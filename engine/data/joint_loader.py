@@ -113,6 +113,11 @@ class JointLoader(Loader):
     Attributes:
         loaders: The prepared loaders.
 
+    Raises:
+        TypeError: If the `CombinedLoader` contains a prepared loader.
+        ValueError: If two loaders share a generator, and one of them draws from it during the epoch. Also for a loader
+            that `Loader` does not accept.
+
     Example:
         >>> import treadle
         >>> from torch.utils.data import DataLoader
@@ -189,7 +194,7 @@ class JointLoader(Loader):
         super().end_epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, which is also the number of the combined loaders' next pass.
+        """Set the number of the epoch that the next iteration starts or resumes, also for each combined loader.
 
         Args:
             epoch: The number of the epoch, from 0.
@@ -218,7 +223,11 @@ class JointLoader(Loader):
             loader.agree(world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of every loader, and the number of passes that it has completed in this epoch."""
+        """Return the position of every loader, and the number of passes that it has completed in this epoch.
+
+        Raises:
+            ValueError: If it is called inside a group of micro-batches, whose gradients are not saved.
+        """
         self._refuse_inside_group()
         return {
             "mode": self._plan.mode,
@@ -283,7 +292,8 @@ class JointLoader(Loader):
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the number of loaders, the mode, or the random sources of a loader differ.
+            ValueError: If the number of loaders or the mode differs, or if a state does not fit its loader; see
+                `Loader.check`.
         """
         if text := self._describe_difference(state):
             raise ValueError(f"{text}. Pass the same loaders, or load only the weights with treadle.load_weights.")

@@ -338,7 +338,7 @@ class Loader:
         """Start the next epoch if a resume has restored the position after the last batch of an epoch.
 
         Returns:
-            True if this call started the next epoch. Always False for a stream of unknown length.
+            True if this call started the next epoch. Always False if `length` is None.
         """
         if not self._resuming or self.length is None or self.batches < self.length:
             return False
@@ -362,7 +362,7 @@ class Loader:
         """Use the same order in every epoch: that of the dataset, or the first one that a user-defined sampler draws.
 
         Returns:
-            True if the loader would otherwise have shuffled.
+            True if the loader would otherwise have shuffled. Always False for a stream.
         """
         self._repeats = True
         return self._plan.unshuffle()
@@ -371,7 +371,7 @@ class Loader:
         """Return the number of micro-batches that this process yields in a whole epoch.
 
         Raises:
-            TypeError: If the source has no length.
+            TypeError: If `length` is None.
         """
         count = self.length
         if count is None:
@@ -410,7 +410,7 @@ class Loader:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """True if the last batch that was yielded is the last one of the epoch."""
+        """True if the last batch that was yielded is the last one of the epoch; False if `length` is None."""
         return bool(self.batches) and self.length is not None and self.batches >= self.length
 
     @property
@@ -436,9 +436,10 @@ class Loader:
         self._stream = self._plan.draws.stream = stream
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next or current epoch, for samplers and datasets with a ``set_epoch`` method.
+        """Set the number of the epoch that the next iteration starts or resumes.
 
-        A resumed epoch keeps its saved order.
+        The number is passed to samplers and datasets that have a ``set_epoch`` method. A resumed epoch keeps its saved
+        order.
 
         Args:
             epoch: The number of the epoch, from 0.
@@ -516,8 +517,8 @@ class Loader:
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the state belongs to other random sources; see `check`. An evaluation loader restores only
-                the epoch number instead.
+            ValueError: If the state does not fit the loader's generators or samplers; see `check`. An evaluation loader
+                restores only the epoch number instead.
         """
         plan = self._plan
         if self.evaluation and plan.draws.difference(state):
@@ -553,13 +554,14 @@ class Loader:
         self._started = state["started"]
 
     def check(self, state: dict[str, Any]) -> None:
-        """Check that a state was saved by a loader with the same random sources.
+        """Check that a state was saved by a loader with generators and samplers of the same kind.
 
         Args:
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the random sources differ.
+            ValueError: If the generators, or the samplers with a ``state_dict``, differ in number or kind, or if the
+                state is that of a `JointLoader`.
         """
         if text := self._plan.draws.difference(state):
             raise ValueError(
@@ -567,13 +569,16 @@ class Loader:
             )
 
     def reading_state(self) -> dict[str, Any]:
-        """Return the state of this rank alone: its dataset's generators, and its position in its own data."""
+        """Return this rank's state: its dataset's generators and, if each rank reads its own data, its position."""
         planner = self._plan.planner
         rank_state = None if planner.shares is None else self.state_dict()
         return {"generators": read_states(self._reads), "own": rank_state, "ranks": planner.world_size}
 
     def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
-        """Restore a state returned by `reading_state`. If the generators differ, keep them and warn.
+        """Restore the state of this rank, as far as it fits this loader.
+
+        The position is restored only if the world size is the same. If the generators differ in number or kind from
+        the saved ones, they keep their states, and a training loader warns.
 
         Args:
             state: A state returned by `reading_state`.
@@ -596,8 +601,8 @@ def batch_indices(loader: Loader, number: int | None = None) -> list[Any] | None
         number: The batch's index in its group, from 0. Default: the last batch that was yielded.
 
     Returns:
-        The indices that the sampler yielded; empty for a stand-in, whose sample belongs to another process; None for a
-        stream, which has no indices.
+        The indices that the sampler yielded. Empty if the batch only keeps the ranks in step and has weight zero. None
+        for a stream, which has no indices, or if no batch of the current epoch has been yielded.
     """
     micro, indices = loader._micro, loader._indices
     if micro is None or indices is None:

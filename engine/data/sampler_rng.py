@@ -172,13 +172,15 @@ class Draws:
     # -- state outside of checkpoints ----------------------------------------------------------------------------
 
     def note_counts(self) -> None:
-        """Record the samplers' integer attributes before an epoch's order is drawn for the first time."""
+        """Record the samplers' integer attributes before an epoch's order is first drawn; see `warn_of_counts`."""
         self._last = self._read_counts()
         if self._first is None:
             self._first = self._last
 
     def warn_of_counts(self, inside: bool) -> None:
-        """Warn if a sampler has changed one of its integer attributes, which checkpoints do not contain.
+        """Warn once if a sampler without ``state_dict`` and ``set_epoch`` has changed one of its integer attributes.
+
+        Checkpoints do not contain these attributes, so the order of a resumed run may differ.
 
         Args:
             inside: True while an epoch is running. A resume draws the epoch's order again, so changes during the epoch
@@ -206,7 +208,9 @@ class Draws:
 
 @contextmanager
 def preserve_loader_state(loader: Any) -> Iterator[None]:
-    """Restore the generators, samplers and datasets of ``loader`` when the context ends.
+    """Return a context that restores the generators, samplers and datasets of ``loader`` when it ends.
+
+    Of samplers and datasets, the integer attributes and the values in their ``state_dict`` are restored.
 
     Args:
         loader: A ``DataLoader``, or another object with ``sampler``, ``batch_sampler`` or ``dataset``.

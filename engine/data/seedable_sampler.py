@@ -55,6 +55,8 @@ class SeedableRandomSampler(RandomSampler):
 def replace_random_sampler(loader: Any, seed: int) -> Any:
     """Return a shallow copy of a loader in which `SeedableRandomSampler` replaces torch's ``RandomSampler``.
 
+    A subclass of ``RandomSampler`` with a custom ``__iter__`` is kept.
+
     Args:
         loader: A ``DataLoader``; any other object is returned unchanged.
         seed: The base seed of the new sampler.

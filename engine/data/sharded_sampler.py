@@ -66,7 +66,8 @@ class ShardedBatches:
         stream: The random stream that samplers without their own generator draw from.
         merge_tail: For evaluation: if the last global batch has fewer samples than there are processes, add its samples
             to the batch before it, so that every process takes part in every batch.
-        positions: Yield ``(epoch seed, position, index)`` triples, for workers that seed each sample.
+        positions: Whether to yield ``(epoch seed, position, index)`` triples, for workers that seed each sample,
+            instead of indices.
 
     Attributes:
         order: The RNG state that the epoch's order was drawn from; None between epochs. If it is set before an epoch
@@ -141,8 +142,8 @@ class ShardedBatches:
         """Replace a ``RandomSampler`` with the dataset's order, and a ``SubsetRandomSampler`` with that of its indices.
 
         Returns:
-            True if the loader shuffled before this call. Any other sampler is kept. It counts as shuffling, unless it
-            is a ``SequentialSampler`` or its ``shuffle`` is false.
+            True if the loader shuffled before this call. A sampler of any other class is kept, and is assumed to
+            shuffle unless it is a ``SequentialSampler`` or has a false ``shuffle`` attribute.
         """
         sampler = self.sampler
         if isinstance(sampler, RandomSampler):
@@ -341,7 +342,7 @@ class ShardedBatches:
         return itertools.chain(first, batches)
 
     def _name_seed_purpose(self) -> int | str:
-        """Return the purpose from which the workers' seed is derived; ranks with their own data get different seeds."""
+        """Return the key from which the workers' seed is derived. It differs between ranks that read their own data."""
         rank = 0 if self.planner.shares is None else self.planner.world_rank
         return f"epoch {self.epoch} of rank {rank}" if rank else self.epoch
 

@@ -107,8 +107,9 @@ class StreamedBatches:
 
     A stream that is already split by rank, by its own code or by a library, is read unchanged: each rank trains on the
     batches of its own stream. A stream that is the same on all ranks is distributed: every rank reads all of it. In
-    each round of batches, one for each rank, batch r belongs to rank r. The first batches are compared across ranks to
-    determine which case applies.
+    each round of batches, one for each rank, batch r belongs to rank r. To determine which case applies, the first
+    batches are compared across ranks, unless the stream's library reports a split over all ranks. For a list of
+    batches, the length and the last batch are compared too.
 
     A rank without a batch in a round takes part with weight zero.
 
@@ -299,7 +300,8 @@ class StreamedBatches:
 
         Args:
             get_iterator: Function that starts and returns the iterator.
-            silently: Whether persistent workers were already started, in this process or before a resume.
+            silently: Whether persistent workers were already started, in this process or before a resume. They are then
+                seeded from the epoch's number and RNG state, not by torch.
         """
         draws = self.draws
         start_state = draws.state()

@@ -68,7 +68,7 @@ def seed_epoch(stream: SeededStream, seed: int) -> None:
 
 
 class SeededSamples(_StandIn):
-    """Dataset for workers that seeds the generators of Python, NumPy and torch before each sample is read.
+    """Dataset that seeds the generators of Python, NumPy and torch before each sample is read in a worker.
 
     The seed depends on the epoch and on the sample's position in it. A resumed run, or a run with a different number of
     workers or processes, therefore draws the same augmentations. A sample that occurs twice in an epoch gets two

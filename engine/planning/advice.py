@@ -1,4 +1,4 @@
-"""Suggestions that make a planned run fit into memory or run faster. Each suggestion is verified by another plan."""
+"""Suggestions that make a planned run fit into memory or run faster, based on plans of the run with changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Again = Callable[..., Plan]
 
 
 def advise(plan: Plan, again: Again) -> list[str]:
-    """Return suggestions as text. The list is empty if the run fits into memory and no change makes it 2 % faster.
+    """Return suggestions that make a run fit into memory or, if it fits, make it at least 2 % faster; may be empty.
 
     Args:
         plan: The plan of the run as the user requested it.
@@ -33,7 +33,7 @@ def advise(plan: Plan, again: Again) -> list[str]:
 
 
 def _advise_fit(plan: Plan, again: Again) -> str:
-    """Return text that names the changes with which the run fits into memory, or states that they do not suffice."""
+    """Return text that names changes that make the run fit into memory, or states that no simple change suffices."""
     changes: dict[str, Any] = {}
     words: list[str] = []
     candidate = plan
@@ -87,7 +87,7 @@ def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Pla
 
 
 def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:
-    """Suggest mixed precision for a float32 run. Parameters and optimizer state keep their dtype."""
+    """Suggest mixed precision for a float32 run if it is faster. Parameters and optimizer state keep their dtype."""
     if plan.precision.name != "32-true":
         return []
     name = "16-mixed" if plan.gpu.name == "v100" else "bf16-mixed"  # Volta has no bfloat16
@@ -105,7 +105,7 @@ def _suggest_hybrid_sharding(plan: Plan, again: Again) -> list[str]:
 
 
 def _suggest_half_gathering(plan: Plan, again: Again) -> list[str]:
-    """Suggest gathering parameters in the dtype of the computation rather than in their storage dtype."""
+    """Suggest gathering parameters in the dtype of the computation, not in their storage dtype, if it is faster."""
     if plan.precision.compute is None or not plan.strategy.gathers_in_storage_dtype:
         return []
     other = again(gather=plan.precision.compute)

@@ -125,7 +125,7 @@ class Clocks:
         self.current.time += seconds
 
     def exchange(self, group: tuple[int, ...], seconds: float, *, wait: bool) -> float:
-        """Add a collective, which starts after the earlier collectives of its group.
+        """Add a collective, which starts after the work in the current stream and its group's earlier collectives.
 
         Args:
             group: The ranks that take part in the collective.

@@ -1,4 +1,4 @@
-"""Duration of ring and tree collectives, computed with the constants from which NCCL chooses its algorithm."""
+"""Estimated duration of collectives, from the constants with which NCCL chooses between rings and trees."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1,
 
 
 def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -> float:
-    """Estimate the duration of a collective in seconds, starting when all ``ranks`` are ready.
+    """Estimate the duration of a collective in seconds, from the time at which all ``ranks`` are ready.
 
     Args:
         kind: Kind of collective, a key of `STEPS` such as ``"all_gather"``.
-        size: Size of the whole tensor in bytes: the tensor that each rank has after a gather, before a scatter, or
-            before and after a reduction.
-        ranks: The ranks that take part. Consecutive ranks share a machine with ``gpu.per_machine`` GPUs.
-        gpu: The GPU of each rank, with the bandwidths of its links.
+        size: Size of the full tensor in bytes: the output of an all-gather, the input of a reduce-scatter or
+            all-to-all, or the tensor of an all-reduce or broadcast.
+        ranks: The global ranks that take part. Rank ``r`` is on machine ``r // gpu.per_machine``.
+        gpu: The GPU of each rank, with the bandwidths of its link and its network.
     """
     count = len(ranks)
     if count == 1:

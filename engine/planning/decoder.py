@@ -17,12 +17,12 @@ class Sizes:
 
     Args:
         width: Number of features per token.
-        layers: Number of blocks.
+        layers: Number of transformer blocks.
         heads: Number of attention heads.
         key_heads: Number of key and value heads. Each is shared by ``heads / key_heads`` query heads.
         hidden: Number of hidden features in the feed-forward layer of a block.
         vocabulary: Number of tokens in the vocabulary.
-        length: Number of tokens per sample.
+        length: Sequence length, which is the number of input tokens per sample.
     """
 
     width: int
@@ -59,7 +59,7 @@ def sizes_of(name: str) -> Sizes:
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary position embeddings.
+    """Causal self-attention with rotary position embeddings and grouped key and value heads.
 
     Args:
         sizes: The dimensions of the decoder.
@@ -95,7 +95,8 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Rotate pairs of features by angles that grow with the position.
 
     Args:
-        x: Features of shape (batch, length, heads, features).
+        x: Features of shape (batch, length, heads, features). Each feature of the first half forms a pair with one of
+            the second half.
         turn: Cosines and sines of the angles, of shape (2, length, 1, features / 2).
     """
     first, second = x.float().chunk(2, dim=-1)
@@ -174,7 +175,7 @@ class Decoder(nn.Module):
         """Return the logits, of shape (batch, length, vocabulary).
 
         Args:
-            tokens: Token indices of shape (batch, length).
+            tokens: Token indices of shape (batch, length), where ``length`` is at most that of the `Sizes`.
         """
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -194,7 +195,7 @@ def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def tokens(sizes: Sizes, samples: int) -> Tensor:
-    """Return a batch of zeros of shape (samples, length + 1), because a plan does not use token values.
+    """Return a batch of token indices of shape (samples, length + 1). All are 0, because a plan does not use values.
 
     Args:
         sizes: The dimensions of the decoder.

@@ -16,9 +16,9 @@ class GPU:
 
     Args:
         name: Short name for reports, such as ``"h100"``. For a GPU in `GPUS`, this is its key.
-        half: Operations per second in half-precision matrix products, without sparsity.
-        tf32: Operations per second in TF32; equal to ``single`` if the GPU does not support TF32.
-        single: Operations per second in float32.
+        half: FLOPs per second in matrix products in float16 or bfloat16, without sparsity.
+        tf32: FLOPs per second in matrix products in TF32; equal to ``single`` if the GPU does not support TF32.
+        single: FLOPs per second in float32.
         bandwidth: Memory bandwidth in bytes per second.
         memory: Memory size in bytes.
         link: Bandwidth of a ring within a machine in each direction, in bytes per second (NCCL's bus bandwidth).
@@ -89,7 +89,7 @@ def find_gpu(name: str | GPU) -> GPU:
 
 
 def detect_gpu() -> GPU | None:
-    """Return this machine's GPU with the memory size that the driver reports; None without a known CUDA GPU."""
+    """Return this machine's GPU, with the memory size that the driver reports; None without a GPU that is in `GPUS`."""
     if not torch.cuda.is_available():
         return None
     gpu = match_driver_name(torch.cuda.get_device_name())
@@ -100,7 +100,8 @@ def match_driver_name(name: str) -> GPU | None:
     """Return the GPU for a device name that the driver reports; None if the name is unknown.
 
     Args:
-        name: The device name, such as ``"NVIDIA H100 80GB HBM3"``.
+        name: The device name, such as ``"NVIDIA H100 80GB HBM3"``. Names of PCIe, NVL, MIG and laptop variants count as
+            unknown.
     """
     words = re.findall("[a-z0-9]+", name.lower().replace("rtx 4090", "rtx4090"))
     if _OTHERS & set(words):

@@ -1,4 +1,4 @@
-"""Recording of the time, memory and communication of operations that are not computed."""
+"""Recording of the time, memory and communication of operations on fake tensors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Memory:
 
     Attributes:
         live: Bytes currently in use, by category.
-        peak: Bytes in use at the peak, by category.
+        peak: Bytes in use at the peak since the last `mark`, by category.
         most: Total bytes at the peak.
     """
 
@@ -65,7 +65,7 @@ class Memory:
         self._total = 0
 
     def hold(self, tensor: Tensor, category: str) -> None:
-        """Count the memory of ``tensor``, unless it is already counted.
+        """Count the memory of ``tensor`` until it is freed, unless it is already counted.
 
         Args:
             tensor: The tensor whose storage is counted.
@@ -133,7 +133,8 @@ class Traffic:
 
     Attributes:
         count: Number of collectives, by kind.
-        size: Total bytes by kind, where each collective counts the whole tensor that is gathered, scattered or reduced.
+        size: Total bytes, by kind. Each collective adds the size of its full tensor, such as the output of an
+            all-gather.
     """
 
     count: Counter[str] = field(default_factory=Counter)
@@ -144,24 +145,26 @@ class Traffic:
 
         Args:
             kind: The kind of the collective, such as ``"all_gather"``.
-            size: The size of the whole tensor in bytes.
+            size: The size of the full tensor in bytes, such as the output of an all-gather or the input of a
+                reduce-scatter.
         """
         self.count[kind] += 1
         self.size[kind] += size
 
 
 class Meter(TorchDispatchMode):
-    """Dispatch mode that runs operations on fake tensors on a simulated device and records their costs.
+    """Dispatch mode that records the time, memory and communication of operations on fake tensors.
 
     Args:
-        clocks: The simulated device.
+        clocks: The simulated device, to whose current stream each operation is added.
         prices: Estimator of the durations of operations.
         memory: Record to which allocations are added.
 
     Attributes:
         traffic: Number and size of the collectives since `begin`, by kind.
-        launched: Number of operations that the host has sent to the device since `begin`.
-        spent: Seconds spent in the compute stream, by cause, such as ``"arithmetic"``.
+        launched: Number of operations that the host has launched on the device since `begin`.
+        spent: Seconds spent in the compute stream since `begin`, by cause, such as ``"arithmetic"``. Collectives are
+            excluded.
         category: The memory category of subsequent allocations, one of `CATEGORIES`.
     """
 
@@ -179,7 +182,7 @@ class Meter(TorchDispatchMode):
         self._members: dict[Any, tuple[int, ...]] = {}
 
     def begin(self) -> None:
-        """Discard all records, and start recording a new step."""
+        """Reset the times, counts and memory peak, to record a new step. Memory in use remains counted."""
         self.traffic = Traffic()
         self.launched = 0
         self.spent: dict[str, float] = defaultdict(float)

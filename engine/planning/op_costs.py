@@ -20,23 +20,25 @@ ARITHMETIC, TRAFFIC, LAUNCHES = "arithmetic", "memory traffic", "launches"
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Corrections to the peak values in data sheets, fitted by ``benchmarks/plan.py`` to two published runs on 8 H100s.
+    """Corrections to the peak values in data sheets, and estimates of overheads and prediction errors.
 
     Args:
-        arithmetic: Share of the peak performance that matrix products reach, fitted without compilation.
-        fused: Share of the memory traffic that remains in a compiled model, fitted with compilation.
+        arithmetic: Fraction of the peak performance that matrix products reach. ``benchmarks/plan.py`` fitted it to a
+            published run on 8 H100s without compilation.
+        fused: Fraction of the memory traffic of other operations that remains in a compiled model.
+            ``benchmarks/plan.py`` fitted it to the same run with compilation.
         launch: Minimum duration of an operation on a GPU, in seconds.
-        host: Seconds that the host takes to send an operation: at best, most likely, at worst. This is an estimate,
-            because no part of Treadle was timed on a GPU. Python, autograd and the dispatcher take 3 to 10 us on a CPU,
-            and a kernel launch takes additional time.
-        host_compiled: Share of the operations that the host still sends for a compiled model: at best, most likely, at
-            worst. This is an estimate too.
+        host: Seconds that the host takes to launch an operation: at best, most likely, at worst. This is an estimate
+            that has not been checked on a GPU. Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a
+            kernel launch takes additional time.
+        host_compiled: Fraction of the operations that the host still launches for a compiled model: at best, most
+            likely, at worst. This is an estimate too.
         straggler: Relative increase of the step time with each doubling of the number of processes beyond
-            ``straggler_from``. In MosaicML's published runs on 128, 256 and 512 H100 GPUs, the step time increased with
-            each doubling by 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B) and 3.6 to 6.4 % (1B).
+            ``straggler_from``. In MosaicML's published runs on 128, 256 and 512 H100 GPUs, each doubling reduced the
+            throughput per GPU by 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B) and 3.6 to 6.4 % (1B).
         straggler_from: Number of processes up to which the step time does not increase.
-        spread: Assumed relative error of predictions for cases like those compared with measurements. The predictions
-            for the compared cases deviated by up to 2.6 %.
+        spread: Assumed relative error of predictions for steps like those of the published runs, for which predictions
+            deviated by up to 2.6 %.
         spread_unchecked: Assumed relative error in all other cases: another kind of GPU, or a step that is not
             dominated by large matrix products in half precision. This error is not derived from measurements.
         reserved: Memory that torch's allocator reserves, as a multiple of the peak. The published 8B runs reserved 1.07
@@ -115,7 +117,7 @@ def _get_dtype(value: Any) -> torch.dtype | None:
 
 
 class Prices:
-    """Estimator of the durations of operations on a GPU.
+    """Estimator of the durations and the FLOPs of operations on a GPU.
 
     Args:
         gpu: The GPU that runs the operations.
@@ -123,7 +125,7 @@ class Prices:
         compiled: Whether the model is compiled, which fuses pointwise operations.
 
     Attributes:
-        flops: Number of arithmetic operations in all matrix products since recording began.
+        flops: Total FLOPs of matrix products, convolutions and attention since the last `Meter.begin`.
     """
 
     def __init__(self, gpu: GPU, calibration: Calibration, compiled: bool) -> None:

@@ -1,4 +1,4 @@
-"""Time, memory and communication that are predicted for one optimizer step of one process."""
+"""Predicted time, memory and communication of one optimizer step of one process."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ class Conditions:
 
     Args:
         world_size: Number of processes.
-        strategy: The strategy that distributes the model over the processes. A strategy object can be used by one plan
-            only.
+        strategy: The strategy that distributes the model over the processes. A strategy object can be used by only one
+            plan.
         gpu: The GPU of each process, as a `GPU` or a key of `gpus.GPUS`. Default: ``"h100"``.
         micro_batch: Number of samples per forward pass. Default: 1.
         accumulate: Number of forward passes per optimizer step. Default: 1.
         precision: The precision, as for `Trainer`. Default: ``"bf16-mixed"``.
         compiled: Whether the model is compiled, which fuses pointwise operations.
-        clip: Maximum norm of the gradients; None for no clipping.
+        clip: Maximum norm to which gradients are clipped; None for no clipping.
         step: Name of the method of the model that returns the loss, such as ``"training_step"``; None for ``forward``.
         rank: The rank of the process to plan. Default: 0.
         calibration: Corrections to the peak values in the GPU's data sheet.
 
     Raises:
-        ValueError: If a value is out of range or unknown.
+        ValueError: If ``world_size``, ``micro_batch``, ``accumulate`` or ``rank`` is out of range, or if the GPU or the
+            precision is unknown.
     """
 
     world_size: int
@@ -62,19 +63,20 @@ class Plan(Conditions):
     """Predicted time, memory and communication of one optimizer step of a process under its `Conditions`.
 
     Args:
-        grid: The numbers of processes by dimension: ``replicate``, ``shard``, ``tensor``.
+        grid: The numbers of replicas (``"replicate"``), of shards of each replica (``"shard"``) and of processes per
+            sample (``"tensor"``).
         parameters: Number of parameters of the whole model.
         trainable: Number of trainable parameters.
         shards: The shape of this process's shard of each parameter, by parameter name.
-        memory: Bytes in use at the peak, by category (`meter.CATEGORIES`).
-        states: Bytes that remain in use between steps, for ``"parameters"`` and ``"optimizer"``.
-        checkpoint: Size of a checkpoint of all processes, in bytes.
+        memory: Bytes in use at the peak, by category (`meter.CATEGORIES`). Unused categories are omitted.
+        states: Bytes that remain in use between steps, for ``"parameters"`` (including buffers) and ``"optimizer"``.
+        checkpoint: Size of a checkpoint with the full model and optimizer state, in bytes.
         traffic: Number and size of the process's collectives, by kind.
-        flops: Number of arithmetic operations in the process's matrix products, including recomputation.
-        seconds: Device time of the step in seconds, without stragglers.
-        spent: Device time in seconds, by cause, such as ``"arithmetic"``. `WAITING` is the time spent waiting for other
-            processes.
-        launched: Number of operations that the host sends to the device.
+        flops: FLOPs of the process's matrix products, convolutions and attention, including recomputation.
+        seconds: Device time of the step in seconds, without delays by slower processes.
+        spent: Device time in seconds, by cause, such as ``"arithmetic"``. The key `WAITING` is for the time spent
+            waiting for communication with other processes.
+        launched: Number of operations that the host launches on the device.
     """
 
     grid: dict[str, int]
@@ -112,7 +114,7 @@ class Plan(Conditions):
 
     @property
     def host(self) -> tuple[float, float, float]:
-        """Seconds that the host takes to send the step's operations: at best, most likely, at worst."""
+        """Seconds that the host takes to launch the step's operations: at best, most likely, at worst."""
         left = self.calibration.host_compiled if self.compiled else (1.0, 1.0, 1.0)
         least, likely, most = (
             self.launched * operation_seconds * share
@@ -136,8 +138,8 @@ class Plan(Conditions):
     def band(self) -> tuple[float, float, float]:
         """Step time in seconds: at best, most likely, at worst.
 
-        The slower of the device and the host determines the time. Beyond 128 processes (by default), the band widens
-        with each doubling of the world size.
+        The slower of the device and the host determines the time. Beyond 128 processes (by default), each doubling of
+        the world size increases the likely time and, more strongly, the worst one.
         """
         spread = self.calibration.spread if self.checked else self.calibration.spread_unchecked
         late = (1 + self.calibration.straggler) ** max(0.0, log2(self.world_size / self.calibration.straggler_from))

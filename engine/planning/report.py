@@ -30,8 +30,8 @@ class Schedule:
         steps: Number of optimizer steps of the run; None if unknown.
         samples: Number of samples per epoch; None if unknown.
         per_epoch: Number of optimizer steps per epoch, including a shorter last one; None if unknown.
-        rates: Learning rates, evenly spaced over the run; empty if there is no curve to draw.
-        words: Text to show in place of the curve.
+        rates: Learning rates at evenly spaced steps of the run; empty if there is no curve to draw.
+        words: Text about the learning rate, shown if ``rates`` is empty.
     """
 
     steps: int | None = None
@@ -51,8 +51,8 @@ def screen(
         name: The name of the model, for the heading.
         schedule: The length and learning rate schedule of the run.
         hints: The suggestions of `advice.advise`.
-        gpu_from: Text that states how the GPU was determined, if the user did not name it.
-        width: Maximum width of a line, in columns. Default: 100.
+        gpu_from: Text that states how the GPU was determined, such as ``"this machine's"``; "" if the user named it.
+        width: Number of columns to which the rows below the heading are wrapped. Default: 100.
     """
     machines = -(-plan.world_size // plan.gpu.per_machine)
     hardware = f"{plan.world_size:,} x {plan.gpu.name}" + (f" ({machines:,} machines)" if machines > 1 else "")
@@ -180,7 +180,7 @@ def _describe_bound(plan: Plan) -> str:
 
 
 def format_rounded(number: float) -> str:
-    """Format a number with three significant digits, such as ``"0.0123"`` or ``"10,900"``.
+    """Format a number with up to three significant digits, such as ``"0.0123"`` or ``"10,900"``.
 
     Args:
         number: The number to format.
@@ -191,7 +191,7 @@ def format_rounded(number: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in a suitable unit, from ``us`` to ``days``.
+    """Format a duration with a suitable unit, from ``us`` to ``days``, such as ``"2.5 min"``.
 
     Args:
         seconds: The duration in seconds.
@@ -209,10 +209,10 @@ def format_duration(seconds: float) -> str:
 
 
 def draw_curve(values: Sequence[float], width: int = 40) -> str:
-    """Draw numbers as a row of bars of Unicode block characters.
+    """Return a bar chart of numbers as one line of Unicode block characters; "" without numbers.
 
     Args:
-        values: The numbers; the largest one has a full bar.
+        values: The numbers. The largest of those that are drawn has a full bar.
         width: Maximum number of bars. If there are more values, evenly spaced ones are drawn. Default: 40.
     """
     if not values:

@@ -1,4 +1,4 @@
-"""Simulation of one optimizer step of one process of a run, without the machines of the run."""
+"""Simulation of one optimizer step of one process of a run, without the hardware of the run."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def simulate(
 
     With ``FSDP``, the model is sharded as in the run, and torch's FSDP2 schedules the all-gathers and reduce-scatters.
     With ``DDP``, all-reduces follow the buckets that torch's reducer would form. For any world size, the simulation
-    takes seconds and a few hundred MB.
+    takes seconds and a few hundred MB of memory.
 
     Args:
         build_model: Function that creates the model. It is called on the meta device, so parameters take no memory.
         make_batch: Function that creates a batch, given the number of samples.
-        loss: Function that returns the loss, given the model (or its method ``step``) and a batch. It must not read a
-            tensor's value.
+        loss: Function ``loss(model, batch)`` that returns the loss. If ``step`` is set, it receives this method of the
+            model instead of the model. It must not read a tensor's value.
         optimizer: Function that creates an optimizer, given the trainable parameters.
         conditions: Arguments of `Conditions`, at least ``world_size`` and ``strategy``.
 
@@ -45,8 +45,9 @@ def simulate(
         The plan, with the time, memory and communication of the step.
 
     Raises:
-        ValueError: If the strategy cannot lay out the processes, if the step reads a tensor's value, or if the
-            optimizer requires a closure.
+        ValueError: If an argument of `Conditions` is invalid, this process is already in a process group, the strategy
+            cannot lay out the processes, a plan does not support the strategy or a collective, the step reads a
+            tensor's value, or the optimizer requires a closure.
     """
     on = Conditions(**conditions)
     clocks, memory = Clocks(), Memory()
@@ -91,7 +92,7 @@ class _Step:
         self.spent: dict[str, float] = {}
 
     def run(self, make_batch: Any) -> None:
-        """Run the step with tensors that have no values.
+        """Run the step with fake tensors, which have no values.
 
         Args:
             make_batch: Function that creates a batch, given the number of samples.
@@ -140,7 +141,7 @@ class _Step:
         return order
 
     def _prepare_optimizer(self) -> Optimizer:
-        """Create the optimizer and run a first step, so that its state exists."""
+        """Create the optimizer and, with a first step, its state; record the sizes of the state and a checkpoint."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         optimizer: Optimizer = self.make_optimizer(trained)
         closure = inspect.signature(optimizer.step).parameters.get("closure")

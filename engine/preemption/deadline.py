@@ -18,13 +18,13 @@ _forks_watched: list[bool] = []
 class Deadline:
     """Time limit that begins with a signal, and ends the process even if its main thread hangs.
 
-    Python's own signal handlers would wait for the main thread. Instead, the interpreter immediately writes each signal
-    that has a handler into a pipe (`signal.set_wakeup_fd`), which a thread reads. The thread passes the signal on to
-    any other reader, such as asyncio.
+    Python's own signal handlers would wait for the main thread. Instead, the interpreter immediately writes the number
+    of each signal that has a Python handler into a pipe (`signal.set_wakeup_fd`), which a thread reads. The thread also
+    writes the number to the file descriptor that was set before, such as asyncio's.
 
     Args:
         seconds: Time from the first signal to the end of the process, in seconds.
-        signals: The signals that start the time limit.
+        signals: The signals that start the time limit. `start` starts it without a signal.
     """
 
     def __init__(self, seconds: float, signals: Collection[int]) -> None:
@@ -40,7 +40,7 @@ class Deadline:
         self._thread.start()
 
     def start(self) -> None:
-        """Start the time limit, because a rank has received a signal."""
+        """Start the time limit, unless it has already started, because some rank has received a signal."""
         with contextlib.suppress(OSError):  # it has ended
             os.write(self._writing, bytes([_BY_OTHER_RANK]))
 
@@ -75,7 +75,7 @@ class Deadline:
             self._read()
 
     def _read(self) -> int | None:
-        """Wait for the next signal, and return it if it starts the time limit; else None."""
+        """Wait for the next byte in the pipe, and return it if it starts the time limit; else None."""
         number = os.read(self._reading, 1)[0]
         if self._others != -1 and number not in (_OVER, _BY_OTHER_RANK):
             with contextlib.suppress(OSError):

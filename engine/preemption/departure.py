@@ -1,4 +1,4 @@
-"""Protocol by which all ranks leave a loop before the same batch, for loops without votes in each step.
+"""Protocol by which all ranks leave a loop before the same batch, without a collective in each step.
 
 The ranks may be at different batches, or wait for each other within a batch. A rank must not simply stop, because a
 rank that is further ahead may wait for the stopped rank in a collective. Therefore:
@@ -33,7 +33,8 @@ class _Round:
         number: The number of the stage, which is the same on all ranks.
         position: The batch that this rank is processing, or is about to begin.
         asked: Whether this rank has requested to leave.
-        limit: The batch before which this rank waits for the decision; None if no rank has requested to leave.
+        limit: The batch before which this rank waits for the decision; None until this rank knows of a request to
+            leave.
         decision: The batch before which all ranks leave; None if it is not decided yet.
     """
 
@@ -72,7 +73,8 @@ class Departure:
         Args:
             watchdog: Watchdog whose thread calls `exchange` with the store. Without a watchdog, several ranks cannot
                 leave a loop early.
-            on_asked: Function that the watchdog's thread calls when any rank has requested to leave.
+            on_asked: Function that the watchdog's thread calls once when it learns that any rank has requested to
+                leave.
         """
         self._round, self._on_asked = _Round(), on_asked
         if watchdog is not None:
@@ -108,7 +110,7 @@ class Departure:
         return position >= state.decision
 
     def stay(self) -> None:
-        """Cancel the request in this stage. Must be called on all ranks, at the batch before which they would leave."""
+        """Cancel the request to leave. Must be called on all ranks, at the batch before which they would leave."""
         self._round.asked, self._round.limit = False, (_FAR, 0)
         self._round.decision = self._round.limit
 

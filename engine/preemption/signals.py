@@ -37,10 +37,11 @@ _ECHO = 1.0
 
 
 class Preempted(SystemExit):
-    """``SystemExit`` that ends the program after a signal. The run is saved first if there is anything to save.
+    """``SystemExit`` that ends the program after a signal, such as SIGTERM.
 
-    The exit status is the same as if the signal had ended the program: 143 for SIGTERM, 129 for SIGHUP. It is also 143
-    for SIGUSR1, which schedulers send some time before SIGTERM.
+    During the steps of ``fit``, the Trainer first saves a checkpoint if it has a ModelCheckpoint that saves full
+    checkpoints. The exit status is the same as if the signal had ended the program: 143 for SIGTERM, 129 for SIGHUP. It
+    is also 143 for SIGUSR1, which schedulers send some time before SIGTERM.
 
     Example:
         >>> from treadle.engine import Preempted
@@ -53,12 +54,14 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """Handler of SIGTERM, SIGUSR1 and SIGHUP during training; the loop saves and ends after the current step.
+    """Handler of SIGTERM, SIGUSR1 and SIGHUP that lets a loop complete its step and save before the process ends.
 
-    The handler only sets a flag, so a signal never interrupts a step or a save, even if it is sent repeatedly. All
-    ranks leave after the same step, no matter which one received the signal. In the Trainer's loop, the flag is part of
-    the votes of each step. In a user-defined loop and in evaluations, the ranks agree through the store, which takes up
-    to two seconds. SLURM's ``--signal=USR1@90`` sends SIGUSR1 before the time limit of a job; the job is then requeued.
+    The handler only sets a flag, so a signal does not interrupt a step or a save, even if it is sent repeatedly. If
+    another rank has ended, however, the step raises `PeerFailed`, because it cannot finish. All ranks leave after the
+    same step, no matter which one received the signal. In the Trainer's training loop, the ranks exchange the flag in
+    each step. In a user-defined loop and in evaluations, they agree through the store, which usually takes up to two
+    seconds. SLURM's ``--signal=USR1@90`` sends SIGUSR1 90 seconds before the time limit of a job; `leave` then requeues
+    the job.
 
     Before the first step, nothing has to be saved. In the context of `leaving_at_once`, a rank that receives a signal
     therefore leaves without waiting for the other ranks, and its launcher informs them.
@@ -68,7 +71,7 @@ class Preemption:
     delayed; with several processes, it must arrive more than a second after the first.
 
     Args:
-        accelerator: The Accelerator of the run, whose votes include the flag.
+        accelerator: The Accelerator of the run, whose ranks agree to leave.
         grace: Time limit in seconds, from the first signal that any rank receives. When it expires, all ranks end, even
             if they hang. Default: no limit.
 
@@ -76,8 +79,7 @@ class Preemption:
         caught: The signal that this process received; None if it has not received one.
         interrupts: Whether Ctrl-C is handled like the other signals.
         abandoned: Whether a second Ctrl-C arrived, so nothing more is saved.
-        departure: Agreement of the ranks on the batch before which they leave a loop without votes, such as an
-            evaluation.
+        departure: Agreement of the ranks on the batch before which they leave a user-defined loop or an evaluation.
 
     Example:
         >>> import treadle
@@ -107,9 +109,10 @@ class Preemption:
     def watching(self) -> Iterator[Preemption]:
         """Return a context in which SIGTERM, SIGUSR1, SIGHUP and Ctrl-C (SIGINT) are handled.
 
-        A handler that the script has set is called too. Ignored signals remain ignored. Outside the main thread, where
-        Python cannot set handlers, no signal is handled. A signal after the last step raises `Preempted` at the end of
-        the context, after all cleanup, unless the script has set a handler for it.
+        A handler that the script has set is called too; for Ctrl-C, it replaces KeyboardInterrupt. Ignored signals
+        remain ignored. Outside the main thread, where Python cannot set handlers, no signal is handled. A signal after
+        the last step raises `Preempted` at the end of the context, after all cleanup, unless the script has set a
+        handler for it.
         """
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = self._at_once = self._failing = False
@@ -287,8 +290,9 @@ class Preemption:
     def should_stop(self) -> bool:
         """Return whether the loop must save and leave now. The result is the same on every rank.
 
-        Every rank must call this method the same number of times, ideally once per batch. Inside an accumulation group
-        the result is always False, without an exchange, because nothing could be saved there.
+        Every rank must call this method the same number of times, ideally once per batch. Within a gradient
+        accumulation (``accelerator.sync_gradients`` is False), the result is always False, without an exchange, because
+        accumulated gradients are not saved.
         """
         if not self._accelerator.sync_gradients:
             return False
@@ -343,7 +347,7 @@ def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Itera
     Args:
         accelerator: The Accelerator of the loop.
         grace: Time from the signal to the end of all ranks, as accepted by `parse_duration`; None for no limit.
-        interrupts: Handle Ctrl-C like the other signals.
+        interrupts: Handle Ctrl-C like the other signals; see `Preemption.catching_interrupts`.
 
     Raises:
         ValueError: If several processes have no store over which they can agree. They need a process group over TCP, or
@@ -367,7 +371,7 @@ def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Itera
 
 
 def requeue_job() -> None:
-    """Ask SLURM to requeue this job, if the process runs in a SLURM job."""
+    """Ask SLURM to requeue this job, if the process runs in a SLURM job, and print the result to stderr."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return

@@ -19,13 +19,14 @@ class AdvancedProfiler(Profiler):
     Args:
         dirpath: See `Profiler`.
         filename: See `Profiler`.
-        line_count_restriction: Functions to show for each action: their number as an int, or their share as a float
-            from 0.0 to 1.0. Default: 1.0.
-        dump_stats: Write each action's statistics to a file, for ``python -m pstats`` and viewers such as snakeviz.
+        line_count_restriction: Functions to show for each action, by cumulative time: their number as an int, or their
+            fraction as a float from 0.0 to 1.0. Default: 1.0.
+        dump_stats: Let `summary` write each action's statistics to a file, for ``python -m pstats`` and viewers such as
+            snakeviz.
 
     Raises:
         TypeError: If ``line_count_restriction`` is not a number.
-        ValueError: If ``line_count_restriction`` is negative, or a share above 1.0.
+        ValueError: If ``line_count_restriction`` is negative, or a float above 1.0.
 
     Example:
         >>> from treadle.profilers import AdvancedProfiler

@@ -12,7 +12,7 @@ _PENDING = 4096  # marks waiting to be read; far more than a device can lag behi
 
 
 class Span:
-    """Interval between two marks in the queue of a device.
+    """Interval between two marks, such as CUDA events, in the queue of a device.
 
     Args:
         name: The name of the measured action.
@@ -20,7 +20,7 @@ class Span:
         outer: The enclosing span, or None.
 
     Attributes:
-        inner: Total milliseconds of the inner spans that were read.
+        inner: Total duration of the inner spans that were read, in milliseconds.
         repeats: Whether the span lies within another span of the same name.
     """
 
@@ -82,7 +82,7 @@ class DeviceClock:
             self.read(wait=False)
 
     def read(self, wait: bool) -> None:
-        """Read the marks that the device has reached, and report their spans.
+        """Read the marks that the device has reached, and pass the spans that have ended to ``take``.
 
         Args:
             wait: Wait until the device has reached all marks.

@@ -25,14 +25,17 @@ class Profiler:
 
     Args:
         dirpath: Directory of the profiler's files. Default: the run's log directory.
-        filename: Word in the names of report files, such as ``fit-FILENAME-0.txt``; see `path_for`. If it is set, each
-            process writes its report to a file. Default: rank zero logs its report.
+        filename: Word in the names of the profiler's files, such as ``fit-FILENAME-0.txt``; see `path_for`. If it is
+            set, each process writes its report to a file. Default: rank zero logs its report.
 
     Attributes:
         device: The device of the run; None without a Trainer.
         model: The task of the Trainer, a ``torch.nn.Module``; None outside of a stage.
         advice: Suggestions on how to make actions faster, by name of the action. The Trainer adds advice on its
             dataloaders.
+
+    Raises:
+        TypeError: If ``dirpath`` or ``filename`` is neither a string nor a path.
 
     Example:
         >>> import time
@@ -78,7 +81,7 @@ class Profiler:
         """
 
     def step(self) -> None:
-        """Mark the end of an optimizer step, including its callbacks and logging, or of an evaluation batch."""
+        """Mark the end of an optimizer step, with its callbacks and logging, or of a batch in an evaluation stage."""
 
     def summary(self) -> str:
         """Return the report as text; "" if there is nothing to report."""
@@ -143,7 +146,7 @@ class Profiler:
         return True
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Prepare for a stage. If ``dirpath`` is not set, use ``log_dir``.
+        """Prepare for a stage. If ``dirpath`` is not set, set it to ``log_dir``, also for later stages.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -169,7 +172,8 @@ class Profiler:
     def path_for(self, ending: str, part: str = "") -> Path:
         """Return a path such as ``dirpath/STAGE-FILENAME-RANK-PART.txt``, and create its directory.
 
-        Words that are not set are omitted, as is the rank with a world size of one.
+        Words that are not set are omitted, as is the rank with a world size of one. Characters other than letters,
+        digits and ``_.+-`` are replaced with ``_``.
 
         Args:
             ending: The suffix of the file name, with its dot.

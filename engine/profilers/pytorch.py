@@ -22,7 +22,7 @@ class PyTorchProfiler(Profiler):
     """Profiler that records the operations of selected steps with ``torch.profiler``, and writes a trace per process.
 
     Open a trace, such as ``fit-0.pt.trace.json``, in https://ui.perfetto.dev or in TensorBoard. It contains a range for
-    every action of the Trainer.
+    every action of the Trainer in the recorded steps.
 
     Args:
         dirpath: See `Profiler`; traces are written to the same directory.
@@ -30,19 +30,21 @@ class PyTorchProfiler(Profiler):
         group_by_input_shapes: Show a separate row of the table for each combination of an operation's input shapes.
             This implies ``record_shapes=True``.
         emit_nvtx: Emit ranges for Nsight Systems (``nsys profile python train.py``) instead of recording operations.
-        export_to_chrome: Write traces in Chrome's format. Default: True.
+            This needs a CUDA device.
+        export_to_chrome: Write a trace of each recorded cycle in Chrome's format. Default: True.
         row_limit: Maximum number of rows in the table; -1 for all. Default: 20.
         sort_by_key: Column by which the table is sorted, one of `AVAILABLE_SORT_KEYS`. Default: the device time, or the
             CPU time if no device was recorded.
         record_module_names: Create a range for each call of a submodule, except within compiled code. Default: True.
         table_kwargs: Further arguments of torch's ``EventList.table``.
-        profiler_kwargs: Arguments of ``torch.profiler.profile``: ``schedule`` (default: record steps 3 to 5; None
-            records all steps, in memory), ``activities``, ``on_trace_ready`` (called instead of writing traces),
-            ``record_shapes``, ``profile_memory``, ``with_stack``, ``with_flops``, ``with_modules``.
+        profiler_kwargs: Arguments of ``torch.profiler.profile``, such as ``schedule`` (default: record steps 3 to 5;
+            None records all steps, in memory), ``activities``, ``on_trace_ready`` (called instead of writing traces),
+            ``record_shapes``, ``profile_memory``, ``with_stack``, ``with_flops`` and ``with_modules``.
 
     Raises:
         ValueError: If a sort key or an argument is unknown. The error names the closest match.
-        TypeError: If ``schedule`` is neither a result of ``torch.profiler.schedule`` nor None.
+        TypeError: If ``schedule`` is neither None nor a function from a step number to a ``ProfilerAction``, such as a
+            result of ``torch.profiler.schedule``.
 
     Example:
         >>> import treadle

@@ -15,8 +15,8 @@ class SimpleProfiler(Profiler):
     """Profiler that measures the number and duration of each action's calls, and reports the bottleneck of the run.
 
     An action's share of the time excludes nested actions, so the shares add up to the total. On CUDA devices, a process
-    runs ahead of the work that it launches. The profiler therefore also records marks in the device's queue, reads them
-    without waiting, and computes the shares from device time. On other accelerators, the shares are computed from the
+    runs ahead of the work that it launches. The profiler therefore also records CUDA events, and computes the shares
+    from device time. It waits for the device only when it reports. On other devices, the shares are computed from the
     process's time.
 
     Args:
@@ -122,7 +122,7 @@ class SimpleProfiler(Profiler):
             action.device_first = exclusive
 
     def summary(self) -> str:
-        """Return the table of actions and the verdict; see `Profiler.summary`."""
+        """Return the table of actions and the verdict on the bottleneck; "" without actions; see `Profiler.summary`."""
         elapsed = time.perf_counter() - self._started
         if self._clock is not None:
             self._clock.read(wait=True)
@@ -146,8 +146,9 @@ def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_devi
     Args:
         actions: The measurements of each action, by its name.
         elapsed: Duration of the stage in seconds; shares are relative to this time.
-        extended: Show all columns; otherwise only the means and the total.
-        on_device: Compute the shares from device time instead of the process's time.
+        extended: Show all columns; otherwise only the action, its mean times and its total time.
+        on_device: Compute the shares from device time instead of the process's time, and add a column with mean device
+            times.
     """
     exclusive = {name: a.device_exclusive if on_device else a.exclusive for name, a in actions.items()}
     rest = max(0.0, elapsed - sum(exclusive.values()))

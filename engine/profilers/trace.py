@@ -25,6 +25,9 @@ def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pro
 
     Yields:
         The running ``torch.profiler.profile``.
+
+    Raises:
+        ValueError: If one of the handler's activities is unknown. The error names the closest one.
     """
     profiler = _build_profiler(handler, world.rank)
     with profiler:

@@ -55,10 +55,10 @@ def kind_of(name: str, alone: bool = False) -> str:
 
 
 def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device: bool) -> str:
-    """Describe which work other than computation takes the most time, and give advice.
+    """Return a sentence that states which work other than computation takes the most time, and advice in some cases.
 
-    The first call of an action is excluded if there are further calls, because it takes longer. Time outside of all
-    actions is excluded too.
+    The first call of an action is excluded if there are further calls, because it often takes longer. Time outside of
+    all actions is excluded too.
 
     Args:
         actions: The measurements of each action, by its name.

@@ -29,7 +29,7 @@ def is_url(source: object) -> bool:
 
 
 def find_in_store(source: object) -> RemotePath | None:
-    """Return the location of a source in an object store; None if the source is a path or a URL on the web.
+    """Return the location of a source in an object store; None for a path, or for an http, https or file URL.
 
     A source in an object store needs no digest, because the store controls who can write to it.
 
@@ -93,8 +93,8 @@ def fetch(url: str, sha256: str | None, folder: Path) -> Path:
         The path of the local file.
 
     Raises:
-        ValueError: If the digest is missing or differs, or if a ``file://`` URL does not name a local file. If the
-            download is larger than 256 GiB or than the free disk space for ``folder``.
+        ValueError: If the digest is missing, malformed or different, or if a ``file://`` URL does not name a local
+            file. If the download is larger than 256 GiB or than the free disk space for ``folder``.
         OSError: If the download failed, or if the scheme of the URL is not supported.
     """
     scheme = _SCHEME.match(url)[1].lower()  # type: ignore[index]

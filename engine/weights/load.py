@@ -60,30 +60,32 @@ def load_weights(
 
     Args:
         model: The model, prepared or not. If it is sharded, each process loads its own shards.
-        source: A path or URL. The supported formats are a Treadle checkpoint, a folder in Hugging Face's format, a
-            safetensors file and a file of ``torch.save``, such as Lightning's ``.ckpt``. A Hugging Face folder contains
-            ``model.safetensors`` or ``pytorch_model.bin``, as one file or as several files with an index. A file of
-            ``torch.save`` contains a state dict, at the top level or under ``"state_dict"``, ``"model_state_dict"`` or
-            ``"model"``. A URL on the web must name a single file and requires ``sha256``. Each process reads or
-            downloads the source separately.
+        source: A path or URL. The supported formats are a Treadle checkpoint, a safetensors file, a file of
+            ``torch.save``, such as Lightning's ``.ckpt``, an index of several such files (``.index.json``), and a
+            folder with one index or weights file, as in Hugging Face's format. A file of ``torch.save`` contains a
+            state dict, at the top level or under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``. An ``http``,
+            ``https`` or ``file`` URL must name a single file and requires ``sha256``. Each process reads or downloads
+            the source separately.
         strict: Require that names and shapes in the source are exactly those of the model. If False, the weights that
             fit are loaded, and a warning lists the differences.
         prefix: Load only weights whose names begin with this prefix, and remove it from the names. If no prefix is set,
             the prefixes of common wrappers, such as DDP, are removed automatically.
-        rename: A function that maps a name in the source to the name in the model, or to None to skip the weight.
-            Alternatively, a mapping of names. A key that is empty or ends with ``"."`` applies to all names with this
-            prefix.
-        sha256: The SHA-256 digest of the file, which is verified before the content is parsed. Required for a URL on
-            the web.
+        rename: A function that maps a name in the source to the name in the model, or to None to skip the weight. The
+            name is passed without ``prefix``. Alternatively, a mapping of names. A key that is empty or ends with
+            ``"."`` applies to all names with this prefix.
+        sha256: The SHA-256 digest of the file, which is verified before the content is parsed. Required for an
+            ``http``, ``https`` or ``file`` URL.
 
     Returns:
         The names of the weights that were loaded, and of the weights that were not.
 
     Raises:
-        ValueError: If the source is damaged, harmful or in an unsupported format, or if its names or shapes differ from
-            those of the model. The error lists the differences, and suggests a prefix that would fit. The model is then
-            unchanged, with one exception: if it has a custom ``load_state_dict`` or hooks that change names, torch may
-            already have loaded the weights that fit.
+        ValueError: If the source is missing, damaged, harmful or in an unsupported format. If ``prefix`` matches no
+            name, or the model is already dispatched or on device ``meta``. If names or shapes differ from those of the
+            model or, with ``strict=False``, if no weight fits. The error lists the differences, and suggests a prefix
+            if one would fit. The model is then unchanged, with one exception: if it has a custom ``load_state_dict`` or
+            hooks that change names, torch may already have loaded the weights that fit.
+        TypeError: If an argument has the wrong type, or if ``rename`` returns anything other than a string or None.
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(model, nn.Module):

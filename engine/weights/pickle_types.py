@@ -35,6 +35,9 @@ class Reader:
             built-in table.
         budget: The maximum number of bytes to copy. Without a limit, a file that refers to one long text a million
             times would fill the memory. Default: 256 MiB.
+
+    Attributes:
+        dropped: The types of the items that `mapping` omitted because they are not data, by place.
     """
 
     def __init__(
@@ -48,14 +51,16 @@ class Reader:
         self._open: set[int] = set()
 
     def mapping(self, value: Any, place: str) -> dict[Any, Any]:
-        """Return the items of a dict that are plain data. Record the type of each other item in ``dropped``, by place.
+        """Return the items of a dict that are plain data, and record the types of the others in ``dropped``, by place.
+
+        Items whose key is a class or function are skipped and not recorded.
 
         Args:
             value: A dict, or a recorded call that builds a dict; see `container`.
             place: The place of the dict in the file, for errors and as the beginning of keys in ``dropped``.
 
         Raises:
-            ValueError: If ``value`` is not a dict.
+            ValueError: If ``value`` is not a dict, or if an item is invalid; see `data`.
         """
         value = self.container(value)
         if not isinstance(value, dict):
@@ -71,7 +76,10 @@ class Reader:
         return entries
 
     def container(self, value: Any) -> Any:
-        """Convert a dict of any class to a plain dict with unconverted items, and return other values unchanged.
+        """Convert a recorded dict, such as an ``OrderedDict``, to a plain dict with unconverted items.
+
+        The supported classes are ``OrderedDict``, ``defaultdict``, ``Namespace``, Lightning's ``AttributeDict`` and
+        OmegaConf's ``DictConfig``. Any other value is returned unchanged.
 
         Args:
             value: A result of `pickle_reader.read`, or a part of it.

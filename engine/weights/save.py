@@ -61,8 +61,9 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
             lists the names of the others.
 
     Raises:
-        TypeError: If ``obj`` contains anything other than data that ``torch.load(weights_only=True)`` loads, or, for
-            safetensors, if it is not a dict of tensors.
+        TypeError: If ``obj`` contains anything other than data that ``torch.load(weights_only=True)`` loads, or one
+            process's shard of a tensor. For safetensors, if it is not a dict of dense tensors with values and supported
+            dtypes.
     """
     write: Callable[[Any], None]
     if safe:
@@ -154,8 +155,8 @@ def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, saf
     """Write weights as one file, or as several files with an index, under Hugging Face's file names.
 
     At any time, the folder contains either the complete old or the complete new weights. Several new files get unused
-    names, which contain ``-v1`` if the usual names exist. The new index replaces the old index in one rename. Then the
-    old files are deleted.
+    names, which contain ``-v1``, ``-v2`` or a higher number if the usual names exist. The new index replaces the old
+    index in one rename. Then the old files are deleted.
 
     Args:
         weights: Tensors by name. In a safetensors file, only the first of several tied tensors is written, and the
@@ -165,7 +166,9 @@ def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, saf
         safe: Write safetensors files. If False, write files of ``torch.save``.
 
     Raises:
-        TypeError: If a value is not a tensor, or is one process's shard of a tensor.
+        TypeError: If a value is not a tensor, is one process's shard of a tensor, or is a tensor that cannot be stored,
+            such as a sparse one or one on device ``meta``.
+        ValueError: If the directory is a Treadle checkpoint.
     """
     others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if others:

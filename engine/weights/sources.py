@@ -72,13 +72,15 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
 
     Args:
         source: A path or URL; see `load_weights`.
-        sha256: The expected SHA-256 digest of the file. Required for a URL on the web.
+        sha256: The expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
 
     Yields:
         The opened source.
 
     Raises:
-        ValueError: If the source is not in a supported format, or has a different digest.
+        TypeError: If the source is neither a path nor a URL.
+        ValueError: If the source does not exist, is damaged or is not in a supported format, or if its digest is
+            missing or different.
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(source, str | os.PathLike):
@@ -112,7 +114,8 @@ def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
             be a symbolic link, as in Hugging Face's cache.
 
     Raises:
-        ValueError: If the format is not supported, or if the checkpoint is damaged or lacks a file.
+        ValueError: If the format is not supported, or if the checkpoint does not exist, is damaged or lacks a file.
+        OSError: If the object store reports an error.
     """
     stored = find_in_store(checkpoint)
     if stored is None:

@@ -36,7 +36,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Storage:
-    """Block of tensor memory in a file. Several tensors may be views of one block."""
+    """Block of tensor memory in a file, with ``count`` elements. Several tensors may be views of one block."""
 
     dtype: torch.dtype
     key: str
@@ -45,7 +45,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class View:
-    """Tensor in a file, described as a view of a storage."""
+    """Tensor in a file, described as a view of a storage. Offset and strides are numbers of elements."""
 
     storage: Storage
     dtype: torch.dtype
@@ -95,7 +95,8 @@ class TorchFile:
         reader: Converter of parts of the document to data. It converts tensors to `View`.
 
     Raises:
-        ValueError: If the file is damaged, or was not written by ``torch.save``.
+        ValueError: If the file is damaged, harmful or too large, was written on a big-endian machine, or was not
+            written by ``torch.save``.
     """
 
     def __init__(self, path: Path) -> None:

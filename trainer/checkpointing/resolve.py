@@ -89,11 +89,12 @@ class CheckpointResolver:
     def resolve(self) -> OpenCheckpoint | None:
         """Return the opened and verified checkpoint, the same on every rank; None if no checkpoint is loaded.
 
-        Call it on all ranks. Rank zero searches, all ranks verify, and one message announces the choice and the skipped
-        checkpoints.
+        Call it on all ranks. Rank zero searches, and all ranks verify. If ``ckpt_path`` is a word, a message announces
+        the choice, and warnings name the skipped checkpoints.
 
         Raises:
-            ValueError: If no checkpoint matches ``ckpt_path``, or the checkpoint is damaged.
+            ValueError: If no checkpoint matches ``ckpt_path``, the checkpoint is damaged, or the stage is not ``fit``
+                and ``ckpt_path`` is ``"auto"``.
             TypeError: If ``ckpt_path`` is neither a string nor a path.
         """
         trainer, ckpt_path = self.trainer, self.ckpt_path

@@ -90,7 +90,9 @@ def _iterate_plain_values(value: Any, name: str = "", depth: int = 0) -> Iterato
 def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
     """Return the differences that show that a checkpoint is from another run, one per line; empty if from this run.
 
-    The task's class, its hyperparameters, and the names and shapes of its parameters are compared.
+    The task's class, the hyperparameters of the task and the data module, and (with ``strict_loading``) the names and
+    shapes of the parameters are compared. Hyperparameters that an ordinary resume may change, such as the batch size,
+    are ignored.
 
     Args:
         trainer: Trainer with the task and the data module.

@@ -38,6 +38,10 @@ class SchedulerConfig:
             ``"lr-Adam"``.
         reduce_on_plateau: Whether ``step`` receives the monitored value. Default: False; always True for
             ``ReduceLROnPlateau``.
+
+    Raises:
+        TypeError: If ``scheduler`` has no ``step`` or no ``state_dict``.
+        ValueError: If ``interval`` or ``frequency`` is invalid.
     """
 
     scheduler: Any
@@ -111,7 +115,8 @@ def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: 
         schedulers: Schedulers that its ``configure_optimizers`` returned.
 
     Raises:
-        ValueError: If an optimizer or a scheduler is unrelated to the run and would silently have no effect.
+        ValueError: If an optimizer has none of the module's parameters, or a scheduler's optimizer is not in
+            ``optimizers``.
     """
     parameter_ids = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:

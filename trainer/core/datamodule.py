@@ -117,15 +117,15 @@ class DataModule(HyperparametersMixin, TransferHooks):
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
-        """Return the validation dataloader, or several."""
+        """Return the validation dataloader, or several in a dict, list or tuple."""
         raise NotImplementedError
 
     def test_dataloader(self) -> Any:
-        """Return the test dataloader, or several."""
+        """Return the test dataloader, or several in a dict, list or tuple."""
         raise NotImplementedError
 
     def predict_dataloader(self) -> Any:
-        """Return the predict dataloader, or several."""
+        """Return the predict dataloader, or several in a dict, list or tuple."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -222,8 +222,9 @@ class DataModule(HyperparametersMixin, TransferHooks):
             The data module with its saved state.
 
         Raises:
-            TypeError: If a required argument of ``__init__`` is neither saved nor passed. ValueError: If the path is
-                not a checkpoint, the checkpoint is damaged or harmful, or the file contains only weights.
+            TypeError: If a required argument of ``__init__`` is neither saved nor passed.
+            ValueError: If the path is not a checkpoint, the checkpoint is damaged or harmful, or the file contains only
+                weights.
         """
         from .loading import build_datamodule, warn_of_code
 

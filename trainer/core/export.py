@@ -49,8 +49,8 @@ class Exports(nn.Module):
 
         Raises:
             ModuleNotFoundError: If a package is missing; the message names it.
-            ValueError: If no input is available, the model is sharded, or the shapes of the program's outputs differ
-                from those of the model.
+            ValueError: If ``dynamo`` is not True, the task has no ``forward``, no input is available, the model is
+                sharded or not built, or the shapes of the program's outputs differ from those of the model.
         """
         require("to_onnx", "onnx", "onnxscript", extra="onnx")
         if (dynamo := kwargs.pop("dynamo", True)) is not True:
@@ -86,8 +86,9 @@ class Exports(nn.Module):
             The exported program.
 
         Raises:
-            ValueError: If ``file_path`` does not end in ``.pt2``, no input is available, the model is sharded, or the
-                shapes of the program's outputs differ from those of the model.
+            ValueError: If ``file_path`` does not end in ``.pt2``, the task has no ``forward``, no input is available,
+                the model is sharded or not built, or the shapes of the program's outputs differ from those of the
+                model.
         """
         if file_path is not None and Path(file_path).suffix != ".pt2":
             raise ValueError(f"file_path={os.fspath(file_path)!r} must end in .pt2, the suffix that torch expects.")
@@ -113,7 +114,7 @@ class Exports(nn.Module):
             file_path: Path or URL of the file.
 
         Raises:
-            ValueError: If the model is sharded.
+            ValueError: If the model is sharded or not built.
         """
         _refuse_shards(self, "to_safetensors")
         if not is_url(file_path):
@@ -144,7 +145,8 @@ class Exports(nn.Module):
             The module in evaluation mode.
 
         Raises:
-            ValueError: If the method is unknown, a trace has no input, or the model is sharded.
+            ValueError: If the method is unknown, the task has no ``forward``, a trace has no input, or the model is
+                sharded or not built.
         """
         warn(
             "to_torchscript: TorchScript is deprecated in torch and no longer maintained. Use to_onnx, or "

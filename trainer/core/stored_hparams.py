@@ -2,7 +2,7 @@
 
 ``hparams`` holds the user's objects unchanged. The stored form holds only data: OmegaConf containers, dataclasses and
 enum members become a `Record` of their content. Reading this form imports nothing and builds a dataclass only if the
-constructor's own annotation names that class, so a checkpoint cannot choose code to run.
+constructor's own annotation or default names that class or a base class, so a checkpoint cannot choose code to run.
 """
 
 from __future__ import annotations
@@ -324,11 +324,12 @@ class CannotRebuild(ValueError):
 
 
 def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: bool = False) -> Any:
-    """Rebuild an argument from its stored form. No module is imported; only classes named in ``annotation`` are called.
+    """Rebuild an argument from its stored form. Nothing is imported, and only classes in ``annotation`` are called.
 
     Args:
         value: Stored form of the argument.
-        annotation: Annotation of the argument in the constructor.
+        annotation: Annotation of the argument in the constructor. It allows the classes that it names and, for
+            dataclasses, their subclasses.
         default: Default of the argument, whose class is treated as if the annotation named it.
         home: Name of the module that defines the constructor's class. An enum class is looked up here if the module
             named in the checkpoint does not have it, for example because that module was a script.
@@ -340,7 +341,7 @@ def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: boo
 
     Raises:
         CannotRebuild: If the argument contains an object that cannot be built, for example because ``annotation`` does
-            not name its class.
+            not allow its class.
     """
     allowed = [*_iterate_classes(annotation)]
     if isinstance(default, enum.Enum) or _is_dataclass(default):

@@ -136,19 +136,22 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         raise NotImplementedError
 
     def train_dataloader(self) -> Any:
-        """Return the training dataloader, or several in a dict, list or tuple. Unused if ``fit`` gets one otherwise."""
+        """Return the training dataloader, or several in a dict, list or tuple, which are read together.
+
+        The Trainer calls it only if neither ``fit`` nor the data module provides a training dataloader.
+        """
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
-        """Return the validation dataloader, or several."""
+        """Return the validation dataloader, or several in a dict, list or tuple."""
         raise NotImplementedError
 
     def test_dataloader(self) -> Any:
-        """Return the test dataloader, or several."""
+        """Return the test dataloader, or several in a dict, list or tuple."""
         raise NotImplementedError
 
     def predict_dataloader(self) -> Any:
-        """Return the predict dataloader, or several."""
+        """Return the predict dataloader, or several in a dict, list or tuple."""
         raise NotImplementedError
 
     def configure_gradient_clipping(
@@ -180,7 +183,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
 
         Raises:
-            RuntimeError: If the task has no Trainer. ValueError: If clipping is enabled and the algorithm is unknown.
+            RuntimeError: If the task has no Trainer.
+            ValueError: If clipping is enabled and the algorithm is unknown.
         """
         if not gradient_clip_val:
             return
@@ -214,7 +218,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         Args:
             epoch: Number of completed epochs.
-            batch_idx: Index of the group's last micro-batch.
+            batch_idx: Index of the accumulation group's last micro-batch.
             optimizer: Optimizer to step. Its gradients are complete, reduced over the ranks and clipped, unless it
                 needs a closure.
             optimizer_closure: Function that returns the step's loss. For an optimizer that needs a closure (L-BFGS), it
@@ -223,11 +227,11 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        """Reset an optimizer's gradients after its step, or before each call of the closure that an optimizer needs.
+        """Reset an optimizer's gradients after its step or, if it needs a closure, at the start of each closure call.
 
         Args:
             epoch: Number of completed epochs.
-            batch_idx: Index of the group's last micro-batch.
+            batch_idx: Index of a micro-batch in the accumulation group.
             optimizer: Optimizer whose gradients are reset.
         """
         optimizer.zero_grad()
@@ -284,8 +288,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             rank_zero_only: Accepted for compatibility with Lightning and ignored. Log the same names on every process.
 
         Raises:
-            TypeError: If the name is not a string, or the value is not a number. ValueError: If a tensor has several
-                elements, ``reduce_fx`` is unknown, or arguments or calls contradict each other.
+            TypeError: If the name is not a string, or the value is not a number.
+            ValueError: If a tensor has several elements, ``reduce_fx`` is unknown, or arguments or calls contradict
+                each other.
         """
         if is_dynamo_compiling():  # in a step compiled by the user: called between two graphs
             log_arguments = (name, value, prog_bar, logger, on_step, on_epoch, reduce_fx)
@@ -461,8 +466,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         Raises:
             TypeError: If ``map_location`` is not a device, or a required argument of ``__init__`` is neither saved nor
-                passed. ValueError: If the path is not a checkpoint, the checkpoint is damaged or harmful, or the
-                weights belong to another model.
+                passed.
+            ValueError: If the path is not a checkpoint, the checkpoint is damaged or harmful, or the weights belong to
+                another model.
         """
         from .loading import build, warn_of_code
 

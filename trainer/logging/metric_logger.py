@@ -267,7 +267,7 @@ class Logbook:
             hyperparameters: Whether to send hyperparameters. Default: True.
 
         Raises:
-            ValueError: If the task and the data module have different values for a hyperparameter.
+            ValueError: If the task and the data module would send different values for a hyperparameter.
         """
         merged: dict[str, Any] = {}
         for owner in (task, datamodule) if hyperparameters and self.loggers else ():
@@ -313,7 +313,8 @@ class Logbook:
         """Return the run's folder. Call it on rank zero only.
 
         This is the folder of the first logger that has one. If none has one (MLflow, for example), a folder is created
-        below ``root``, once for this logbook, so that no two runs share it. Without a logger it is ``root`` itself.
+        below ``root``, once for this logbook, so that no two runs share it. Without a logger, or if the folder cannot
+        be created, it is ``root`` itself.
 
         Args:
             root: The Trainer's ``default_root_dir``.

@@ -214,7 +214,9 @@ class Steps:
         return not self.alone and self.accelerator.world.any(any(map(_is_users, self.hooks.on_train_batch_start)))
 
     def vote_to_leave(self, index: int) -> None:
-        """Check in a separate collective that all ranks end the epoch or none does, for steps that carry no such vote.
+        """Check in a separate collective that all ranks end the epoch or none does.
+
+        Only loop bodies whose steps do not exchange this vote call it.
 
         Args:
             index: Index of the micro-batch.

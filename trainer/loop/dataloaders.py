@@ -68,7 +68,11 @@ class Sources:
 
     @property
     def train(self) -> Loader:
-        """Prepared training dataloader."""
+        """Prepared training dataloader, created on first use.
+
+        Raises:
+            ValueError: If neither the user nor a hook provides a training dataloader.
+        """
         if self._train is None:
             source = self._find("train")
             if source is None:
@@ -82,10 +86,13 @@ class Sources:
         return self._train
 
     def evaluation(self, kind: str) -> list[Loader]:
-        """Return the prepared dataloaders of a kind; an empty list if there are none.
+        """Return the prepared dataloaders of a kind; an empty list if there are none. Call it on all processes.
 
         Args:
             kind: ``"val"``, ``"test"`` or ``"predict"``.
+
+        Raises:
+            ValueError: If the processes have different numbers of dataloaders.
         """
         if kind not in self._evaluation:
             sources = list(_split_sources(self._find(kind)))
@@ -207,7 +214,7 @@ class Sources:
 
 
 def check_kinds(stage: str, task: Any, datamodule: Any) -> None:
-    """Raise a TypeError unless the task is a TaskModule and the data module a DataModule.
+    """Raise a TypeError unless the task is an initialized TaskModule and the data module a DataModule.
 
     Args:
         stage: Name of the stage, for messages.

@@ -57,7 +57,8 @@ _RUN_CODES = {FitLoop.run.__code__, EvaluationLoop.run.__code__}
 def annotate(error: BaseException, trainer: Trainer) -> None:
     """Add notes to an error: the position of the run, and the cause if torch's message does not state it.
 
-    Ctrl-C gets no notes: the Trainer announces where it interrupted the run.
+    With one process, only an error in the loop gets the position. Ctrl-C gets no notes: the Trainer announces where it
+    interrupted the run.
 
     Args:
         error: The error, changed in place.

@@ -89,7 +89,7 @@ class EvaluationLoop:
             Logged values and predictions.
 
         Raises:
-            ValueError: If a dataloader yields no batch on any process, unless within ``fit``; or if there are several
+            ValueError: If a dataloader is empty on all processes, unless within ``fit``; or if there are several
                 dataloaders, and a step or a hook does not accept ``dataloader_idx``.
             Preempted: If a signal ended the run. Within ``fit``, the state before the validation is saved.
             KeyboardInterrupt: If Ctrl-C ended the run.
@@ -300,7 +300,7 @@ def predictions_in_order(evaluation: Evaluation, world: World) -> list[Any]:
 
     Args:
         evaluation: Result of the evaluation on this process.
-        world: All processes.
+        world: Processes among which the dataset is sharded.
     """
     loaders = []
     for predictions in evaluation.predictions:

@@ -343,6 +343,9 @@ def choose_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:
     Args:
         trainer: Trainer whose accelerator has the prepared optimizers.
         task: The user's task.
+
+    Raises:
+        ValueError: If an optimizer needs a closure, but the strategy, precision or flags do not support it.
     """
     if not task.automatic_optimization:
         return ManualSteps

@@ -129,7 +129,7 @@ class Fit:
         return model, random_state
 
     def _reload_dataloaders(self) -> bool:
-        """Recreate the dataloaders of a resumed run, with the ``progress.epoch`` at which they were first created.
+        """Recreate the dataloaders of a resumed run, with ``progress.epoch`` as it was when the run last created them.
 
         Returns:
             Whether the dataloaders are new ones for the epoch that begins.
@@ -280,7 +280,9 @@ def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimi
         ranks: World size. Default: 1.
 
     Raises:
-        ValueError: If the optimizers or schedulers do not fit the task.
+        TypeError: If the result has an invalid form.
+        ValueError: If the optimizers or schedulers do not fit the task, such as several optimizers with automatic
+            optimization.
     """
     optimizers, schedulers = parse_optimizers(task.configure_optimizers())
     check_ownership(task, optimizers, schedulers)

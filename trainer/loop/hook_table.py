@@ -32,6 +32,10 @@ class Hooks:
 
     Attributes:
         without_loader_index: Hooks of evaluation batches without an argument ``dataloader_idx``, by name.
+
+    Raises:
+        ValueError: If the task or a callback defines a hook of Lightning that Treadle never calls, such as
+            ``training_epoch_end``.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, callbacks: Iterable[Callback]) -> None:

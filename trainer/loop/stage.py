@@ -43,6 +43,7 @@ class Stage:
         ckpt_path: Checkpoint to restore: a path, a word such as ``"last"``, or None.
 
     Raises:
+        TypeError: If the task is not a `TaskModule`, or the data module is not a `DataModule`.
         ValueError: If another stage is running, dataloaders and a data module are passed, or there is no task.
     """
 
@@ -82,7 +83,7 @@ class Stage:
             work: Function that runs the stage; None ends the stage after the tuning searches that precede it.
 
         Returns:
-            The result of ``work``.
+            The result of ``work``, or None if there is no ``work``.
         """
         trainer, task = self.trainer, self.task
         trainer.stage = trainer.latest_stage = self.name

@@ -70,7 +70,7 @@ def check_loss(loss: Tensor) -> None:
 
 
 def _check_weight(weight: Any) -> None:
-    """Raise a ValueError if a weight is not a single number of at least 0."""
+    """Raise a ValueError if a weight is not a single number of at least 0. The sign of a tensor is not checked."""
     number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < float("inf")
     if not number and not (isinstance(weight, Tensor) and weight.numel() == 1):
         weight_text = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)

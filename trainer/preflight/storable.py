@@ -24,7 +24,8 @@ def check_storable(trainer: Trainer, task: TaskModule) -> None:
     """Encode the state of everything that a checkpoint of this run holds, without writing it.
 
     Entries of ``on_save_checkpoint`` hooks are checked at the first save, because calling the hooks might change state.
-    The state that an optimizer creates in its first step is also checked at the first save.
+    The state that an optimizer creates in its first step is also checked at the first save. Nothing is checked if no
+    `ModelCheckpoint` saves anything.
 
     Args:
         trainer: Trainer of the run.
@@ -33,7 +34,7 @@ def check_storable(trainer: Trainer, task: TaskModule) -> None:
     Raises:
         TypeError: On all processes, if a state is not data. The message names the owner of the state, the place and
             type of the value, and the fix.
-        ValueError: If a state contains itself.
+        ValueError: On all processes, if a state contains itself, or two callbacks have the same ``state_key``.
     """
     if not any(callback.saves for callback in trainer.checkpoint_callbacks):
         return

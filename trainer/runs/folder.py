@@ -98,6 +98,7 @@ class RunFolder:
 
         Raises:
             ValueError: If the name is not valid for a folder.
+            TypeError: If the name is not a string.
             OSError: If the folder cannot be created; the message states its path.
         """
         check_name(name)
@@ -203,9 +204,9 @@ class RunFolder:
     def flags(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the flags of a Trainer that writes everything to this folder: ``Trainer(**folder.flags(settings))``.
 
-        A `RunRecord` is added. A logger, a `ModelCheckpoint` and a `RunReport` are added if a Trainer would have them
-        by default. Callbacks in ``settings`` are kept and write to this folder, unless they have a directory. If no
-        `ModelCheckpoint` keeps the latest checkpoint, the first one also keeps a ``last.ckpt``, unless it has
+        A `RunRecord` is added. A logger, a `ModelCheckpoint` and a `RunReport` are added if they are missing and no
+        flag disables them. Callbacks in ``settings`` are kept and write to this folder, unless they have a directory.
+        If no `ModelCheckpoint` keeps the latest checkpoint, the first one also keeps a ``last.ckpt``, unless it has
         ``save_last=False``.
 
         Args:
@@ -272,7 +273,7 @@ class RunFolder:
     # -- contents ------------------------------------------------------------------------------------------------
 
     def write_config(self, text: str) -> None:
-        """Write the run's configuration, as YAML.
+        """Write the run's configuration, as YAML. Only rank zero writes it.
 
         If a run continues with another configuration, the earlier one is kept as ``config.1.yaml``, or under the next
         free number.
@@ -369,7 +370,10 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Record how the block ended, unless the end is recorded, and release the folder. Errors are not suppressed."""
+        """Record how the block ended, unless the end is recorded, and release the folder. Errors are not suppressed.
+
+        If a continued run did not reach training, its files are restored instead.
+        """
         from ...callbacks.reporting import describe_error
 
         if self._previous_files is not None and self._watch is not None and not self._watch.began:

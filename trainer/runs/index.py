@@ -81,7 +81,7 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """Total duration of the run's sessions in seconds."""
+        """Total duration of the run's sessions in seconds; None if unknown."""
         seconds = self.facts.get("seconds")
         if seconds is not None and self.state == "running":
             seconds += max(0.0, time.time() - self.facts.get("updated", math.inf))
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def best(self) -> Mapping[str, Any] | None:
-        """Best value: ``metric``, ``value``, and ``checkpoint`` if one was saved."""
+        """Best value: ``metric``, ``value``, and ``checkpoint`` if one was saved. None if no best value is recorded."""
         return self.facts.get("best")
 
     @property
@@ -253,7 +253,7 @@ def holding(path: AnyPath) -> AnyPath:
 
 
 def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
-    """Return the curves of each chart by name: steps and values, and the number of values that are not finite.
+    """Return the curves of each chart by name: steps, values, and the number of values that are infinite, NaN or huge.
 
     Args:
         run: Run whose file is read.
@@ -285,7 +285,7 @@ def _parse_points(curve: Any) -> tuple[Points, int]:
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Return the versions, git revision and hardware that were recorded when the run began.
+    """Return the versions, git revision and hardware recorded in the run's last session; empty if there are none.
 
     Args:
         run: Run whose file is read.

@@ -36,8 +36,8 @@ class BatchSizeSearch:
         """Find the batch size and set it.
 
         Raises:
-            ValueError: If the attribute does not exist or is not used, or the user passed dataloaders, which cannot be
-                rebuilt.
+            ValueError: If the attribute does not exist or is not used, the user passed dataloaders, which cannot be
+                rebuilt, or ``keep_global_batch`` does not suit the task.
             MemoryError: If no size fits.
         """
         trainer, finder, kind = self.trainer, self.finder, KIND_OF_STAGE[str(self.trainer.stage)]

@@ -34,7 +34,7 @@ class LRSearch:
         """Find a learning rate and set it.
 
         Raises:
-            ValueError: If the attribute does not exist, or the task uses manual optimization.
+            ValueError: If the attribute does not exist, the task uses manual optimization, or it has no optimizer.
         """
         trainer, finder = self.trainer, self.finder
         name, task = self._choose_attribute_name(), trainer.task
