@@ -287,7 +287,7 @@ class FullyShardedDataParallelPlugin:
         if policy is not None and not isinstance(policy, str):
             return policy  # torch's own policies are also accepted
         if policy is not None:
-            choose("auto_wrap_policy", policy.lower(), _POLICIES)
+            policy = choose("auto_wrap_policy", policy.lower(), _POLICIES)
         names = self.transformer_cls_names_to_wrap
         if policy in (None, "transformer_based_wrap") and names:
             return frozenset(name.strip() for name in (names.split(",") if isinstance(names, str) else names))

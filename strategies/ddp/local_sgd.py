@@ -119,4 +119,4 @@ def parse_local_steps(every: Any, start: Any) -> LocalSteps | None:
             f"local_sgd_start={start} needs local_sgd_steps, the number of steps between two averages. Set "
             "local_sgd_steps too."
         )
-    return None if every is None else LocalSteps(every, start)
+    return None if every is None else LocalSteps(every, start or 0)

@@ -120,6 +120,17 @@ def test_what_a_plugin_can_not_mean(case):
         make()
 
 
+@pytest.mark.parametrize("spell", [str.lower, str.upper])  # Accelerate's own constants are upper case
+def test_a_wrap_policy_in_any_case(spell):
+    def policy(name, **options):
+        plugin = utils.FullyShardedDataParallelPlugin(auto_wrap_policy=spell(name), **options)
+        return plugin.strategy(cpu().world).auto_wrap_policy
+
+    assert policy("no_wrap")(torch.nn.Linear(1, 1)) is False
+    assert policy("size_based_wrap", min_num_params=7) == 7
+    assert policy("transformer_based_wrap", transformer_cls_names_to_wrap="A, B") == {"A", "B"}
+
+
 def test_names_that_are_not_there_say_why():
     for name in ("lomo_backward", "maybe_context_parallel", "fp8_backend"):
         with pytest.raises(AttributeError, match=rf"'{name}'\. \w"):

@@ -598,6 +598,11 @@ def post_local_by_hand(every, start, steps=9):
     return trace
 
 
+def test_local_steps_without_a_start_begin_at_once():
+    local_steps = DDP(local_sgd_steps=2, local_sgd_start=None).local_steps
+    assert local_steps.alone
+
+
 def post_local(every, start, voting, begin=0, end=9, state=None):
     accelerator = treadle.Accelerator(cpu=True, strategy=DDP(local_sgd_steps=every, local_sgd_start=start))
     net = Net()
