@@ -445,7 +445,7 @@ class Trainer(LightningAliases):
             One dict of logged values per dataloader; an empty list if ``limit_test_batches`` is 0.
 
         Raises:
-            ValueError: If no dataloader, no ``test_step`` or no task is available, or a dataloader yields no batch.
+            ValueError: If no dataloader, ``test_step`` or task is available, or a dataloader yields no batch.
         """
         warn_of_code(weights_only)
         return self._measure("test", model, dataloaders, datamodule, ckpt_path, verbose)
@@ -637,7 +637,7 @@ class Trainer(LightningAliases):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Number of optimizer steps in the whole run, apart from ``max_time``; infinite if unlimited or unknown."""
+        """Number of optimizer steps to reach ``max_epochs`` or ``max_steps``; infinite if unlimited or unknown."""
         batches = self.num_training_batches
         if self.max_epochs == -1 or batches is None:
             return self.max_steps if self.max_steps != -1 else float("inf")

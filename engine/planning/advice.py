@@ -1,4 +1,4 @@
-"""Suggestions that make a planned run fit into memory or run faster, based on plans of the run with changes."""
+"""Suggestions that make a planned run fit into memory or run faster, based on plans of the run with other settings."""
 
 from __future__ import annotations
 

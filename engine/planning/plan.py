@@ -30,7 +30,7 @@ class Conditions:
         clip: Maximum norm to which gradients are clipped; None for no clipping.
         step: Name of the method of the model that returns the loss, such as ``"training_step"``; None for ``forward``.
         rank: The rank of the process to plan. Default: 0.
-        calibration: Corrections to the peak values in the GPU's data sheet.
+        calibration: Corrections to the GPU's data sheet, and assumptions about overheads and errors.
 
     Raises:
         ValueError: If ``world_size``, ``micro_batch``, ``accumulate`` or ``rank`` is out of range, or if the GPU or the

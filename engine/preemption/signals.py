@@ -64,7 +64,7 @@ class Preemption:
     the job.
 
     Before the first step, nothing has to be saved. In the context of `leaving_at_once`, a rank that receives a signal
-    therefore leaves without waiting for the other ranks, and its launcher informs them.
+    therefore leaves without waiting for the other ranks. Its launcher then sends SIGTERM to them.
 
     Ctrl-C (SIGINT) raises KeyboardInterrupt immediately, with two exceptions. If ``interrupts`` is set, Ctrl-C is
     handled like the other signals. Inside `holding_interrupts`, the save completes first. A second Ctrl-C is not
@@ -109,10 +109,10 @@ class Preemption:
     def watching(self) -> Iterator[Preemption]:
         """Return a context in which SIGTERM, SIGUSR1, SIGHUP and Ctrl-C (SIGINT) are handled.
 
-        A handler that the script has set is called too; for Ctrl-C, it replaces KeyboardInterrupt. Ignored signals
-        remain ignored. Outside the main thread, where Python cannot set handlers, no signal is handled. A signal after
-        the last step raises `Preempted` at the end of the context, after all cleanup, unless the script has set a
-        handler for it.
+        A handler that the script has set is called too; where Ctrl-C would raise KeyboardInterrupt, it is called
+        instead. Ignored signals remain ignored. Outside the main thread, where Python cannot set handlers, no signal is
+        handled. A signal after the last step raises `Preempted` at the end of the context, after all cleanup, unless
+        the script has set a handler for it.
         """
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = self._at_once = self._failing = False
@@ -148,7 +148,7 @@ class Preemption:
 
     @contextmanager
     def catching_interrupts(self) -> Iterator[None]:
-        """Return a context in which Ctrl-C is handled like the other signals; its end then raises KeyboardInterrupt."""
+        """Return a context that handles Ctrl-C like other signals. After Ctrl-C, its end raises KeyboardInterrupt."""
         self.interrupts = True
         try:
             yield

@@ -227,7 +227,7 @@ class TaskHooks:
     # behavior. Without overrides each module returns to its earlier mode.
 
     def on_validation_model_zero_grad(self) -> None:
-        """Run before a validation within ``fit``. The gradients were already reset after the step."""
+        """Run before a validation within ``fit``. With automatic optimization, the gradients are already reset."""
 
     def on_validation_model_eval(self) -> None:
         """Set evaluation mode for validation."""

@@ -344,7 +344,7 @@ class Logbook:
         return self.folder
 
     def _make_folder(self, root: str) -> str | None:
-        """Create a folder, named after the run's ID if a service has assigned one, else after the next free number."""
+        """Create a folder named after a service's run ID, else the next number; None, with a warning, if it fails."""
         logger = self.loggers[0]
         if type(logger).version is Logger.version and logger.version is None:  # an overridden one may never change
             self._use(logger, "experiment", lambda: logger.experiment)  # reading it begins the run
