@@ -115,6 +115,11 @@ def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
         ValueError: If the format is not supported, or if the checkpoint is damaged or lacks a file.
     """
     stored = find_in_store(checkpoint)
+    if stored is None and is_url(checkpoint):
+        raise ValueError(
+            f"{checkpoint}: these weights are read on demand, so they must be on disk or in an object store. Download "
+            "the file, and pass its path."
+        )
     if stored is None:
         return _open(Path(checkpoint), None, digests=False).weights
     if (stored / MANIFEST).is_file():
