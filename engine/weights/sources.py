@@ -118,6 +118,11 @@ def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
         OSError: If the object store reports an error.
     """
     stored = find_in_store(checkpoint)
+    if stored is None and is_url(checkpoint):
+        raise ValueError(
+            f"{checkpoint}: these weights are read on demand, so they must be on disk or in an object store. Download "
+            "the file, and pass its path."
+        )
     if stored is None:
         return _open(Path(checkpoint), None, digests=False).weights
     if (stored / MANIFEST).is_file():
