@@ -35,6 +35,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
     Raises:
         ValueError: If the operation is unknown.
+        PackageNotFoundError: If the library is not installed.
     """
     compare = _COMPARE[choose("operation", operation, _COMPARE)]
     version = library_or_version

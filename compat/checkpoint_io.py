@@ -122,13 +122,11 @@ class TorchCheckpointIO(CheckpointIO):
 class AsyncCheckpointIO(CheckpointIO):
     """`CheckpointIO` that copies the tensors and then writes checkpoints one after the other in a thread.
 
-    Training can continue during the write.
+    Training can continue during the write. The error of a failed write is raised by a later call of any method, at the
+    latest by `teardown`.
 
     Args:
         checkpoint_io: The `CheckpointIO` that writes the checkpoints. Default: a `TorchCheckpointIO`.
-
-    Raises:
-        Exception: The error of a failed write, raised in the next call or in `teardown`.
     """
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:

@@ -44,7 +44,7 @@ class SageMakerDistributedType(_TextEnum):
 
 
 class FP8BackendType(_TextEnum):
-    """Libraries for 8-bit training. Treadle uses none of them."""
+    """Libraries for 8-bit training. Treadle always uses torchao, the member ``AO``."""
 
     NO = "NO"
     TE = "TE"

@@ -153,6 +153,9 @@ def parse_flag_from_env(key: str, default: Any = False) -> bool:
     Args:
         key: The name of the environment variable.
         default: The value to use if the variable is not set.
+
+    Raises:
+        ValueError: If the value is not one of the words that `str_to_bool` accepts.
     """
     return _parse_truth(key, os.environ.get(key, str(default)))
 
@@ -173,6 +176,9 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
     Args:
         env_keys: Names of environment variables, in order of precedence.
         default: The value to return if no variable contains such a number.
+
+    Raises:
+        ValueError: If a variable that is looked up contains text that is not an integer.
     """
     return next((number for key in env_keys if (number := int(os.environ.get(key, -1))) >= 0), default)
 
@@ -187,7 +193,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    r"""Return a line ``"KEY=value\n"`` for each variable.
+    r"""Return a line ``"KEY=value\n"`` for each variable in ``current_env``.
 
     Variables that are empty or contain one of ``;<>``, a space or a line break are skipped, with a warning.
     """
@@ -215,7 +221,7 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def get_driver_version() -> str:
-    """Return the version of the NVIDIA driver."""
+    """Return the version of the NVIDIA driver that ``nvidia-smi`` reports."""
     return _query_gpus("driver_version")[0]
 
 
@@ -332,7 +338,7 @@ def check_os_kernel() -> None:
 
 
 def convert_bytes(size: float) -> str:
-    """Format a number of bytes in the largest unit in which it is at least 1.
+    """Format a number of bytes in the largest unit in which it is at least 1. Each unit is 1024 times the previous one.
 
     Args:
         size: The number of bytes.

@@ -179,6 +179,10 @@ def save_fsdp_model(
         model_index: Index of the model, if there are several.
         adapter_only: Whether to write only the trainable parameters.
         use_dcp: Must be True, unless the full state is written.
+
+    Raises:
+        ValueError: If ``state_dict_type`` is ``LOCAL_STATE_DICT``, or if ``use_dcp`` is False and the full state is not
+            written.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -197,7 +201,14 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Load weights that were saved by `save_fsdp_model` into a sharded model. The arguments are the same."""
+    """Load weights that were saved by `save_fsdp_model` into a sharded model. Must be called on all ranks.
+
+    ``input_dir`` is the folder to load from. The other arguments are those of `save_fsdp_model`. With ``adapter_only``,
+    weights that are missing in the checkpoint are kept.
+
+    Returns:
+        The missing and unexpected keys, as ``Module.load_state_dict`` returns them.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     full = _is_full(fsdp_plugin, use_dcp)
@@ -241,7 +252,11 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load the state that `save_fsdp_optimizer` wrote. The arguments are the same."""
+    """Load the optimizer state that `save_fsdp_optimizer` wrote. Must be called on all ranks.
+
+    ``input_dir`` is the folder to load from, and ``adapter_only`` is ignored. The other arguments are those of
+    `save_fsdp_optimizer`.
+    """
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_optimizer_state_dict,
@@ -274,7 +289,8 @@ def merge_fsdp_weights(
         remove_checkpoint_dir: Whether to delete the sharded checkpoint once the file is complete.
 
     Raises:
-        ValueError: If the folder is not a checkpoint. If a subfolder is a checkpoint, the error names the subfolder.
+        ValueError: If the folder is not a checkpoint of a model's weights. If a subfolder is one, the error names the
+            subfolder.
     """
     folder, world = Path(checkpoint_dir), current_world()
     if not folder.is_dir():

@@ -12,7 +12,7 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.Gr
 
     Args:
         distributed_type: ``DistributedType.FSDP`` for a scaler that finds overflow in the shards of all ranks.
-        **kwargs: Arguments of ``torch.amp.GradScaler``.
+        **kwargs: Arguments of ``torch.amp.GradScaler``, except ``device``.
     """
     if getattr(distributed_type, "value", distributed_type) == "FSDP":
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

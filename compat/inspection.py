@@ -96,7 +96,7 @@ def is_picklable(obj: object) -> bool:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return the number of dataloader workers for each process of this machine. One core is left for each process.
+    """Return the recommended number of dataloader workers per process: its share of the cores less one, at least 1.
 
     Args:
         local_world_size: Number of processes on this machine, at least 1.

@@ -93,7 +93,7 @@ def parse_batch_shape(batch: Any) -> Any:
 
 
 def get_formatted_model_size(total_model_size: float) -> str:
-    """Return a size in MB with three decimals.
+    """Return a size in MB as text with thousands separators and three decimals, such as ``"1,234.500"``.
 
     Args:
         total_model_size: The size in MB.

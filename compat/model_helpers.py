@@ -22,7 +22,7 @@ from ..engine.weights import save_object
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether any submodule was compiled by ``torch.compile``.
+    """Return whether a model or any of its submodules was compiled by ``torch.compile``. False without submodules.
 
     Args:
         module: Model to inspect.
@@ -51,7 +51,8 @@ def has_repeated_blocks(module: nn.Module) -> bool:
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """Return a copy of the model that shares its parameters and has each repeated block compiled separately.
 
-    Blocks of one class compile once, which shortens the first step; see torch's tutorial on regional compilation.
+    Each of the remaining parts is compiled as a whole. Blocks of one class compile once, which shortens the first step;
+    see torch's tutorial on regional compilation.
 
     Args:
         module: The model. Without repeated blocks, it is compiled as a whole.

@@ -71,8 +71,9 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
     Args:
         tensor: A tensor, or nested lists, tuples and dicts of tensors, of the same shapes on every rank.
-        reduction: ``"mean"`` (default), ``"sum"`` or ``"none"``.
-        scale: Factor by which the result is multiplied. Default: 1.0.
+        reduction: ``"mean"`` (default), ``"sum"``, ``"max"``, ``"min"``, or ``"none"``, which returns this rank's
+            tensors.
+        scale: Factor by which the result is multiplied, except with ``"none"``. Default: 1.0.
 
     Returns:
         The reduced tensors, with the same structure as the input.

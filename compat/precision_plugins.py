@@ -55,7 +55,8 @@ class MixedPrecision(_Named):
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
-        device: The device of `forward_context`. The Trainer ignores it and uses its own device.
+        device: Device for the autocast context that `forward_context` returns, such as ``"cuda"``. The Trainer ignores
+            it and uses its own device.
         scaler: Must be None, because a run with float16 creates its own gradient scaler.
     """
 
@@ -74,7 +75,7 @@ class HalfPrecision(_Named):
     """Precision with weights and computations in a 16-bit format.
 
     Args:
-        precision: ``"16-true"`` or ``"bf16-true"``.
+        precision: ``"16-true"`` (default) or ``"bf16-true"``.
     """
 
     names = ("bf16-true", "16-true")

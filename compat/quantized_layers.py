@@ -19,7 +19,7 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
-    """Return whether to convert a module.
+    """Return whether torchao should convert a module to float8.
 
     Modules in ``layers_to_filter``, and linear layers whose sizes are not multiples of 16, are not converted.
 

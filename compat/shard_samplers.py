@@ -69,11 +69,13 @@ class BatchSamplerShard(BatchSampler):
         num_processes: Number of ranks that share the batches.
         process_index: Rank that the share belongs to.
         split_batches: Whether the share is a slice of every batch instead of every ``num_processes``-th batch.
-        even_batches: Whether to fill the last round with indices from the beginning, so all ranks have equally many
-            batches of the same size. Otherwise, the last batches may be short or missing.
+        even_batches: Whether to fill the last batches with indices from the beginning, so that all ranks have the same
+            number of batches, all of the same size. Otherwise, a rank's last batch may be short or missing. Ignored if
+            the batch sampler's ``drop_last`` is True, because incomplete batches are then dropped.
 
     Raises:
-        ValueError: With ``split_batches``, if the batch size is not a multiple of ``num_processes``.
+        ValueError: With ``split_batches``, if the batch sampler has no ``batch_size``, or if it is not a multiple of
+            ``num_processes``.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ _OWN_SETTINGS = {
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """Return the sampler that draws a dataloader's indices, or None.
+    """Return the sampler that draws a dataloader's indices, or None if its batch sampler has no sampler.
 
     Args:
         dataloader: A ``DataLoader`` or a dataloader of this module.
@@ -59,8 +59,8 @@ class DataLoaderStateMixin:
 
     Attributes:
         end_of_dataloader: Whether the current batch is the last one.
-        remainder: Number of samples of the last global batch that are not repeated; -1 if unknown, 0 if no sample is
-            repeated.
+        remainder: Number of samples in the last global batch, not counting repeated ones; -1 if unknown. 0 means that
+            the batch is complete.
     """
 
     end_of_dataloader = False
@@ -228,6 +228,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         synchronized_generator: Generator to which ``"generator"`` in ``rng_types`` refers.
         skip_batches: Number of batches to skip at the start of each pass over the data.
         use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
+        torch_device_mesh: Accepted and ignored.
         iteration: Number of the first epoch. Default: 0.
         kwargs: Arguments of the ``DataLoader``.
     """
@@ -303,20 +304,24 @@ _NOTHING: tuple[Any, ...] = ()
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
-    """Dataloader that reads only on rank zero and broadcasts each batch, of which every rank yields its share of rows.
+    """Dataloader that reads on rank zero only and broadcasts each global batch. Each rank yields its share of the rows.
 
     All ranks must iterate together.
 
     Args:
         dataset: Dataset from which rank zero reads samples.
-        split_batches: Whether the ranks share each batch of the dataloader, rather than ``num_processes`` concatenated
-            batches.
+        split_batches: Whether to split each batch of the dataloader among the ranks. Otherwise, as many batches as
+            there are ranks are concatenated, and the result is split.
         skip_batches: Number of batches to skip at the start of each pass over the data.
         use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
         slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` returns rows of a batch. Default:
             `slice_tensors`.
+        torch_device_mesh: Device mesh of the ranks. Default: None.
         iteration: Number of the first epoch. Default: 0.
         kwargs: Arguments of the ``DataLoader``.
+
+    Raises:
+        ValueError: If the mesh has a dimension ``"tp"``, whose ranks need the same rows.
     """
 
     def __init__(
@@ -487,14 +492,13 @@ def prepare_data_loader(
 
     Args:
         dataloader: A ``DataLoader``.
-        device: Device to which batches are moved if ``put_on_device`` is set.
+        device: Device to which batches are moved if ``put_on_device`` is set; ignored with ``dispatch_batches``.
         num_processes: Number of ranks that share the batches. Default: the world size.
         process_index: Rank whose share is read. Default: the rank of this process.
-        split_batches: Whether the ranks share each batch, so that the dataloader's batch size is the global one.
-        put_on_device: Whether to move batches to ``device``.
+        split_batches: Whether to split each batch among the ranks, so that its size is the global batch size.
+        put_on_device: Whether to move batches to ``device`` or, with ``dispatch_batches``, to this process's device.
         rng_types: RNG states that all ranks copy from rank zero before each pass; see `synchronize_rng_states`.
-        dispatch_batches: Whether only rank zero reads. Default: True for an ``IterableDataset`` with ``put_on_device``,
-            else False.
+        dispatch_batches: Whether only rank zero reads data. Default: only if an ``IterableDataset`` is put on a device.
         even_batches: Whether to fill the last batches with samples from the beginning.
         slice_fn_for_dispatch: See `DataLoaderDispatcher`.
         use_seedable_sampler: Whether to draw a random order with `SeedableRandomSampler`.
@@ -504,7 +508,8 @@ def prepare_data_loader(
         torch_device_mesh: Mesh in which ranks that differ only along ``"tp"`` and ``"cp"`` read the same batches.
 
     Raises:
-        ValueError: If the batch size cannot be split, or ``dispatch_batches`` is set without ``put_on_device``.
+        ValueError: If ``split_batches`` is set and the batch size is unknown or not divisible by the number of ranks;
+            or if ``dispatch_batches`` is set without ``put_on_device`` or with a mesh that has ``"tp"``.
     """
     dispatches = _decide_dispatch(dataloader, dispatch_batches, put_on_device)
     rank, count = _place(num_processes, process_index, torch_device_mesh)

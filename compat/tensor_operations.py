@@ -122,11 +122,11 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a collective to compare tensor shapes across ranks first if ``ACCELERATE_DEBUG_MODE`` is set.
 
-    Args:
-        function: Collective to decorate.
+    With this variable, the decorated function raises a `DistributedOperationException` on every rank if shapes or
+    device types differ.
 
-    Raises:
-        DistributedOperationException: On every rank, if shapes or device types differ.
+    Args:
+        function: Collective to decorate. Its first argument, or its keyword argument ``tensor``, holds the tensors.
     """
 
     @wraps(function)
@@ -149,7 +149,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an operation so that a `DistributedOperationException` raised inside the operation names it.
+    """Decorate an operation so that a `DistributedOperationException` raised inside it contains its name.
 
     Args:
         function: Operation to decorate.

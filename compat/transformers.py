@@ -144,7 +144,7 @@ def task_arguments(args: Any) -> dict[str, Any]:
         args: A ``transformers.TrainingArguments``.
 
     Raises:
-        ValueError: If the optimizer is not AdamW.
+        ValueError: If ``args.optim`` is neither ``"adamw_torch"`` nor ``"adamw_torch_fused"``.
     """
     if _read(args, "optim") not in _OPTIMIZERS:
         raise ValueError(

@@ -75,7 +75,8 @@ class AlignDevicesHook(ModelHook):
     """Hook that moves a module's inputs and its offloaded weights to the device on which the module runs.
 
     Args:
-        execution_device: The device on which the module runs. Default: None, which moves nothing.
+        execution_device: The device on which the module runs. Default: None, which moves nothing and cannot be used if
+            weights are offloaded.
         offload: Whether weights are offloaded except during the forward pass.
         io_same_device: Whether to return the output on the device of the inputs.
         weights_map: Values of offloaded weights by name in the module. Default: the current values, kept on the CPU.
@@ -118,10 +119,13 @@ class AlignDevicesHook(ModelHook):
         )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the module's weights to its device, or offload them.
+        """Move the module's weights to ``execution_device``, or offload them.
 
         Args:
             module: The module to which the hook is added.
+
+        Raises:
+            ValueError: If ``weights_map`` has no values for an offloaded tensor.
         """
         if str(self.execution_device) == "meta":
             self.tied_params_map = None  # all meta tensors have the same address
@@ -165,6 +169,9 @@ class AlignDevicesHook(ModelHook):
             module: The module that has the hook.
             *args: Positional inputs of the forward pass.
             **kwargs: Keyword inputs of the forward pass.
+
+        Raises:
+            ValueError: If weights are offloaded and ``execution_device`` is None.
         """
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
@@ -213,7 +220,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Restore the module's weights on their original devices.
+        """Restore the module's weights on their original devices if ``offload`` is set. Otherwise, do nothing.
 
         Args:
             module: The module that has the hook.
@@ -341,12 +348,15 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Add hooks of class `AlignDevicesHook` to the blocks named in a dict argument; without one, to the whole model.
+    """Add hooks of class `AlignDevicesHook` to the named blocks of a model, or to the whole model.
+
+    If ``execution_device`` or ``offload`` is a dict, its keys name the blocks.
 
     Args:
         module: The model to which hooks are added.
         execution_device: The device on which the model runs, or a dict of devices by block name.
         offload: Whether weights are offloaded except during the forward pass: a bool, or a dict of bools by block name.
+            If both arguments are dicts, only blocks that both contain get hooks.
         weights_map: See `attach_align_device_hook`.
         offload_buffers: Whether buffers are offloaded, too.
         module_name: Name of ``module``, which is the prefix of block names and of the names in ``weights_map``.

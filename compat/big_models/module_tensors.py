@@ -173,7 +173,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Return whether the config of a Hugging Face model ties some of its weights.
+    """Return whether a Hugging Face model ties weights, according to its config or a method ``_tie_weights``.
 
     Args:
         model: The model to examine.
@@ -292,7 +292,7 @@ def set_module_tensor_to_device(
         tensor_name: The tensor's name relative to ``module``.
         device: The target device.
         value: The new values. Default: None, which keeps the current ones.
-        dtype: The dtype to which ``value`` is converted, unless it contains integers. Default: the tensor's dtype.
+        dtype: New dtype of a floating-point ``value``, or of a tensor moved to the meta device. Default: the tensor's.
         fp16_statistics: Must be None, because statistics of 8-bit weights are not supported.
         tied_params_map: Copies of tied tensors by address and device. An existing copy is used; a new copy is added.
         non_blocking: Whether to copy asynchronously, if possible.
@@ -470,10 +470,11 @@ def get_state_dict_from_offload(
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Device] | None = None
 ) -> dict[str, Tensor]:
-    """Load the tensors of one file without executing any code in it.
+    """Load the tensors of a checkpoint without executing any code in it.
 
     Args:
-        checkpoint_file: A safetensors file, or a ``torch.save`` file that contains a state dict.
+        checkpoint_file: A safetensors file, a ``torch.save`` file that contains a state dict, a ``.index.json``, a
+            folder that contains one of these, a Treadle checkpoint, or the URL of any of these in an object store.
         device_map: Devices by name of module or tensor. Tensors that are not in it, or mapped to ``"disk"``, are loaded
             to the CPU. Default: None, which loads all tensors to the CPU.
     """

@@ -69,7 +69,7 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
 
     Args:
         index: Entries to add: each tensor's dtype and shape, by name.
-        offload_folder: The folder that contains the index.
+        offload_folder: The existing folder in which ``index.json`` is written or updated.
     """
     if not index:
         return
@@ -140,7 +140,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         state_dict: Tensors in memory, which take precedence over those on disk.
         save_folder: A folder that `offload_state_dict` wrote.
         index: Tensors on disk: for each name, a dict with ``"dtype"`` and ``"shape"``, or with ``"safetensors_file"``
-            and ``"weight_name"``. Default: the folder's index.
+            and, optionally, ``"weight_name"`` (default: the same name) and ``"dtype"`` (default: that of the file).
+            Default: the folder's index.
         device: The device for tensors from safetensors files. Default: the CPU.
 
     Raises:

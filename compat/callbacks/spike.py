@@ -34,23 +34,25 @@ class SpikeDetection(Callback):
     """Callback that ends training with a `TrainingSpikeException` when a batch's loss spikes on any rank.
 
     The indices of that batch and of the previous one, which may have damaged the weights, are added to ``bad_batches``
-    and written to a JSON file. To read the loss, the callback waits for the device in every batch. `SpikeWatch` detects
-    spikes without waiting.
+    and written to a JSON file. A loss spikes if it is worse than the previous loss and differs from the running mean by
+    at least ``atol`` and by at least ``rtol`` times the mean. To read the loss, the callback waits for the device in
+    every batch. `SpikeWatch` detects spikes without waiting.
 
     Args:
         mode: ``"min"`` if a lower loss is better, ``"max"`` if a higher one is.
         window: Number of batches in the running mean with which a loss is compared.
         warmup: Number of batches at the start of an epoch that never count as spikes.
         atol: The minimum difference from the mean for a spike. Default: None, which accepts any difference.
-        rtol: The minimum difference from the mean for a spike, as a multiple of the mean.
-        exclude_batches_path: Path of the JSON file, or of its folder. Default: the Trainer's ``default_root_dir``.
+        rtol: The minimum difference from the mean for a spike, as a multiple of the mean. None accepts any difference.
+        exclude_batches_path: Path of the JSON file, which must end in ``.json``, or of a folder for
+            ``skip_batches.json``. Default: the Trainer's ``default_root_dir``.
         finite_only: Whether a loss that is not finite counts as a spike.
 
     Attributes:
         bad_batches: Indices that were written to the file: those of each spiking batch and of the batch before it.
 
     Raises:
-        ValueError: If ``mode`` is unknown, or ``window`` is below 1.
+        ValueError: If ``mode`` is unknown, ``window`` is below 1, or ``warmup`` is below 0.
     """
 
     exchanges = True

@@ -77,6 +77,7 @@ def save_hparams_to_tags_csv(tags_csv: _File, hparams: Mapping[str, Any] | Names
 
     Raises:
         RuntimeError: If the folder of the file does not exist.
+        TypeError: If ``hparams`` is neither a mapping nor a ``Namespace``.
     """
     _check_folder(tags_csv)
     with open(tags_csv, "w", newline="", encoding="utf-8") as file:

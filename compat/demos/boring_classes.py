@@ -217,7 +217,7 @@ class IterableBoringDataModule(_BoringData):
 
 
 class DemoModel(TaskModule):
-    """Task with one linear layer from 32 features to ``out_dim`` classes, trained with Adam."""
+    """Task with one linear layer from 32 to ``out_dim`` features, which minimizes the sum of its outputs with Adam."""
 
     def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ class MNISTDataModule(DataModule):
         num_workers: Number of dataloader workers.
         normalize: Whether to scale pixels to the range from -1 to 1 instead of 0 to 1.
         seed: Stored but not used. The split is the same for every seed, as in Lightning.
-        batch_size: Images per batch.
+        batch_size: Images per batch. An incomplete last batch is dropped, also in validation and testing.
     """
 
     name = "mnist"

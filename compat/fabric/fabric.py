@@ -34,7 +34,7 @@ _SPAWNING = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 
 
 class Fabric:
-    """Devices, precision, processes and checkpoints for a custom training loop, under Lightning's names.
+    """Lightning Fabric's interface to devices, precision, processes and checkpoints, for a custom training loop.
 
     Gradients, losses and the order of data equal Lightning Fabric's. A loss is not weighted by the size of its batch.
     With several processes, torch's ``DistributedSampler`` distributes the samples, and repeats some of them if they
@@ -47,10 +47,12 @@ class Fabric:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``) or ``"mps"``.
         strategy: ``"auto"``, ``"ddp"``, ``"fsdp"``, another registered name, or a `Strategy`. With ``"ddp_spawn"``,
             ``"ddp_fork"`` and ``"ddp_notebook"``, `launch` starts the processes.
-        devices: Processes on this machine: a number, -1 for all devices, a list of device indices, or ``"auto"``.
+        devices: Devices on this machine, with one process each: a number, -1 for all, a list of indices, a string such
+            as ``"0,2"``, or ``"auto"``: all CUDA devices if Treadle can run the script again, otherwise one device.
         num_nodes: Number of machines.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``.
-        plugins: A precision plugin, as an alternative to ``precision``.
+            Default: None, which means ``"32-true"``.
+        plugins: A precision plugin, as an alternative to ``precision``. A `LaunchEnvironment` is accepted and ignored.
         callbacks: An object, or a list of objects, whose methods `call` invokes.
         loggers: A logger, or a list of loggers.
 
@@ -220,12 +222,13 @@ class Fabric:
         return self._accelerator.world.broadcast(obj, src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack all ranks' tensors along a new first dimension. With one process, the tensors are returned unchanged.
+        """Stack all ranks' tensors along a new first dimension. With one process, no dimension is added.
 
         Args:
             data: A tensor or number, or a nested structure of them; shapes must be the same on all ranks.
             group: A torch process group. Default: all ranks.
-            sync_grads: Whether gradients flow back to the ranks.
+            sync_grads: Whether the backward pass propagates gradients through this call to the input tensors of each
+                rank.
 
         Returns:
             The stacked tensors, with the same structure as the input.
@@ -233,12 +236,13 @@ class Fabric:
         return collectives.all_gather(self._to_tensors(data), self._get_world(group), sync_grads)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce tensors over the ranks. With several processes, the input tensors are modified, too.
+        """Reduce tensors over the ranks. With several processes, input tensors on the device are overwritten.
 
         Args:
             data: A tensor or number, or a nested structure of them; shapes must be the same on all ranks.
             group: A torch process group. Default: all ranks.
-            reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or torch's ``ReduceOp`` of these.
+            reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or torch's ``ReduceOp`` of these. The mean of
+                integers is a new float64 tensor.
 
         Returns:
             The reduced tensors, with the same structure as the input.
@@ -271,7 +275,8 @@ class Fabric:
         """Run a ``with`` block on rank zero before the other ranks.
 
         Args:
-            local: Whether the block runs on local rank zero of each machine first.
+            local: Whether, on each machine, local rank zero runs the block before the other ranks of the machine. By
+                default, only global rank zero runs it first.
 
         Returns:
             The context manager.
@@ -294,12 +299,16 @@ class Fabric:
         Args:
             module: The model to prepare.
             *optimizers: The model's optimizers.
-            scheduler: A scheduler, which is returned unchanged after the optimizers.
+            scheduler: A scheduler, which is returned unchanged after the optimizers. Without optimizers, it is not
+                returned.
             move_to_device: Whether to move the model to the device.
             _reapply_compile: Accepted and ignored.
 
         Returns:
             The model; with optimizers, a tuple of the model, the optimizers and the scheduler, if there is one.
+
+        Raises:
+            ValueError: If the model or an optimizer has been set up already.
         """
         prepared = self.setup_module(module, move_to_device)
         if not optimizers:
@@ -369,7 +378,8 @@ class Fabric:
             The prepared dataloader, or a list of several.
 
         Raises:
-            TypeError: If an argument is not a ``DataLoader``.
+            TypeError: If an argument is not a ``DataLoader``, or if samples must be distributed but the dataloader's
+                batch sampler has no attribute ``sampler``.
             ValueError: If no dataloader is passed, or one has been set up already.
         """
         if not dataloaders:
@@ -474,10 +484,11 @@ class Fabric:
     # -- building models -----------------------------------------------------------------------------------------
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which a model is created on the device and in the dtype of its training.
+        """Return a context in which models are created on the device, with parameters in the dtype of the precision.
 
         Args:
-            empty_init: Whether to leave parameters uninitialized, because a checkpoint is loaded later.
+            empty_init: Whether to leave parameters uninitialized, because a checkpoint is loaded later. None means
+                False.
         """
         return self._accelerator.init_module(bool(empty_init))
 
@@ -562,11 +573,12 @@ class Fabric:
             path: Path of the file.
             state: Objects by name. An object with ``load_state_dict`` is restored in place, and any other value is
                 replaced in this dict. Default: None, which restores nothing.
-            strict: Whether all names, and all keys of models, must be present.
+            strict: Whether all names of ``state`` must be in the file, and each model's keys must match those of its
+                saved state.
             weights_only: Accepted and ignored. False issues a warning, because code in a file is never run.
 
         Returns:
-            The values that were not restored, by name.
+            The values in the file that ``state`` does not name.
 
         Raises:
             KeyError: If a name is not in the file and ``strict`` is True.
@@ -601,7 +613,7 @@ class Fabric:
         Args:
             path: Path of the file.
             obj: The model or optimizer to restore in place.
-            strict: Whether all keys of a model must be present.
+            strict: Whether a model's keys must match those in the file.
             weights_only: See `load`.
         """
         self._restore(obj, self._read(path, weights_only), strict)

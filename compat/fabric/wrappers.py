@@ -32,10 +32,11 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class FabricModule(nn.Module):
-    """Model whose ``forward`` runs in the precision and on the processes of a `Fabric`.
+    """Model whose ``forward`` runs with the precision and the strategy of a `Fabric`.
 
     It has the attributes and methods of the user's model. With several processes, or a precision other than
-    ``"32-true"``, a method that calls layers and is not ``forward`` must be marked with `mark_forward_method`.
+    ``"32-true"``, a method that calls layers must be marked with `mark_forward_method`. ``forward``, ``training_step``,
+    ``validation_step``, ``test_step`` and ``predict_step`` need no mark.
 
     Args:
         forward_module: The prepared model.
@@ -57,7 +58,7 @@ class FabricModule(nn.Module):
         return self._original_module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's ``forward`` in the precision and on the processes of the `Fabric`.
+        """Run the model's ``forward`` with the precision and the strategy of the `Fabric`.
 
         With ``"16-true"``, ``"bf16-true"`` and ``"64-true"``, inputs are cast to the dtype of the weights, and outputs
         to torch's default dtype.
@@ -170,7 +171,7 @@ def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) ->
 
 
 class FabricDataLoader:
-    """Dataloader that yields this rank's share of the samples and moves batches to the device.
+    """Dataloader that `Fabric.setup_dataloaders` returns. It shards the samples and moves batches to the device.
 
     It has the attributes of the user's dataloader.
 
@@ -178,11 +179,13 @@ class FabricDataLoader:
         loader: The user's dataloader, which is not changed.
         world: The ranks among which the samples are distributed.
         device: Device to which batches are moved; None to leave them in place.
-        shared: Whether to distribute the samples among the ranks. Otherwise, every rank reads all that ``loader``
-            yields.
+        shared: Whether to distribute the samples among the ranks. Otherwise, every rank reads all samples that
+            ``loader`` yields. An ``IterableDataset``, or a dataloader with a ``DistributedSampler``, is never
+            distributed again.
 
     Raises:
-        TypeError: If the argument is not a ``DataLoader``, or has a batch sampler without a sampler.
+        TypeError: If the argument is not a ``DataLoader``, or if its samples must be distributed but its batch sampler
+            has no attribute ``sampler``.
         ValueError: If the dataloader has already been set up.
     """
 
@@ -203,7 +206,7 @@ class FabricDataLoader:
 
     @property
     def device(self) -> torch.device | None:
-        """Device to which batches are moved."""
+        """Device to which batches are moved, or None if they are left in place."""
         return self._device
 
     def __len__(self) -> int:

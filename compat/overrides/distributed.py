@@ -37,7 +37,8 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
     The number of samples may differ by one between ranks. Prepared dataloaders already distribute samples in this way.
 
     Args:
-        args, kwargs: See ``torch.utils.data.DistributedSampler``.
+        args, kwargs: See ``torch.utils.data.DistributedSampler``. ``seed`` and ``drop_last`` have no effect: a shuffled
+            order depends only on the epoch.
 
     Raises:
         ValueError: If a rank would get no sample of a dataset that is not empty.

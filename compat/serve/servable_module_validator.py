@@ -52,12 +52,10 @@ class ServableModuleValidator(Callback):
         exit_on_failure: Whether to raise an error if the request fails.
 
     Attributes:
-        resp: The response, with ``status_code`` and ``json()``; None before training.
+        resp: The response, with ``status_code`` and ``json()``; None before training and on ranks other than zero.
 
     Raises:
-        ValueError: If an argument is not supported. At the start of training, if the payload has no ``"body"``, if the
-            request fails and ``exit_on_failure`` is True, or if the response differs from the expected one.
-        TypeError: At the start of training, if the task is not a `ServableModule`.
+        ValueError: If an argument has a value that is not supported.
     """
 
     def __init__(
@@ -79,7 +77,13 @@ class ServableModuleValidator(Callback):
         self.resp: Response | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Serve the task on rank zero, send its example request, and compare the response with the expected one."""
+        """Serve the task on rank zero, send its example request, and compare the response with the expected one.
+
+        Raises:
+            TypeError: On every rank, if the task is not a `ServableModule`.
+            ValueError: On every rank, if the payload has no ``"body"``, if the request fails and ``exit_on_failure`` is
+                True, or if the response differs from the expected one.
+        """
         with trainer.accelerator.world.together():
             if trainer.is_global_zero:
                 self._validate(pl_module)
@@ -126,7 +130,7 @@ class ServableModuleValidator(Callback):
 
     @property
     def successful(self) -> bool | None:
-        """Return whether the request succeeded; None before training."""
+        """Return whether the request succeeded; None before training and on ranks other than zero."""
         return None if self.resp is None else self.resp.status_code == 200
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ class GradClipAlgorithmType(LightningEnum):
 
     @staticmethod
     def supported_type(val: str) -> bool:
-        """Return whether an algorithm of this name exists.
+        """Return whether an algorithm with exactly this name, in lower case, exists.
 
         Args:
             val: Name to look up, such as ``"norm"``.

@@ -17,7 +17,8 @@ def is_param_in_hook_signature(
     Args:
         hook_fx: Method to inspect. If it is decorated, the decorated function is inspected.
         param: Name of the parameter.
-        explicit: Whether to ignore ``*args``.
+        explicit: Whether the method must have a parameter of this name. By default, a method with ``*args`` accepts any
+            parameter.
         min_args: A method with at least this many parameters, not counting ``self``, is assumed to accept any
             parameter. Default: None, which disables this rule.
     """

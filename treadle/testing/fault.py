@@ -23,7 +23,7 @@ class FaultInjected(RuntimeError):
 
 
 class Firing(NamedTuple):
-    """Occurrence of a fault: the fault's number in the plan, where it happened, and the file, if any."""
+    """Occurrence of a fault: its index in the plan, the point, rank, step and process and, if any, the path."""
 
     fault: int
     point: str
@@ -53,7 +53,8 @@ class Fault:
 
     Raises:
         TypeError: If a value is of the wrong type.
-        ValueError: If a name is unknown. The error names the closest one.
+        ValueError: If a name is unknown, a number is out of range, or ``match`` or the action ``oserror`` is used at a
+            point that is not a disk point. For an unknown name, the error suggests the closest one.
 
     Example:
         >>> Fault("backward:after", "raise:ValueError", rank=1, step=3)

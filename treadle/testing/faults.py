@@ -72,8 +72,9 @@ class FaultsNotFired(AssertionError):
 class FaultPlan:
     """Faults that happen in this process while the plan is armed, that is, inside ``with plan:``.
 
-    At the end of the block, unless an error was raised, the plan checks that each fault of this process happened. A
-    fault happens once per process or, with a record, once over all restarts of the process.
+    At the end of the block, unless an error was raised, the plan checks that each fault of this process happened, and
+    otherwise raises `FaultsNotFired`. A fault happens once per process or, with a record, once over all restarts of the
+    process.
 
     Args:
         faults: Faults to inject.
@@ -113,7 +114,11 @@ class FaultPlan:
 
     @property
     def firings(self) -> list[Firing]:
-        """Firings of this process or, with a record, of all processes."""
+        """Firings of this process or, with a record, of all processes.
+
+        Raises:
+            ValueError: If the record contains a firing of another plan.
+        """
         if self.record is None:
             return list(self._fired)
         if not self.record.exists():
@@ -283,7 +288,7 @@ def disk_points(work: Callable[[], Any]) -> list[DiskPoint]:
 
 
 def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[str] | None = None) -> int:
-    """Run ``work`` under a plan in a forked child process, which needs no imports, and wait for the child.
+    """Run ``work`` under a plan in a forked child process, wait for the child, and return its exit status.
 
     Args:
         work: Function to run.

@@ -40,7 +40,7 @@ class CustomInfiniteTask(RichTask):
 
 
 class CustomProgress(Progress):
-    """Progress display of rich that is refreshed by the code that updates it."""
+    """Progress display of rich with a method that redraws it only where the output allows it."""
 
     def soft_refresh(self) -> None:
         """Redraw the display if the output is a terminal or a notebook, where lines can be redrawn."""
