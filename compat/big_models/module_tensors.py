@@ -459,11 +459,11 @@ def get_state_dict_from_offload(
     Returns:
         ``state_dict``.
     """
-    root = module_name.rpartition(".")[0]
+    prefix = module_name[: module_name.rfind(".") + 1]
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
         for key, tensor in module.state_dict().items():
-            if f"{root}.{key}" in state_dict:
-                state_dict[f"{root}.{key}"] = tensor
+            if prefix + key in state_dict:
+                state_dict[prefix + key] = tensor
     return state_dict
 
 

@@ -210,6 +210,7 @@ class Leaping(BoringModel):
         ([1.0, math.nan, 1.0], {}, 1),
         ([1.0, 1.0, 2.9], {}, None),
         ([math.nan, 1.0, 1.0], {"warmup": 0}, 0),
+        ([math.nan, 1.0, 9.0], {"warmup": 2}, 2),
     ],
 )
 def test_spikes_end_a_run_with_a_list_of_batches(losses, options, at, tmp_path) -> None:

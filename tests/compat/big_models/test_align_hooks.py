@@ -274,6 +274,8 @@ def test_the_state_of_an_offloaded_model(model: Model, offload: Callable[[nn.Mod
     assert all(torch.equal(state[name], tensor) for name, tensor in whole.items())
     part = get_state_dict_from_offload(model.linear1, "linear1.weight", {"linear1.weight": None, "linear1.bias": 0})
     assert all(torch.equal(tensor, whole[name]) for name, tensor in part.items())
+    root = get_state_dict_from_offload(model.linear1, "weight", {"weight": None, "bias": 0})
+    assert torch.equal(root["weight"], whole["linear1.weight"])
 
 
 def test_parameters_come_back_from_another_device(model: Model) -> None:
