@@ -233,7 +233,7 @@ class ThroughputMonitor(BestEffortCallback):
             trainer.logbook.write_row(row, trainer.progress.step, trainer.progress.epoch)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop the clock of training."""
+        """Stop the training clock and keep the elapsed time."""
         self._before, self._throughput = self._compute_elapsed(), None
 
     # -- evaluation ----------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
 
 
 def describe_no_tensor(value: Any) -> str:
-    """Return the type of a value without tensors for an error: ``"a float"``, or ``"a dict without tensors"``.
+    """Return the type of a value without tensors, for an error message, such as ``"a dict without tensors"``.
 
     Args:
         value: A value without tensors.

@@ -66,7 +66,7 @@ def forget(model: nn.Module) -> None:
     """Undo the compilations of `compile_modules` in ``model``, except those made with ``options=None``.
 
     Args:
-        model: The model whose submodules run uncompiled afterwards.
+        model: The model. Its own compilation and those of its submodules are undone.
     """
     for part in model.modules():
         if _get_compile_options(part) is not None:

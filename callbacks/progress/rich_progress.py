@@ -30,7 +30,7 @@ class RichProgressBarTheme:
         progress_bar: Style of the bar.
         progress_bar_finished: Style of the full bar.
         progress_bar_pulse: Style of the bar while the number of batches is unknown.
-        batch_progress: Style of the number of finished batches.
+        batch_progress: Style of the numbers of finished and total batches, such as ``3/10``.
         time: Style of the elapsed and remaining time.
         processing_speed: Style of the batches per second.
         metrics: Style of the logged values.

@@ -71,7 +71,7 @@ class Checkpointer:
             rest of the state is loaded too.
         saving: The asynchronous save in progress, or None.
         host_copies: Buffers in host memory, which asynchronous saves copy the state to.
-        frozen: Digests of each model's frozen weights, once a checkpoint omits them.
+        frozen: For each model, the digests of its frozen weights, from the first save with ``trainable_only=True`` on.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -251,7 +251,7 @@ class PreparedScheduler:
         Args:
             args: Arguments of the wrapped scheduler's ``step``: a metric or an epoch. With arguments, the wrapped
                 ``step`` is called only once.
-            kwargs: Keyword arguments of the wrapped scheduler's ``step``, with the same effect.
+            kwargs: Keyword arguments of the wrapped scheduler's ``step``. With them, too, it is called only once.
         """
         if not self._accumulation.sync_gradients:
             return

@@ -16,7 +16,7 @@ class OutputResult:
     """Base class of a training step's output."""
 
     def asdict(self) -> dict[str, Any]:
-        """Return the output as a dict."""
+        """Return the output as a dict. Subclasses must implement this method."""
         raise NotImplementedError
 
 
