@@ -153,7 +153,7 @@ class Accelerator(Process):
         checkpointer: The object that saves and loads checkpoints.
         tracking: The trackers that ``log_with`` named.
         rng: The RNG state that ranks share, and the stream from which the order of the data is drawn.
-        watchdog: Monitor that ends the run if a rank hangs, or None, for example for one process without ``timeout``.
+        watchdog: Monitor that ends the run if a rank hangs, or None, for example with one process and no ``timeout``.
         deepspeed_plugin: Always None, for scripts that read it to find out whether DeepSpeed is used.
 
     Raises:
@@ -492,10 +492,10 @@ class Accelerator(Process):
         """Shard a loader over the processes.
 
         Args:
-            loader: A ``DataLoader``, a `CombinedLoader` or any iterable of batches. Prepared ones do not change.
+            loader: A ``DataLoader``, `CombinedLoader` or iterable of batches. A prepared loader is returned unchanged.
             device_placement: Whether to move batches to the device. Default: the Accelerator's setting.
             shard: If False, each process gets all batches of its own loader.
-            evaluation: Treat each batch as a separate group, without gradient accumulation.
+            evaluation: Do not accumulate; add a last batch with fewer samples than processes to the batch before it.
             move: Function to apply to each batch instead of moving it to the device.
 
         Returns:
@@ -640,7 +640,7 @@ class Accelerator(Process):
         return self.strategy.construction(empty_init)
 
     def method(self, model: nn.Module, name: str) -> Callable[..., Any]:
-        """Return method ``name`` of a prepared model, wrapped so that backward passes of its result reduce gradients.
+        """Return method ``name`` of a prepared model, wrapped so that a backward pass of its result reduces gradients.
 
         Args:
             model: A prepared model.
@@ -859,8 +859,8 @@ class Accelerator(Process):
         """Enable the exchange of all ranks' votes in the last backward pass of every step; `agree` returns the result.
 
         Args:
-            finite: Whether to check that losses and gradients are finite. This check replaces that of ``on_nonfinite``,
-                which is disabled in any case. With float16, the loss scaler checks the gradients.
+            finite: Whether to check that losses and gradients are finite. With float16, the loss scaler checks the
+                gradients instead. The check of ``on_nonfinite`` is disabled even if this is False.
             at_once: Read the values in the same step on accelerators too, which waits for the device.
         """
         self.accumulation.agree_on_steps(finite=finite, at_once=at_once)
@@ -1154,8 +1154,8 @@ class Accelerator(Process):
             model: The model, prepared or not.
             save_directory: The directory, created if it does not exist, or a URL. It must not be a checkpoint. Files of
                 an earlier save, in either format, are deleted once the new ones are complete.
-            max_shard_size: The largest size of a file: a number of bytes, or text such as ``"500MB"`` or ``"2GiB"``.
-                Only a single tensor that is larger exceeds it.
+            max_shard_size: The largest size of a file: a number of bytes, or text such as ``"500MB"`` or ``"2GiB"``. A
+                file exceeds it only if it contains a single, larger tensor.
             safe_serialization: False writes ``pytorch_model.bin`` in torch's format.
         """
         self.checkpointer.save_model(model, save_directory, max_shard_size, safe_serialization)
@@ -1238,8 +1238,8 @@ class Accelerator(Process):
         """Finish saves and trackers, and wait for all processes. You may create another Accelerator afterwards.
 
         Raises:
-            ValueError: If gradients of the last step were not finite, which accelerators report one step later. An
-                error of an asynchronous save is raised too.
+            ValueError: If gradients of the last step were not finite, which accelerators report one step later.
+            Exception: The error of an asynchronous save, if it failed.
         """
         self.finish_saving()
         self.world.release_beside()

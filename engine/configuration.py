@@ -223,8 +223,8 @@ class InitProcessGroupKwargs(KwargsHandler):
         init_method: None or ``"env://"``, which have the same effect: processes connect through the launcher's
             environment variables.
         timeout: Time that a process waits for other processes before it fails: a timedelta, a dict of its arguments, or
-            ``"DD:HH:MM:SS"``. Default: torch's default, or a minute more than ``Accelerator(timeout=...)`` if that is
-            longer.
+            ``"DD:HH:MM:SS"``. Default: that of an existing process group, else 30 minutes. If
+            ``Accelerator(timeout=...)`` exceeds 29 minutes, the default is one minute more than that.
 
     Raises:
         ValueError: If ``init_method`` is not supported, or ``timeout`` is not a valid positive duration.

@@ -160,8 +160,8 @@ class Process:
                 between processes. A 0-d tensor counts as one row.
             sync_grads: Let gradients flow back through the operation. All processes must then use the result in their
                 loss. If the last batch has fewer samples than there are processes, the repeated samples of ranks
-                without a share are excluded. With tensor parallelism, ranks that share each sample contribute it once.
-                Default: the result has no gradient.
+                without a share are excluded. With tensor parallelism, only one of the ranks that share a sample
+                contributes it. Default: False, and the result has no gradient.
 
         Raises:
             TypeError: If ``tensor`` contains no tensor.

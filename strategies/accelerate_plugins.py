@@ -94,7 +94,9 @@ ReplicaKwargs = DistributedDataParallelKwargs
 
 @dataclass
 class ParallelismConfig:
-    """Numbers of replicas, shards and tensor parallel ranks, whose product is the world size. None counts as 1.
+    """Numbers of replicas, shards and tensor parallel ranks, whose product is the world size.
+
+    A size of None counts as 1.
 
     Args:
         dp_replicate_size: Number of replicas.
@@ -217,8 +219,9 @@ class FullyShardedDataParallelPlugin:
             ``"HYBRID_SHARD_ZERO2"``, otherwise True.
         backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None. The value has no effect.
         mixed_precision_policy: Torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
-        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a function. Default: by
-            ``transformer_cls_names_to_wrap`` or ``min_num_params`` if one is set, otherwise the repeated blocks.
+        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a function. Default:
+            the modules that ``transformer_cls_names_to_wrap`` or ``min_num_params`` selects, or the repeated blocks if
+            neither is set.
         cpu_offload: Keep shards in host memory: a bool, or torch's ``CPUOffload`` or ``CPUOffloadPolicy``.
         ignored_modules: Must be None.
         state_dict_type: Must be None, because checkpoints can be loaded by any strategy.

@@ -419,7 +419,7 @@ class Strategy(StrategyAliases):
         return False
 
     def drop_gradients(self, module: nn.Module) -> None:
-        """Discard gradients of earlier micro-batches that are kept outside of ``parameter.grad``, as FSDP does.
+        """Discard gradients of earlier micro-batches that are kept outside of ``parameter.grad``, such as FSDP's.
 
         Args:
             module: Module that `wrap` returned.

@@ -48,8 +48,8 @@ class GradientGuard:
             optimizer: A prepared optimizer.
 
         Raises:
-            ValueError: On every rank, if the policy is ``"raise"`` and a gradient is not finite. On accelerators, it is
-                a gradient of the optimizer's previous step.
+            ValueError: On every rank, if the policy is ``"raise"`` and a gradient is not finite. On accelerators, the
+                error concerns the optimizer's previous step.
         """
         accumulation = optimizer.accumulation
         if accumulation.loss_scale is not None:  # the loss scaler skips such steps

@@ -139,7 +139,8 @@ def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]
     Implementation options, such as fused kernels, come from the script. If the state and the optimizer differ, the
     result contains the slots of parameters with the same name and shape; all other slots start empty. If the groups
     differ, the options of a group come from the saved group that contained its parameters, because a schedule relies on
-    the group's last learning rate. They come from the script if no saved group or more than one did.
+    the group's last learning rate. If no saved group, or more than one, contained them, the options come from the
+    script.
 
     Args:
         saved: A result of `encode_by_name`, from the checkpoint.

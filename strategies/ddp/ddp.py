@@ -132,7 +132,7 @@ class DDP(Strategy):
         comm_state: First argument of a function passed as ``comm_hook``. For PowerSGD, torch's ``PowerSGDState`` or a
             dict of its arguments (``{"matrix_approximation_rank": 2, "start_powerSGD_iter": 10}``).
         comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``comm_hook`` runs, or a
-            function that receives the hook and returns a new one. None or ``"no"`` for no cast.
+            function that receives the hook and returns a new one. None or ``"no"`` disables the cast.
         sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes, even on the CPU.
         zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). The results are bit-identical to
             those of ``zero=False``.
@@ -298,7 +298,8 @@ class DDP(Strategy):
         """See `Strategy.wrap_optimizer`. The same object is returned; with several processes, hooks run in its step.
 
         Raises:
-            ValueError: If ``zero=True`` does not support the optimizer, or if local steps have another optimizer.
+            ValueError: If ``zero=True`` does not support the optimizer, or if ``local_sgd_steps`` is set and another
+                optimizer has already been wrapped.
         """
         super().wrap_optimizer(optimizer)
         if self.world.size == 1:

@@ -262,7 +262,7 @@ class _Examination:
         return errors
 
     def end(self, error: str, facts: Facts) -> None:
-        """Publish the report if this is the publishing rank or it has failed; otherwise wait until it is published.
+        """Publish a report if this rank has to publish or has failed; otherwise wait until another rank has published.
 
         Args:
             error: Failure of the examination; "" if there is none.

@@ -47,7 +47,7 @@ def open_world(
 
     Raises:
         ValueError: If the arguments contradict the environment or the machine.
-        SystemExit: If this process has run the script again, after the new processes have ended.
+        SystemExit: If this call has run the script again. It is raised when the new processes have ended.
     """
     kind = device_type(accelerator)
     launched = LaunchEnvironment.read()

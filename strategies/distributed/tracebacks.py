@@ -151,8 +151,8 @@ class Uncaught:
     """Hook for ``sys.excepthook`` that prints an error in a short form, once over all ranks.
 
     The first rank that fails prints its error. A rank with the same error prints nothing, nor does a rank whose
-    connection to a failed rank was closed. A rank with a different error prints one line. Each rank waits some seconds
-    until the first has printed its error, because launchers end a job as soon as one rank has ended.
+    connection to a failed rank was closed. A rank with a different error prints one line. The other ranks wait a few
+    seconds at most for the first rank to print its error, because launchers end a job as soon as one rank has ended.
 
     Args:
         previous: The hook that this one replaces.

@@ -164,7 +164,7 @@ class Tape(TorchDispatchMode):
         return _OutsideTensor(recorded, _get_version(recorded))
 
     def _materialize(self, value: Any) -> Any:
-        """Return a meta tensor's computed values, the tape's device for the meta device, or any other value itself."""
+        """Compute the values of a meta tensor, and replace the meta device. Any other value is returned unchanged."""
         return self.values(value) if _is_meta(value) else self._replace_meta_device(value)
 
     def _replace_meta_device(self, value: Any) -> Any:

@@ -73,7 +73,7 @@ class FSDP(Strategy):
 
     Raises:
         TypeError: If ``auto_wrap_policy`` is a bool, ``gather_dtype`` is not a floating-point dtype, or ``timeout`` has
-            the wrong type. Other types that are not policies raise this error when a model is wrapped.
+            the wrong type. A policy of another unsupported type raises this error when a model is wrapped.
         ValueError: If a size is not positive, a policy's name or ``timeout`` is invalid, or arguments contradict each
             other. Sizes that do not divide the world size raise this error when the run starts.
 

@@ -60,11 +60,11 @@ def supervise(
 
     The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to
     every rank, except signals that the supervisor itself ignores, so `nohup` stays effective. The ranks may then save.
-    After a SIGTERM, SIGUSR1 or SIGHUP, further ones have no effect. After a SIGINT, any further signal sends the ranks
-    a second SIGINT and kills them one second later. In all other cases, a second signal kills them immediately. When a
-    rank fails, the other ranks are ended. Every launch listens on a separate port, which the system picks.
-    `TREADLE_SUPERVISOR` passes this process's ID to each rank for `die_with_parent`. If `OMP_NUM_THREADS` is not set,
-    it becomes the number of CPUs of this process divided by `nproc`.
+    After a SIGTERM, SIGUSR1 or SIGHUP, further signals of these three kinds have no effect. After a SIGINT, any further
+    signal sends the ranks a second SIGINT and kills them one second later. In all other cases, a second signal kills
+    them immediately. When a rank fails, the other ranks are ended. Every launch listens on a separate port, which the
+    system picks. `TREADLE_SUPERVISOR` passes this process's ID to each rank for `die_with_parent`. If `OMP_NUM_THREADS`
+    is not set, it becomes the number of CPUs of this process divided by `nproc`.
 
     Args:
         nproc: Number of ranks, at least 1.
