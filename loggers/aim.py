@@ -23,9 +23,8 @@ class AimLogger(ServiceLogger):
     fit, validation or test succeeds.
 
     Args:
-        repo: Directory of the repository, the address of a server, ``aim://host:port``, or a directory on another
-            machine, ``ssh://user@host:path``. Default: the directory above the nearest ``.aim``, or the working
-            directory.
+        repo: Directory of the repository; or ``aim://host:port`` for a server, or ``ssh://user@host:path`` for a
+            directory on another machine. Default: the directory above the nearest ``.aim``, or the working directory.
         experiment: Experiment of the run. Default: ``"default"``, as in Aim.
         system_tracking_interval: Seconds between records of CPU, memory and GPU usage; None disables the records.
             Default: 10.
@@ -39,9 +38,9 @@ class AimLogger(ServiceLogger):
             Default: ``{"subset": {"train": "train_", "val": "val_", "test": "test_"}}``.
         context_postfixes: Suffixes of metric names, in the form of ``context_prefixes``. Default: none.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Copy checkpoints to ``artifacts_uri``: True copies the kept checkpoints at the end of a fit, or each
-            one once it is saved if ``save_top_k=-1``; ``"all"`` always copies each one once it is saved; False copies
-            none. Default: False.
+        log_model: Copy checkpoints to ``artifacts_uri``: True copies the kept checkpoints at the end of a fit;
+            ``"all"`` copies each one as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``;
+            False copies none. Default: False.
         artifacts_uri: Destination of the checkpoints, such as ``s3://bucket/folder``. Default: ``aim_artifacts`` in a
             local repository.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run

@@ -40,8 +40,8 @@ class ClearMLLogger(ServiceLogger):
             them. This calls ``Task.set_offline(True)``, which applies to the whole process. Default: False.
         tags: Tags of the task. Default: none.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a fit, or each one
-            once it is saved if ``save_top_k=-1``; ``"all"`` always uploads each one once it is saved; False uploads
+        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a fit; ``"all"``
+            uploads each one as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``; False uploads
             none. Default: False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.

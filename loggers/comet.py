@@ -35,10 +35,11 @@ class CometLogger(ServiceLogger):
             ``COMET_EXPERIMENT_KEY``, or a new one.
         mode: ``"get_or_create"``, ``"get"`` (the experiment must exist) or ``"create"`` (it must not). Default:
             ``"get_or_create"``.
-        online: Whether data is sent, which requires an API key; False only writes archives. Default: True.
+        online: Whether data is sent, which requires an API key; False only writes archives. Default:
+            ``COMET_START_ONLINE``, or True.
         prefix: Text before every metric's name, as ``prefix_name``. Default: none.
-        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit, or each one once it is
-            saved if ``save_top_k=-1``; ``"all"`` always uploads each one once it is saved; False uploads none. Default:
+        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit; ``"all"`` uploads each one
+            as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``; False uploads none. Default:
             False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.

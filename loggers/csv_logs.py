@@ -177,7 +177,7 @@ class MetricsFile:
         return [*rows, *(dict(row) for row in self.waiting)]
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Add one row, and write the buffered rows once they are ``flush_every`` rows or span as many steps.
+        """Add one row. Write the buffered rows once there are ``flush_every`` of them or they span as many steps.
 
         Args:
             metrics: Numbers by name.

@@ -11,7 +11,7 @@ from typing import Any
 from ..common.rank_zero import rank_zero_only
 
 EVALUATED_AT = "evaluation/global_step"
-"""Name of the metric with the optimizer step in rows for single evaluation batches; their ``step`` counts batches."""
+"""Metric that records the optimizer step in rows for single evaluation batches, whose ``step`` counts batches."""
 
 Params = Mapping[str, Any] | argparse.Namespace | None
 
@@ -145,7 +145,7 @@ class Logger(ABC):
 
     @property
     def experiment(self) -> Any:
-        """The backend's own object, such as a ``SummaryWriter``; a `NullExperiment` on nonzero ranks. Default: None."""
+        """Backend object, such as a ``SummaryWriter``; a `NullExperiment` on nonzero ranks; None unless overridden."""
         return None
 
     @abstractmethod
@@ -192,7 +192,7 @@ class Logger(ABC):
         return type(self).save is not Logger.save and not type(self).save.__module__.startswith("treadle.")
 
     def save(self) -> None:
-        """Write buffered values. The Trainer calls a custom override after each `log_metrics`. Default: do nothing."""
+        """Write buffered values. Does nothing unless overridden; a custom override runs after each `log_metrics`."""
         return None
 
     def finalize(self, status: str) -> None:

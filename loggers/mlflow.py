@@ -40,8 +40,8 @@ class MLFlowLogger(Logger):
             environment variable ``MLFLOW_ALLOW_FILE_STORE`` is ``true``.
         tags: Tags of the run by name. Default: none.
         save_dir: Directory for files if no address is set. Default: ``./mlruns``.
-        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a fit, or each one
-            once it is saved if ``save_top_k=-1``; ``"all"`` always uploads each one once it is saved; False uploads
+        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a fit; ``"all"``
+            uploads each one as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``; False uploads
             none. Default: False.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         artifact_location: Location of the artifacts of a new experiment. Default: chosen by MLflow.

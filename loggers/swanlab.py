@@ -39,8 +39,8 @@ class SwanLabLogger(ServiceLogger):
         tags: Tags of the run. Default: none.
         id: ID of the run; online, an existing run with this ID is continued. Default: ``SWANLAB_RUN_ID``, or a new one.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Save checkpoints with the run: True saves the kept checkpoints at the end of a fit, or each one once
-            it is on disk if ``save_top_k=-1``; ``"all"`` always saves each one once it is on disk; False saves none.
+        log_model: Save checkpoints with the run: True saves the kept checkpoints at the end of a fit; ``"all"`` saves
+            each one as soon as it is on disk, as does True with ``ModelCheckpoint(save_top_k=-1)``; False saves none.
             Default: False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.

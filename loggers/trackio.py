@@ -23,9 +23,9 @@ class TrackioLogger(ServiceLogger):
         project: Project of the run. Default: ``"treadle_logs"``.
         name: Name of the run, which is also its ``version``. Default: generated.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Copy checkpoints to Trackio's artifacts: True copies the kept checkpoints at the end of a fit, or
-            each one once it is saved if ``save_top_k=-1``; ``"all"`` always copies each one once it is saved; False
-            copies none. Default: False.
+        log_model: Copy checkpoints to Trackio's artifacts: True copies the kept checkpoints at the end of a fit;
+            ``"all"`` copies each one as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``;
+            False copies none. Default: False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         **kwargs: Arguments of ``trackio.init``: ``group``, ``space_id``, ``server_url``, ``config``, ...;

@@ -39,9 +39,9 @@ class WandbLogger(Logger):
         anonymous: Whether W&B may log without an account. Newer versions of wandb report that this has no effect.
             Default: False.
         project: Project of the run. Default: ``WANDB_PROJECT``, or ``"treadle_logs"``.
-        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a successful fit, or
-            each one once it is saved if ``save_top_k=-1``; ``"all"`` always uploads each one once it is saved; False
-            uploads none. Default: False.
+        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a successful fit;
+            ``"all"`` uploads each one as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``;
+            False uploads none. Default: False.
         experiment: A run that has already begun. Default: the active run, or a new one.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         checkpoint_name: Name of the artifacts. Default: ``model-`` and the run's ID.
@@ -297,7 +297,7 @@ class WandbLogger(Logger):
 
         Raises:
             TypeError: If ``images`` is not a list.
-            ValueError: If a value in ``kwargs`` has another length.
+            ValueError: If a value in ``kwargs`` does not have one entry per item.
         """
         self._log_media("Image", key, "images", images, step, kwargs)
 
@@ -312,7 +312,7 @@ class WandbLogger(Logger):
 
         Raises:
             TypeError: If ``audios`` is not a list.
-            ValueError: If a value in ``kwargs`` has another length.
+            ValueError: If a value in ``kwargs`` does not have one entry per item.
         """
         self._log_media("Audio", key, "audios", audios, step, kwargs)
 
@@ -327,7 +327,7 @@ class WandbLogger(Logger):
 
         Raises:
             TypeError: If ``videos`` is not a list.
-            ValueError: If a value in ``kwargs`` has another length.
+            ValueError: If a value in ``kwargs`` does not have one entry per item.
         """
         self._log_media("Video", key, "videos", videos, step, kwargs)
 

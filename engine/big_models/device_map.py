@@ -74,7 +74,7 @@ def _fill_and_run(
 ) -> DeviceMap:
     """Fill the devices, and reserve memory on the first device in use to run the offloaded modules.
 
-    A device on which no module is placed because of the reserved memory is skipped.
+    If the reserved memory leaves no room for any module on a device, the device is skipped.
     """
     placed: DeviceMap = {}
     for number, main in enumerate(mains):
@@ -211,7 +211,7 @@ def get_balanced_memory(
 
 
 def look_up_device(device_map: Mapping[str, Device], name: str) -> Device | None:
-    """Return the device in a name's own entry or, without one, in its nearest parent's; None if the map has neither.
+    """Return the device that a map assigns to a module or tensor, or to its nearest listed parent; else None.
 
     Args:
         device_map: Devices by the names of modules or tensors.
@@ -232,8 +232,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         device_map: Devices by the names of modules or tensors.
 
     Raises:
-        ValueError: If the map names an unknown module or tensor, or a device that this machine does not have. If a
-            tensor has no device. If tied tensors, or the tensors of an ``nn.MultiheadAttention`` or
+        ValueError: If the map names an unknown module or tensor, or a device that is invalid or not on this machine. If
+            a tensor has no device. If tied tensors, or the tensors of an ``nn.MultiheadAttention`` or
             ``nn.TransformerEncoderLayer``, are assigned to different devices.
     """
     tensors = named_tensors(model)

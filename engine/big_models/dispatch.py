@@ -112,8 +112,8 @@ def cpu_offload(
         The model.
 
     Raises:
-        ValueError: If the model is already dispatched, a weight has no values or a value of another shape, or this
-            machine does not have the device.
+        ValueError: If the model is already dispatched, a weight has no values, a shape in ``state_dict`` differs from
+            the model's, or the device is invalid or not on this machine.
     """
     main = _resolve_execution_device(model, execution_device)
     weights: Weights = {name: MemoryPiece(tensor) for name, tensor in (state_dict or {}).items()}

@@ -58,7 +58,7 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: The model, which is changed in place.
-        checkpoint: Path or object store URL of a weights file, an index, their folder, or a Treadle checkpoint.
+        checkpoint: Path or store URL of a Treadle checkpoint, or of a safetensors or torch file, index or folder.
         device_map: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators. ``"balanced_low_0"``
             leaves the first as free as possible. ``"sequential"`` fills one after the other. Modules that do not fit go
             to the CPU, then to the disk. The plan is logged. A dict maps names to devices. Default: only load.

@@ -173,7 +173,7 @@ def take_away(path: Path) -> None:
 
     Raises:
         ValueError: If the path is not a checkpoint or contains foreign files, or if a foreign path has the name that
-            the deletion needs, such as ``.last.gone``. In these cases, the checkpoint is not changed.
+            the deletion needs, such as ``.last.gone`` for ``last``. In these cases, the checkpoint is not changed.
         OSError: If a disk operation fails.
     """
     listed_files = {*read_manifest(path).names, MANIFEST, UNFINISHED}

@@ -280,8 +280,8 @@ def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
         safetensors file.
 
     Raises:
-        ValueError: If the path is not a checkpoint, or the checkpoint has no such part or is visibly damaged. To detect
-            all damage, run `verify` first.
+        ValueError: If the path is not a checkpoint, has no such part, or is found to be damaged. Digests are not
+            compared; run `verify` first to detect all damage.
     """
     part = _open_alone(Path(path), name)
     return part.unread(), part.notes

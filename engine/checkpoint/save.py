@@ -318,7 +318,7 @@ def collect_rank_random_state(accelerator: Accelerator) -> RandomState:
 
 
 def sort_loaders(loaders: list[Loader]) -> list[Loader]:
-    """Return the dataloaders, those for training first, because those for evaluation may be added or removed.
+    """Return training dataloaders before evaluation dataloaders, because the latter may be added or removed.
 
     Args:
         loaders: The prepared dataloaders, in the order of preparation.

@@ -85,7 +85,7 @@ def check_target(target: AnyPath) -> None:
 
     Raises:
         ValueError: If something other than a checkpoint or an empty directory exists at the path, or next to it under a
-            name that is needed.
+            name that the save needs.
     """
     if isinstance(target, RemotePath):
         remote.check_target(target)
@@ -246,7 +246,8 @@ def remove(path: AnyPath | str) -> None:
 
     Raises:
         ValueError: If the path is not a checkpoint, is a link, or contains foreign files, or if a foreign path has the
-            name that the deletion needs, such as ``.last.gone``. In these cases, the checkpoint is not changed.
+            name that the deletion needs, such as ``.last.gone`` for ``last``. In these cases, the checkpoint is not
+            changed.
         OSError: If a disk operation fails.
     """
     path = absolute(path)

@@ -110,7 +110,7 @@ def get_length(value: Any) -> int | None:
 
 
 def _iter_columns(dataset: Any) -> Iterator[Any]:
-    """Yield in-memory columns with one item per sample; for a whole Hugging Face table, digests of its end rows."""
+    """Yield in-memory per-sample columns; for a whole Hugging Face table, digests of its first and last row."""
     if isinstance(dataset, Subset):
         yield dataset.indices
         return
@@ -166,7 +166,7 @@ def _take_excerpt(column: Any) -> list[Any]:
 
 
 def _sketch_samples(dataset: Any) -> list[int] | None:
-    """Return the smallest hashes of a dataset's samples; None without hashes, or if at most half are distinct."""
+    """Return the smallest hashes of a dataset's samples; None if there are none, or if at most half are distinct."""
     keys = _hash_samples(dataset)
     if keys is None:
         return None
@@ -180,7 +180,7 @@ def _are_disjoint(sketches: list[list[int] | None]) -> bool:
 
 
 def _hash_samples(dataset: Any) -> np.ndarray | None:
-    """Return a 64-bit hash per sample, or of the end rows of a whole table; None without per-sample data in memory."""
+    """Return 64-bit hashes of the samples, or of a whole table's first and last row; None without data in memory."""
     if isinstance(dataset, Subset):
         inner, indices = _hash_samples(dataset.dataset), np.asarray(dataset.indices, dtype=np.int64)
         return _hash_columns(indices) if inner is None else inner[indices]

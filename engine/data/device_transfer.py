@@ -116,7 +116,7 @@ class _HostCopier:
 
 
 def _can_pin(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor can be pinned: plain, contiguous, not empty, on the CPU, and without a gradient."""
+    """Return whether a tensor can be pinned: a plain, contiguous, non-empty CPU tensor without ``requires_grad``."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"

@@ -59,7 +59,7 @@ class JointBatches:
 
     @property
     def full(self) -> int:
-        """Number of samples in a full batch over all processes: the sum of all loaders; if sequential, the maximum."""
+        """Number of samples in a full batch over all processes: the loaders' sum, or their maximum if sequential."""
         return (max if self.mode == "sequential" else sum)(loader.total_batch_size for loader in self.loaders)
 
     @property
@@ -115,8 +115,8 @@ class JointLoader(Loader):
 
     Raises:
         TypeError: If the `CombinedLoader` contains a prepared loader.
-        ValueError: If two loaders share a generator, and one of them draws from it during the epoch. Also for a loader
-            that `Loader` does not accept.
+        ValueError: If two loaders share a generator and one of them draws from it during the epoch, or if `Loader` does
+            not accept one of the loaders.
 
     Example:
         >>> import treadle

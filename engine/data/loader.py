@@ -554,14 +554,14 @@ class Loader:
         self._started = state["started"]
 
     def check(self, state: dict[str, Any]) -> None:
-        """Check that a state was saved by a loader with generators and samplers of the same kind.
+        """Check that a saved state fits the loader's generators and samplers.
 
         Args:
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the generators, or the samplers with a ``state_dict``, differ in number or kind, or if the
-                state is that of a `JointLoader`.
+            ValueError: If the generators differ in number or kind, if the number of samplers with a ``state_dict``
+                differs, or if the state is that of a `JointLoader`.
         """
         if text := self._plan.draws.difference(state):
             raise ValueError(

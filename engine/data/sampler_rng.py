@@ -178,7 +178,7 @@ class Draws:
             self._first = self._last
 
     def warn_of_counts(self, inside: bool) -> None:
-        """Warn once if a sampler without ``state_dict`` and ``set_epoch`` has changed one of its integer attributes.
+        """Warn once if a sampler with neither ``state_dict`` nor ``set_epoch`` has changed an integer attribute.
 
         Checkpoints do not contain these attributes, so the order of a resumed run may differ.
 
@@ -210,7 +210,7 @@ class Draws:
 def preserve_loader_state(loader: Any) -> Iterator[None]:
     """Return a context that restores the generators, samplers and datasets of ``loader`` when it ends.
 
-    Of samplers and datasets, the integer attributes and the values in their ``state_dict`` are restored.
+    For samplers and datasets, this covers the integer attributes and the contents of their ``state_dict``.
 
     Args:
         loader: A ``DataLoader``, or another object with ``sampler``, ``batch_sampler`` or ``dataset``.

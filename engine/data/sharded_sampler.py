@@ -66,8 +66,8 @@ class ShardedBatches:
         stream: The random stream that samplers without their own generator draw from.
         merge_tail: For evaluation: if the last global batch has fewer samples than there are processes, add its samples
             to the batch before it, so that every process takes part in every batch.
-        positions: Whether to yield ``(epoch seed, position, index)`` triples, for workers that seed each sample,
-            instead of indices.
+        positions: Yield ``(epoch seed, position, index)`` triples instead of indices, so that workers can seed each
+            sample.
 
     Attributes:
         order: The RNG state that the epoch's order was drawn from; None between epochs. If it is set before an epoch

@@ -94,7 +94,7 @@ def fetch(url: str, sha256: str | None, folder: Path) -> Path:
 
     Raises:
         ValueError: If the digest is missing, malformed or different, or if a ``file://`` URL does not name a local
-            file. If the download is larger than 256 GiB or than the free disk space for ``folder``.
+            file. If the download is larger than 256 GiB or than the free space on the disk of ``folder``.
         OSError: If the download failed, or if the scheme of the URL is not supported.
     """
     scheme = _SCHEME.match(url)[1].lower()  # type: ignore[index]

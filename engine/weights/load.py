@@ -60,12 +60,12 @@ def load_weights(
 
     Args:
         model: The model, prepared or not. If it is sharded, each process loads its own shards.
-        source: A path or URL. The supported formats are a Treadle checkpoint, a safetensors file, a file of
-            ``torch.save``, such as Lightning's ``.ckpt``, an index of several such files (``.index.json``), and a
-            folder with one index or weights file, as in Hugging Face's format. A file of ``torch.save`` contains a
-            state dict, at the top level or under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``. An ``http``,
-            ``https`` or ``file`` URL must name a single file and requires ``sha256``. Each process reads or downloads
-            the source separately.
+        source: A path or URL. The supported formats are a Treadle checkpoint; a safetensors file; a file of
+            ``torch.save``, such as Lightning's ``.ckpt``; an index of several such files (``.index.json``); a folder in
+            Hugging Face's format; and any other folder with a single index or weights file. A file of ``torch.save``
+            contains a state dict, at the top level or under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``. An
+            ``http``, ``https`` or ``file`` URL must name a single file and requires ``sha256``. Each process reads or
+            downloads the source separately.
         strict: Require that names and shapes in the source are exactly those of the model. If False, the weights that
             fit are loaded, and a warning lists the differences.
         prefix: Load only weights whose names begin with this prefix, and remove it from the names. If no prefix is set,

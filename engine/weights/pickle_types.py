@@ -78,8 +78,9 @@ class Reader:
     def container(self, value: Any) -> Any:
         """Convert a recorded dict, such as an ``OrderedDict``, to a plain dict with unconverted items.
 
-        The supported classes are ``OrderedDict``, ``defaultdict``, ``Namespace``, Lightning's ``AttributeDict`` and
-        OmegaConf's ``DictConfig``. Any other value is returned unchanged.
+        The supported classes are ``OrderedDict``, ``defaultdict``, ``Namespace``, Lightning's ``AttributeDict``,
+        OmegaConf's ``DictConfig``, and subclasses of dict in pickles of protocol 0 or 1. Any other value is returned
+        unchanged.
 
         Args:
             value: A result of `pickle_reader.read`, or a part of it.

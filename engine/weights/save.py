@@ -62,8 +62,8 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
 
     Raises:
         TypeError: If ``obj`` contains anything other than data that ``torch.load(weights_only=True)`` loads, or one
-            process's shard of a tensor. For safetensors, if it is not a dict of dense tensors with values and supported
-            dtypes.
+            process's shard of a tensor. For safetensors, if it is not a dict of dense tensors with supported dtypes, or
+            if a tensor is on device ``meta``.
     """
     write: Callable[[Any], None]
     if safe:

@@ -30,8 +30,8 @@ class ServiceLogger(Logger):
         version: ID of the run to continue; None for a new run, whose ID then becomes the ``version``.
         prefix: Text before every metric's name; None for no prefix.
         separator: Text between the prefix and the name. Default: ``"-"``.
-        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit, or each one once it is
-            saved if ``save_top_k=-1``; ``"all"`` always uploads each one once it is saved; False uploads none.
+        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit; ``"all"`` uploads each one
+            as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``; False uploads none.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger.
         texts: Additional arguments to check, by name. Each must be a string or None.
@@ -152,8 +152,8 @@ class ServiceLogger(Logger):
         """Record hyperparameters and, if passed, metrics at step 0.
 
         Args:
-            params: Settings by name, nested or not. An object that is not a container, text, a number, a bool or None
-                is recorded as its ``str``.
+            params: Settings by name, nested or not. Values other than containers, strings, numbers, bools and None are
+                recorded as their ``str``.
             metrics: Initial values of the metrics by which runs are compared. Default: none.
 
         Raises:
