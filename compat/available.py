@@ -93,7 +93,7 @@ def is_rocm_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Return whether ``torch.load(weights_only=True)`` accepts a list of safe types."""
+    """Return whether torch is 2.4 or later, in which ``torch.load(weights_only=True)`` accepts registered types."""
     return is_torch_version(">=", "2.4.0")
 
 

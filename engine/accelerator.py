@@ -986,8 +986,8 @@ class Accelerator(Process):
                 adapters. The checkpoint stores their digests, and can be loaded into a model with the same frozen
                 weights.
             blocking: If False, return after the state is copied to host memory, and write it in the background. Only
-                one save runs at a time: the next one waits for the current one. `poll_saving` and `finish_saving`
-                report the end of a save.
+                one save runs at a time: the next one waits for the current one. `poll_saving` checks whether it has
+                ended, `finish_saving` waits for it, and both raise its error.
             also: Further directories or URLs for the same state, each a complete checkpoint. They cannot be combined
                 with a hook of `register_save_state_pre_hook`.
 

@@ -26,7 +26,7 @@ class CSVLogger(DirectoryLogger):
     adds a column at the end. If ``metrics.csv`` exists, its rows are kept and new ones are appended.
 
     Args:
-        save_dir: Directory above all experiments, or a URL; see `DirectoryLogger`.
+        save_dir: Parent directory of the experiments, or a URL; see `DirectoryLogger`.
         name: Directory of the experiment in ``save_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
         version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.

@@ -23,8 +23,8 @@ class DirectoryLogger(Logger):
     creating the directory, so two jobs that start at the same time never share a directory.
 
     Args:
-        save_dir: Directory above all experiments, or a URL such as ``s3://bucket/logs``, to which files are uploaded as
-            they change. ``~`` and ``$VARIABLES`` are expanded.
+        save_dir: Parent directory of the experiments, or a URL such as ``s3://bucket/logs``, to which files are
+            uploaded as they change. ``~`` and ``$VARIABLES`` are expanded.
         name: Directory of the experiment in ``save_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
         version: A number N for ``version_N``, or the name of a directory, which may exist already. Default: the next
             unused number.
@@ -82,7 +82,7 @@ class DirectoryLogger(Logger):
 
     @property
     def save_dir(self) -> str:
-        """Directory above all experiments."""
+        """Parent directory of all experiments."""
         return self._save_dir
 
     @property

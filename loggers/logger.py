@@ -130,7 +130,7 @@ class Logger(ABC):
 
     @property
     def save_dir(self) -> str | None:
-        """Directory above all experiments; None if no files are written."""
+        """Parent directory of all experiments; None if no files are written."""
         return None
 
     @property

@@ -27,7 +27,7 @@ class TensorBoardLogger(DirectoryLogger):
     ``tensorboard --logdir save_dir`` displays the logs.
 
     Args:
-        save_dir: Directory above all experiments, or a URL; see `DirectoryLogger`.
+        save_dir: Parent directory of the experiments, or a URL; see `DirectoryLogger`.
         name: Directory of the experiment in ``save_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
         version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
         log_graph: Whether `log_graph` records the model's graph. Default: False.

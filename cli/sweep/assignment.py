@@ -21,7 +21,7 @@ class Assignment:
 
     Attributes:
         folder: The trial's run folder. A run in another folder does not belong to the sweep.
-        scheduler: Process ID of the scheduler. When the scheduler dies, the trial saves a checkpoint and ends.
+        scheduler: Process ID of the scheduler. On Linux, the trial saves a checkpoint and ends when the scheduler dies.
         metric: Name of the metric to optimize.
         mode: ``"min"`` if a lower value of the metric is better, ``"max"`` if a higher value is.
         take: ``"best"`` if the best logged value of the metric is the trial's result, ``"last"`` if the last one is.

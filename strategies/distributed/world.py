@@ -505,5 +505,5 @@ def _unwrap(value: Any) -> Any:
 
 
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor in a dtype that backends support. Other dtypes are viewed as a row of bytes."""
+    """Return a contiguous tensor in a supported dtype. Other tensors are flattened and viewed as uint8."""
     return tensor.contiguous() if tensor.dtype in _CARRIED else tensor.contiguous().reshape(-1).view(torch.uint8)

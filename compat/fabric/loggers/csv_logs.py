@@ -30,5 +30,5 @@ class CSVLogger(LightningCSVLogger):
 
     @property
     def root_dir(self) -> str:
-        """Directory above all experiments."""
+        """Parent directory of all experiments."""
         return self.save_dir

@@ -37,7 +37,7 @@ class TensorBoardLogger(LightningTensorBoardLogger):
 
     @property
     def root_dir(self) -> str:
-        """Directory above all experiments."""
+        """Parent directory of all experiments."""
         return self.save_dir
 
     @property
