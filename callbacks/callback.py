@@ -52,7 +52,7 @@ class Callback:
         """Log one value. The arguments and the permitted hooks are those of `TaskModule.log`.
 
         Args:
-            name: Name of the value.
+            name: Name under which the value is logged.
             value: A number, a tensor with one element, or a ``torchmetrics.Metric``.
             args: Further positional arguments of `TaskModule.log`.
             kwargs: Further keyword arguments of `TaskModule.log`.
@@ -267,7 +267,9 @@ class Callback:
         """
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Run before each optimizer step, once its gradients are complete and unscaled, before they are clipped.
+        """Run before each optimizer step, once its gradients are complete and unscaled, before the Trainer clips them.
+
+        With an optimizer that needs a closure, such as LBFGS, the hook runs in each closure call.
 
         Args:
             trainer: The Trainer that runs the stage.

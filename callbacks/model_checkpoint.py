@@ -394,7 +394,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self._save_as(None, trainer)
 
     def _save_as(self, path: str | None, trainer: Trainer) -> str:
-        """Save the run as ``last.ckpt``, ``path`` or the filled-in template, and return the path of the checkpoint."""
+        """Save ``last.ckpt`` if ``save_last`` is set, else ``path`` or the filled-in template. Return the path."""
         progress = trainer.progress
         if self.save_last or path is None:
             values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values}

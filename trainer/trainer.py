@@ -100,8 +100,8 @@ class Trainer(LightningAliases):
             Default: 1.
         num_sanity_val_steps: Batches of each validation dataloader to run before training, to find errors early; -1
             runs all. A resumed run skips them. Default: 2.
-        log_every_n_steps: Optimizer steps between writes of training's step values to the loggers; 0 never writes them.
-            Default: 50.
+        log_every_n_steps: Optimizer steps between writes of the training steps' values to the loggers; 0 never writes
+            them. Default: 50.
         enable_checkpointing: Add a `ModelCheckpoint` if ``callbacks`` has none. Default: True.
         enable_progress_bar: Add a `TQDMProgressBar` if ``callbacks`` has no progress bar. Default: True.
         enable_model_summary: Add a `ModelSummary` if ``callbacks`` has none. Default: True.
@@ -403,10 +403,10 @@ class Trainer(LightningAliases):
         Args:
             model: Task to validate. Default: the task of the last stage, with the weights of its best checkpoint, if
                 any.
-            dataloaders: One dataloader, several, or a data module. Default: those of the task or of the last stage's
-                data module.
+            dataloaders: One dataloader, several, or a data module. Default: those of the last stage's data module if
+                ``model`` is None, else those of the task.
             ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``. Default: none if ``model`` is
-                passed.
+                passed, else see ``model``.
             verbose: Print the values. Default: True.
             datamodule: Data module to use instead of dataloaders.
             weights_only: See `fit`.
@@ -433,10 +433,10 @@ class Trainer(LightningAliases):
 
         Args:
             model: Task to test. Default: the task of the last stage, with the weights of its best checkpoint, if any.
-            dataloaders: One dataloader, several, or a data module. Default: those of the task or of the last stage's
-                data module.
+            dataloaders: One dataloader, several, or a data module. Default: those of the last stage's data module if
+                ``model`` is None, else those of the task.
             ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``. Default: none if ``model`` is
-                passed.
+                passed, else see ``model``.
             verbose: Print the values. Default: True.
             datamodule: Data module to use instead of dataloaders.
             weights_only: See `fit`.
@@ -465,11 +465,12 @@ class Trainer(LightningAliases):
             model: Task to predict with. Default: the task of the last stage, with the weights of its best checkpoint,
                 if any.
             dataloaders: One dataloader, several (the result is then a list of lists), or a data module. Default: those
-                of the task or of the last stage's data module.
+                of the last stage's data module if ``model`` is None, else those of the task.
             datamodule: Data module to use instead of dataloaders.
             return_predictions: False discards the results, for example if a callback writes them to files. Default:
                 True.
-            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``.
+            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``. Default: none if ``model`` is
+                passed, else see ``model``.
             weights_only: See `fit`.
 
         Returns:
@@ -528,8 +529,8 @@ class Trainer(LightningAliases):
 
         Args:
             filepath: Path or URL of the checkpoint, which is a directory.
-            weights_only: Save only the task's weights and hyperparameters. If no ``fit`` can be resumed, because
-                another stage ran last, this applies in any case, with a warning. Default: False.
+            weights_only: Save only the task's weights and hyperparameters. A checkpoint saved after a stage other than
+                ``fit`` also contains only these, with a warning, because no run could resume from it. Default: False.
             trainable_only: Omit frozen weights; see `Accelerator.save_state`. Default: False.
             blocking: Wait until the checkpoint is written; see `Accelerator.save_state`. Default: True.
             also: Further paths under which the checkpoint is saved; see `Accelerator.save_state`. Default: none.
@@ -637,7 +638,7 @@ class Trainer(LightningAliases):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Number of optimizer steps to reach ``max_epochs`` or ``max_steps``; infinite if unlimited or unknown."""
+        """Optimizer steps until ``max_epochs`` or ``max_steps`` is reached; infinite if unlimited or unknown."""
         batches = self.num_training_batches
         if self.max_epochs == -1 or batches is None:
             return self.max_steps if self.max_steps != -1 else float("inf")
@@ -730,7 +731,10 @@ class Trainer(LightningAliases):
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """First `ModelCheckpoint`, or None. One that saves only after an error is the last choice."""
+        """First `ModelCheckpoint`, or None. An `OnExceptionCheckpoint` is returned only if there is no other one.
+
+        With ``fast_dev_run``, the callback is inactive.
+        """
         callbacks = self.checkpoint_callbacks or [c for c in self.idle_callbacks if isinstance(c, ModelCheckpoint)]
         return min(callbacks, key=lambda callback: isinstance(callback, OnExceptionCheckpoint), default=None)
 

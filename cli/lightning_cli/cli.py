@@ -224,7 +224,7 @@ class LightningCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Link each optimizer and scheduler to the argument that its ``link_to`` names, except ``"AUTOMATIC"`` ones.
+        """Link each optimizer and scheduler to the argument that its ``link_to`` names, unless it is ``"AUTOMATIC"``.
 
         Args:
             parser: Parser with the optimizers and schedulers.

@@ -127,7 +127,9 @@ class Axis:
 
     @classmethod
     def of_values(cls, name: str, values: Sequence[float]) -> Axis:
-        """Return an axis that spans all values, logarithmic if they are positive and span two orders of magnitude.
+        """Return an axis that spans all values.
+
+        The axis is logarithmic if all values are positive and span two orders of magnitude or more.
 
         Args:
             name: The title of the axis.

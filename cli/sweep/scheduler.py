@@ -68,7 +68,7 @@ class Scheduler:
 
         Returns:
             The exit status: 128 plus the number of the signal that stopped the sweep (SIGTERM's for SIGUSR1), 1 if
-            trials failed and none succeeded, otherwise 0.
+            trials failed and none was completed or pruned, otherwise 0.
 
         Raises:
             ConfigError: If the sweep cannot start or continue with the settings in its file.

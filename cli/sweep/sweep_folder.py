@@ -104,7 +104,7 @@ class SweepFolder:
     # -- description ---------------------------------------------------------------------------------------------
 
     def is_new(self) -> bool:
-        """Return whether the sweep is new, or check that it was started with the same settings.
+        """Return whether the sweep is new. If it is not, check that it was started with the same settings.
 
         Requires the lock of `deciding`.
 

@@ -80,7 +80,7 @@ class TrialCallback(PruningCallback):
         self._value, self.pruned = state_dict["value"], state_dict["pruned"]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """For ``fit``, reset the callback's state. With a pruner, open the study's trial on rank zero."""
+        """Reset the callback's state before ``fit`` and, with a pruner, open the study's trial on rank zero."""
         if stage == "fit":
             self._validations, self._value, self.pruned = 0, None, None
             with trainer.accelerator.world.together():
@@ -142,7 +142,7 @@ class TrialCallback(PruningCallback):
         trainer.should_stop = True
 
     def conclude(self) -> None:
-        """If the trial was pruned, record this in the run's folder. Call this after ``fit`` has returned."""
+        """Record "pruned" in the run's folder if the trial was pruned. Call this after ``fit`` has returned."""
         if self.pruned is not None:
             self._write({"state": "pruned", "note": self.pruned})
 

@@ -96,7 +96,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
     allow_zero_length_dataloader_with_multiple_devices: bool = False
 
     def prepare_data(self) -> None:
-        """Download or build data on disk, before ``setup``. By default, one process of each machine calls it."""
+        """Download or build data on disk, before ``setup``. Runs on one process of each machine by default."""
 
     def setup(self, stage: str) -> None:
         """Create the datasets of a stage. Runs on every process.

@@ -17,7 +17,7 @@ class TaskHooks:
     """Accepted for Lightning compatibility. A process without a share of the data always takes part, with weight 0."""
 
     def prepare_data(self) -> None:
-        """Download or build data on disk, before ``setup``. By default, one process of each machine calls it."""
+        """Download or build data on disk, before ``setup``. Runs on one process of each machine by default."""
 
     def setup(self, stage: str) -> None:
         """Prepare for a stage. Runs on every process.
@@ -111,7 +111,7 @@ class TaskHooks:
         """Run after the gradients of a micro-batch are accumulated."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Run before each optimizer step, once its gradients are complete and unscaled, before they are clipped.
+        """Run before each optimizer step, once its gradients are complete and unscaled, before the Trainer clips them.
 
         Args:
             optimizer: Optimizer that is about to step.
@@ -125,7 +125,7 @@ class TaskHooks:
         """
 
     def on_step_end(self) -> None:
-        """Run after each optimizer step, even a skipped one, once its validation and the schedulers' steps are done."""
+        """Run after each optimizer step, even a skipped one, the schedulers' steps and, if one is due, a validation."""
 
     def on_validation_start(self) -> None:
         """Run before each validation."""

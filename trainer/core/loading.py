@@ -430,7 +430,7 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
     """Read hyperparameters from the ``hparams.yaml`` or ``.csv`` that loggers write. Only data is read.
 
     Args:
-        path: Path of the file, which may be up to 1 MiB large.
+        path: Path of the file. Its size is limited to 1 MiB.
 
     Returns:
         Hyperparameters by name.

@@ -87,7 +87,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         Returns:
             The loss as a 0-d tensor, or a dict that holds it as ``"loss"``. On a single process without a loss scaler,
-            None is accepted with a warning, and the batch has no gradient. Any value is accepted with
+            None is accepted with a warning, and the batch contributes no gradient. Any value is accepted with
             ``automatic_optimization=False``.
         """
         raise NotImplementedError
@@ -231,7 +231,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         Args:
             epoch: Number of completed epochs.
-            batch_idx: Index of a micro-batch in the accumulation group.
+            batch_idx: Index of the accumulation group's last micro-batch or, if the optimizer needs a closure, of its
+                first.
             optimizer: Optimizer whose gradients are reset.
         """
         optimizer.zero_grad()

@@ -37,7 +37,8 @@ class BatchSizeSearch:
 
         Raises:
             ValueError: If the attribute does not exist or is not used, the user passed dataloaders, which cannot be
-                rebuilt, or ``keep_global_batch`` does not suit the task.
+                rebuilt, or ``keep_global_batch`` is combined with manual optimization or with an attribute that is not
+                a positive integer.
             MemoryError: If no size fits.
         """
         trainer, finder, kind = self.trainer, self.finder, KIND_OF_STAGE[str(self.trainer.stage)]

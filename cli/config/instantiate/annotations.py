@@ -230,7 +230,7 @@ class Checker:
     def _check_union(self, value: Value, members: tuple[Any, ...], path: Path) -> Recipe | None:
         """Return a recipe for the first member of a union that fits the value. Report problems if none fits.
 
-        Members whose type is exactly the value's type are tried first.
+        The member that is exactly the value's type, such as ``int``, is tried first.
         """
         # A number is accepted as text if no member of the union is a number.
         numbers = any(candidate in (int, float, bool) for candidate in members)
