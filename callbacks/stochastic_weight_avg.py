@@ -145,8 +145,8 @@ class StochasticWeightAveraging(Averaging):
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
         if len(rates) != len(groups):
             raise ValueError(
-                f"swa_lrs has {format_count(len(rates), 'rate')}, but the optimizer has {len(groups)} "
-                f"parameter group{'s' * (len(groups) != 1)}. Pass one rate per group, or a number for all groups."
+                f"swa_lrs has {format_count(len(rates), 'rate')}, but the optimizer has "
+                f"{format_count(len(groups), 'parameter group')}. Pass one rate per group, or a number for all groups."
             )
         if self._initial is None:
             self._initial = [float(group["lr"]) for group in groups]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
-from ..common.messages import name_type
+from ..common.messages import format_count, name_type
 from ..common.validation import check_int, choose
 from .ddp import DDP
 from .distributed import World
@@ -168,8 +168,8 @@ class ParallelismConfig:
             raise ValueError(
                 f"parallelism_config needs a world size of {self.total_size} (dp_replicate_size="
                 f"{self.dp_replicate_size} x dp_shard_size={self.dp_shard_size} x tp_size={self.tp_size}), but the "
-                f"world size is {world.size}. Change the sizes, or start {self.total_size} "
-                f"process{'es' * (self.total_size > 1)}."
+                f"world size is {world.size}. Change the sizes, or start "
+                f"{format_count(self.total_size, 'process')}."
             )
 
     @property

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ...common.messages import announce, warn
+from ...common.messages import announce, format_count, warn
 from ...engine import isolated_random_state
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
         return
     accelerator, loader = trainer.accelerator, trainer.sources.train
     announce(
-        f"reading the training data once more to update the statistics of {len(layers)} BatchNorm "
-        f"layer{'s' * (len(layers) > 1)}"
+        f"reading the training data once more to update the statistics of "
+        f"{format_count(len(layers), 'BatchNorm layer')}"
     )
     before = [[buffer.clone() for buffer in layer.buffers()] for layer in layers]
     momenta = [layer.momentum for layer in layers]

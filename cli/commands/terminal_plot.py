@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ...callbacks.reporting import Chart, Points, choose_ticks, format_number
 
 _MARKS = "*+ox#%@&"  # marks of the curves if only ASCII is available
-_COLOURS = (34, 33, 32, 31, 35, 36)  # ANSI codes: blue, yellow, green, red, magenta, cyan
+_COLORS = (34, 33, 32, 31, 35, 36)  # ANSI codes: blue, yellow, green, red, magenta, cyan
 # The bit of a dot, by its row and column in a character.
 _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
@@ -161,4 +161,4 @@ def _choose_letter(place: int) -> str:
 
 
 def _color_text(text: str, place: int) -> str:
-    return f"\x1b[{_COLOURS[place % len(_COLOURS)]}m{text}\x1b[0m"
+    return f"\x1b[{_COLORS[place % len(_COLORS)]}m{text}\x1b[0m"

@@ -300,7 +300,7 @@ def dispatch(
         old, device = tensors[names[0]], runs_on(names[0])
         if names[0] in lent or old.device == device:
             continue
-        if old.is_meta and device.type != "meta":
+        if old.is_meta and device.type != "meta":  # its values are in a file
             new = torch.empty_like(old, device=device)
             next(weights[name] for name in names if name in weights).fill(new)
         else:

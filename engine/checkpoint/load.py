@@ -479,8 +479,8 @@ def _warn_batches_changed(accelerator: Accelerator, manifest: Manifest) -> None:
         return
     if current["global_batch_size"] != saved["global_batch_size"]:
         new, old = (
-            f"{f['global_batch_size']} (micro-batches of {f['batch_size']} over {f['world_size']} "
-            f"process{'es' * (f['world_size'] != 1)}, accumulation {f['accumulate']})"
+            f"{f['global_batch_size']} (micro-batches of {f['batch_size']} over "
+            f"{format_count(f['world_size'], 'process')}, accumulation {f['accumulate']})"
             for f in (current, saved)
         )
         warn(

@@ -146,8 +146,8 @@ class LaunchEnvironment:
             )
         if num_nodes not in (1, self.node_count):
             raise ValueError(
-                f"num_nodes={num_nodes}, but the launcher started processes on {self.node_count} "
-                f"machine{'s' * (self.node_count > 1)}. Remove num_nodes, or start {machines.format(num_nodes)}."
+                f"num_nodes={num_nodes}, but the launcher started processes on "
+                f"{format_count(self.node_count, 'machine')}. Remove num_nodes, or start {machines.format(num_nodes)}."
             )
 
     def device_index(self, device_indices: list[int], visible_count: int | None) -> int:

@@ -116,7 +116,7 @@ class RunSummary:
         trainer = self.trainer
         batches, epochs = trainer.num_training_batches, trainer.max_epochs
         per_epoch = "the dataloader has no length" if batches is None else f"{format_count(batches, 'batch')} per epoch"
-        limits = [] if epochs == -1 else [f"{epochs:,} epoch{'' if epochs == 1 else 's'}"]
+        limits = [] if epochs == -1 else [format_count(epochs, "epoch")]
         limits += [] if trainer.max_steps == -1 else [format_count(trainer.max_steps, "optimizer step")]
         until = f", until {' or '.join(limits)}" if limits else ""
         done = f"; {format_count(trainer.progress.step, 'step')} done" if trainer.progress.step else ""

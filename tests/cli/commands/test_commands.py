@@ -87,7 +87,7 @@ def test_a_run_that_saves_nothing_is_not_said_to_go_on(here, capsys):
     assert "logs:" not in printed  # in whose place nothing is kept
 
 
-def must_change(lr=0.02, epochs=2):
+def by_hand(lr=0.02, epochs=2):
     """The same run in plain PyTorch."""
     treadle.seed_everything(0)
     task, data = cli_samples.Line(lr), cli_samples.Points(8)
@@ -102,7 +102,7 @@ def must_change(lr=0.02, epochs=2):
 
 def test_it_is_the_same_training_as_by_hand():
     assert main(["fit", "--config", "run.yaml"]) == 0
-    assert torch.equal(weights("runs/default/1"), must_change())
+    assert torch.equal(weights("runs/default/1"), by_hand())
 
 
 @pytest.mark.parametrize("source", ["folder", pytest.param("checkpoint", marks=pytest.mark.exhaustive)])
@@ -114,7 +114,7 @@ def test_a_run_is_repeated(source, here):
     assert main(["fit", "--from-run", str(first if source == "folder" else saved)]) == 0
     assert torch.equal(weights("runs/default/2"), weights(first))
     assert main(["fit", "--from-run", str(first), "trainer.max_epochs=3"]) == 0
-    assert torch.equal(weights("runs/default/3"), must_change(0.03, 3))
+    assert torch.equal(weights("runs/default/3"), by_hand(0.03, 3))
 
 
 def test_every_command_takes_every_spelling_of_a_run(here, capsys):
@@ -150,10 +150,10 @@ def test_a_run_is_gone_on_with_in_its_own_folder(here):
     assert main(["fit", "--from-run", "runs/default/1", "ckpt_path=last", "trainer.max_epochs=2"]) == 0
     assert [path.name for path in (here / "runs" / "default").iterdir()] == ["1"]
     last = max((here / "runs" / "default" / "1" / "checkpoints").glob("*.ckpt"), key=os.path.getmtime)
-    assert torch.equal(cli_samples.Line.load_from_checkpoint(last).net.weight, must_change())
+    assert torch.equal(cli_samples.Line.load_from_checkpoint(last).net.weight, by_hand())
     # A run that went on is repeated from its beginning.
     assert main(["fit", "--from-run", "runs/default/1"]) == 0
-    assert torch.equal(weights("runs/default/2"), must_change())
+    assert torch.equal(weights("runs/default/2"), by_hand())
 
 
 def test_what_can_not_be_gone_on_with_leaves_no_folder(here, capsys):
@@ -226,7 +226,7 @@ def test_a_repeated_run_still_says_where_each_value_is_from(here, capsys):
 def test_optimizer_section_trains(here):
     line = ["fit", "-c", "run.yaml", "model.class=cli_samples.Bare", "~model.lr", "optimizer=SGD", "optimizer.lr=0.02"]
     assert main(line) == 0
-    assert torch.equal(weights("runs/default/1"), must_change())
+    assert torch.equal(weights("runs/default/1"), by_hand())
 
 
 def test_evaluation(here, capsys):
@@ -323,7 +323,7 @@ def test_print_config_runs_nothing(here, capsys):
     assert not (here / "runs").exists()
     (here / "again.yaml").write_text(printed)
     assert main(["fit", "--config", "again.yaml", "trainer.devices=1"]) == 0
-    assert torch.equal(weights("runs/default/1"), must_change())
+    assert torch.equal(weights("runs/default/1"), by_hand())
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_errors_are_words_and_status_2(arguments, words, here, capsys):
 def test_lightnings_spelling(here):
     assert main(["fit", "--config=run.yaml", "--trainer.max_epochs", "1", "--model.lr=0.5", "--print_config"]) == 0
     assert main(["fit", "--config", "run.yaml", "--trainer.max_epochs=1", "--model.init_args.lr", "0.02"]) == 0
-    assert torch.equal(weights("runs/default/1"), must_change(epochs=1))
+    assert torch.equal(weights("runs/default/1"), by_hand(epochs=1))
 
 
 def test_modules_of_the_working_directory(here):
@@ -447,7 +447,7 @@ def test_a_script_becomes_a_command_line(here, capsys):
         defaults={"trainer": {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}},
         arguments=["fit", "model.lr=0.02", "trainer.max_epochs=2"],
     )
-    assert torch.equal(done.model.net.weight, must_change())
+    assert torch.equal(done.model.net.weight, by_hand())
     assert done.trainer.current_epoch == 2
     for arguments, status, words in (
         (["fit", "model.lrr=1"], 2, "Line has no argument 'lrr'"),
@@ -474,7 +474,7 @@ def test_ranks_that_others_started(here):
     arguments = ["trainer.strategy=ddp", "data.batch_size=4"]
     found = run(in_ranks, 2, str(here), arguments)
     assert found == [(0, ["runs/default/1"])] * 2
-    torch.testing.assert_close(weights("runs/default/1"), must_change())
+    torch.testing.assert_close(weights("runs/default/1"), by_hand())
 
 
 def test_errors_are_said_once(monkeypatch, capsys):
@@ -504,7 +504,7 @@ def test_processes_that_it_starts(here):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("optimizer steps") == 1
-    torch.testing.assert_close(weights("runs/default/1"), must_change())
+    torch.testing.assert_close(weights("runs/default/1"), by_hand())
     config = load(["runs/default/1/config.yaml"])
     assert config.to_plain()["trainer"]["devices"] == 2
 

@@ -261,7 +261,7 @@ def test_a_sweep_whose_trials_all_fail_stops(override, words, sweep):
     assert 2 <= len(trials()) <= 3
 
 
-def must_change(values, epochs):
+def by_hand(values, epochs):
     """What Optuna's Hyperband makes of trials that report the same value after each epoch."""
     study = optuna.create_study(study_name="sweep", pruner=optuna.pruners.HyperbandPruner(max_resource=epochs))
     for value in values:
@@ -284,7 +284,7 @@ def test_hyperband_prunes_and_a_pruned_trial_keeps_its_checkpoint(sweep, capsys)
     status, said = sweep("model.class=tasks.Rated", "trainer.max_epochs=3")
     assert status == 0, said
     states = [trial.state.name for trial in trials()]
-    assert states == list(must_change([0.1, 0.2, 0.3, 0.4, 0.5], 3))
+    assert states == list(by_hand([0.1, 0.2, 0.3, 0.4, 0.5], 3))
     assert "PRUNED" in states
     for trial in trials():
         folder = Path("runs/sweep", str(trial.user_attrs["run"]))
