@@ -17,41 +17,48 @@ MODES = ("power", "binsearch")
 
 
 class BatchSizeFinder(Callback):
-    """Callback that finds the largest batch size that fits into memory before a stage begins.
+    """Callback that searches for the largest batch size that fits into memory before a stage begins.
 
-    For each size, ``batch_arg_name`` is set on a copy of the task, the copy's dataloader is built, and a few steps are
-    run. Then the copy and its dataloader are discarded and the RNG state is restored, so only the result of the search
-    remains. All processes try the same sizes, and a size must fit on all of them. The size is the number of samples per
-    process.
+    Each trial copies the task and the data module, sets the attribute ``batch_arg_name`` of the copies to the size,
+    builds their dataloaders, and runs a few steps. Then the copies and their dataloaders are discarded and the RNG
+    state is restored, so only the result of the search remains. All processes try the same sizes, and a size must fit
+    on all of them. The size is the number of samples per process.
 
-    A run that is resumed from a checkpoint keeps its original batch size and does not search again.
+    A run that is resumed from a checkpoint does not search again. It uses the result that the checkpoint contains. If
+    the checkpoint contains none, a warning is issued and the run continues with the current batch size. With
+    ``fast_dev_run``, no search takes place.
 
     Args:
-        mode: ``"power"`` doubles the size until memory runs out; ``"binsearch"`` then bisects between the largest size
-            that fits and the smallest that does not. Default: ``"power"``.
-        steps_per_trial: Number of optimizer steps (or evaluation batches) for each size. The first step creates the
-            optimizer state, so only the second one needs the full memory. Default: 3.
+        mode: ``"power"`` doubles the size until memory runs out or a limit is reached. ``"binsearch"`` does the same
+            and then bisects between the largest size that fits and the smallest that does not. Default: ``"power"``.
+        steps_per_trial: In ``fit``, number of optimizer steps, and of batches of each validation dataloader, for each
+            size. In other stages, number of batches of each dataloader. The first optimizer step creates the optimizer
+            state, so only the second one needs the full memory. Default: 3.
         init_val: The first size. If it does not fit, smaller sizes are tried. Default: 2.
         max_trials: Maximum number of sizes to try. Default: 25.
-        batch_arg_name: Name of the attribute of the task, its hparams or the data module that contains the batch size.
-            Default: ``"batch_size"``.
+        batch_arg_name: Name of the attribute that contains the batch size, in the task, the data module or the hparams
+            of either. Default: ``"batch_size"``.
         margin: With ``"binsearch"``, fraction by which the largest size that fits is reduced if a larger size ran out
             of memory. Default: 0.05.
-        max_val: The largest size to try. The result never exceeds the number of samples of a process. Default: 8192.
+        max_val: The largest size to try. If the length of the dataset is known, the result also does not exceed the
+            number of samples per process. Default: 8192.
         keep_global_batch: In ``fit``, increase ``accumulate_grad_batches`` as the batch size decreases, so that the
             number of samples per optimizer step does not change. The result is then the largest divisor of this number
             that does not exceed the size found. Default: False.
 
     Attributes:
-        optimal_batch_size: The batch size that the search found; None before the search.
-        accumulate: Number of micro-batches per optimizer step that the search set; None without ``keep_global_batch``.
+        optimal_batch_size: Result of the latest search, or the result that a resumed run restored; None before the
+            search.
+        accumulate: Number of micro-batches per optimizer step that the search in ``fit`` set with
+            ``keep_global_batch``; otherwise None.
 
     Raises:
-        ValueError: If an argument is invalid. Before the search, if the attribute does not exist or does not affect the
-            batch size, if dataloaders were passed to the stage, or if ``keep_global_batch`` is combined with manual
-            optimization or a `GradientAccumulationScheduler`.
-        TypeError: If an argument has the wrong type.
-        MemoryError: Before the stage, if none of the sizes that were tried fits.
+        ValueError: If an argument is invalid. At the start of a stage, if the search cannot run, for example because
+            the attribute does not exist or does not affect the batch size, because dataloaders were passed to the
+            stage, or because ``keep_global_batch`` is combined with manual optimization or a
+            `GradientAccumulationScheduler`.
+        TypeError: If ``margin`` is not a number or ``keep_global_batch`` is not a bool.
+        MemoryError: At the start of a stage, if none of the sizes that were tried fits.
 
     Example:
         >>> from treadle.callbacks import BatchSizeFinder
@@ -103,11 +110,11 @@ class BatchSizeFinder(Callback):
             )
 
     def search(self, fits: Callable[[int], int | None], limit: int) -> int:
-        """Return the largest size that fits among the sizes that ``mode`` tries. ``margin`` may reduce it.
+        """Search for the largest size that fits, and return it. With ``"binsearch"``, ``margin`` may reduce the result.
 
         Args:
-            fits: Function that tries a size. It returns None if memory ran out, otherwise the size of the largest batch
-                that the data provided.
+            fits: Function that tries a size. It returns None if memory ran out, otherwise the largest batch size that
+                the data allows.
             limit: The largest size to try.
 
         Raises:
@@ -173,6 +180,6 @@ class BatchSizeFinder(Callback):
         """Restore the result of a search from a checkpoint.
 
         Args:
-            state_dict: State that `state_dict` returned.
+            state_dict: State that `state_dict` returned after a search.
         """
         self.optimal_batch_size, self.accumulate = state_dict["batch_size"], state_dict["accumulate"]

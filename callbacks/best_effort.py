@@ -1,4 +1,4 @@
-"""Base class of callbacks that only display or measure. By default, an error in such a callback never ends a run."""
+"""Base class of callbacks that only display or measure, and whose errors therefore need not end a run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 
 class BestEffortCallback(Callback):
-    """Callback that is not essential for training. An error disables it for the rest of the stage, with a warning.
+    """Callback that only displays or measures. By default, an error in this work disables the callback with a warning.
 
     Attributes:
-        strict: Whether errors in the callback are raised instead of reported as a warning. Default: False.
+        strict: If True, an error that occurs while the callback displays or measures is raised. If False, a warning
+            reports the error, and the callback is disabled for the rest of the stage. Errors in the callback's settings
+            are always raised. Default: False.
     """
 
     strict: bool = False
@@ -29,7 +31,7 @@ class BestEffortCallback(Callback):
         self._broken = False
 
     def _safely(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Call ``work`` unless the callback is disabled. Disable it after an error, or raise if ``strict`` is set."""
+        """Return the result of ``work``; None if the callback is disabled. An error is raised only with ``strict``."""
         if self._broken:
             return None
         try:

@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 class Callback:
     """Base class of callbacks. Override the hooks that you need; hooks that are not overridden have no overhead.
 
-    The module docstring of ``trainer/loop/fit_loop.py`` lists the order of the hooks. For each hook, callbacks with
+    The page ``docs/hooks.md`` lists the hooks in the order in which they run. For each hook, callbacks with
     ``after_task`` 0 run first, in the order of the list, and then the task's own hook. Callbacks with a higher
     ``after_task`` follow in ascending order, because they use values that the task or earlier callbacks logged. The
-    order is the same on every process.
+    only exception is ``on_load_checkpoint``: the task's own hook runs before those of all callbacks.
 
     Attributes:
         after_task: Position of the callback's hooks relative to the task's own hooks. 0 runs before them, higher values
             run after them: 1 for callbacks that stop the run (`EarlyStopping`, `Timer`), 2 for callbacks that save
             (`ModelCheckpoint`), 3 for callbacks that display (`TQDMProgressBar`). Default: 0.
-        searches: Whether the callback runs trials before the stage begins (`BatchSizeFinder`, `LearningRateFinder`).
+        searches: True if the callback runs trials before the stage begins (`BatchSizeFinder`, `LearningRateFinder`).
             Default: False.
-        exchanges: Whether the callback's hooks use collectives (`ModelCheckpoint`). Every rank must have such a
+        exchanges: True if the callback's hooks use collectives (`ModelCheckpoint`). Every rank must have such a
             callback. Treadle checks this when a stage begins. Other callbacks may exist on only some ranks. Default:
             False.
 
@@ -58,7 +58,9 @@ class Callback:
             kwargs: Further keyword arguments of `TaskModule.log`.
 
         Raises:
-            RuntimeError: If no stage is running.
+            RuntimeError: If no stage with this callback is running.
+            TypeError: If an argument has the wrong type; see `TaskModule.log`.
+            ValueError: If an argument is invalid; see `TaskModule.log`.
         """
         self._get_attached_task().log(name, value, *args, **kwargs)
 
@@ -71,7 +73,9 @@ class Callback:
             kwargs: Keyword arguments of `log`.
 
         Raises:
-            RuntimeError: If no stage is running.
+            RuntimeError: If no stage with this callback is running.
+            TypeError: If an argument has the wrong type; see `TaskModule.log`.
+            ValueError: If an argument is invalid; see `TaskModule.log`.
         """
         self._get_attached_task().log_dict(dictionary, **kwargs)
 
@@ -85,14 +89,14 @@ class Callback:
     def state_key(self) -> str:
         """Name under which the callback's state is saved and restored.
 
-        The default is the name of the class. If two callbacks with a state have the same name, an error is raised,
-        because one of the states would be lost. Override this property to add a distinguishing value, such as an
-        argument.
+        The default is the name of the class. If two callbacks with a state have the same name, ``fit`` raises a
+        ValueError, because one of the states would be lost. Override this property to add a distinguishing value, such
+        as an argument.
         """
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in a checkpoint: plain data and tensors."""
+        """Return the state to save in a checkpoint: plain data and tensors. Default: an empty dict."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -113,7 +117,8 @@ class Callback:
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Undo the changes that ``on_validation_start`` made to the model, because a signal ends the run in validation.
 
-        ``on_validation_end`` does not run in this case. This hook runs on all ranks.
+        ``on_validation_end`` then does not run, unless `return_to_validation` follows. This hook runs on all ranks, and
+        only for validations within ``fit``.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -123,7 +128,8 @@ class Callback:
     def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Redo the changes that `leave_validation` undid.
 
-        This hook runs if the run could not be saved during validation. The validation then continues.
+        This hook runs after `leave_validation` if the run could not be saved, because the model still did not hold the
+        trained weights. The validation then continues.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -210,7 +216,7 @@ class Callback:
         """
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run before each epoch.
+        """Run before each epoch, and before the rest of an epoch in which a run resumes.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -220,31 +226,37 @@ class Callback:
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Run after each epoch, including its validation and its schedulers' steps.
 
+        The hook also runs if a limit or a requested stop cut the epoch short.
+
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
         """
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> int | None:
-        """Run before each micro-batch, once it is on the device. Return -1 on every rank to end the epoch.
+        """Run before each micro-batch, once it is on the device.
 
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
             batch: Batch on the device.
             batch_idx: Index of the micro-batch in the epoch.
+
+        Returns:
+            -1, on every rank, to end the epoch; None to continue.
         """
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Run after each micro-batch. For the last micro-batch of a group, this is after the optimizer step.
+        """Run after each micro-batch. For the last micro-batch before an optimizer step, the hook runs after the step.
 
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
             outputs: Dict with the detached ``"loss"`` and any other entries that ``training_step`` returned; empty if
-                it returned None.
+                it returned None. With manual optimization, the dict lacks ``"loss"`` if ``training_step`` did not
+                return it, and a result that is not a tensor, a dict or None is passed unchanged.
             batch: Batch on the device.
             batch_idx: Index of the micro-batch in the epoch.
         """
@@ -255,7 +267,8 @@ class Callback:
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            loss: The loss that ``training_step`` returned, unscaled.
+            loss: The unscaled loss that ``training_step`` returned or, with manual optimization, passed to
+                ``manual_backward``.
         """
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -269,7 +282,8 @@ class Callback:
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
         """Run before each optimizer step, once its gradients are complete and unscaled, before the Trainer clips them.
 
-        With an optimizer that needs a closure, such as LBFGS, the hook runs in each closure call.
+        If automatic optimization uses an optimizer that needs a closure, such as LBFGS, the hook runs in each closure
+        call.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -278,10 +292,9 @@ class Callback:
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Run before the Trainer resets the gradients. Does not run with manual optimization.
+        """Run after an optimizer step, before the gradients are reset. Does not run with manual optimization.
 
-        The hook runs after the optimizer step. With an optimizer that needs a closure, such as LBFGS, it runs at the
-        start of each closure call.
+        With an optimizer that needs a closure, such as LBFGS, the hook runs at the start of each closure call instead.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -290,10 +303,10 @@ class Callback:
         """
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run after each optimizer step, including the schedulers' steps and a validation if one is due.
+        """Run after each optimizer step, even a skipped one, the schedulers' steps and, if one is due, a validation.
 
-        `ModelCheckpoint` saves in this hook, except after the last step of an epoch, which is saved in
-        `on_train_epoch_end`.
+        With manual optimization, the hook runs after each batch. `ModelCheckpoint` saves in this hook or, at the end of
+        an epoch, in `on_train_epoch_end`.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -489,16 +502,18 @@ class Callback:
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            checkpoint: Entries of the checkpoint, by name.
+            checkpoint: Dict to which the hook adds entries. It already contains ``"state_dict"``, ``"epoch"``,
+                ``"global_step"``, the task's ``"hyper_parameters"``, if any, and the entries of earlier hooks.
         """
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Restore the entries that `on_save_checkpoint` added to a checkpoint.
+        """Restore the entries that `on_save_checkpoint` added to a checkpoint from which ``fit`` resumes.
 
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            checkpoint: Entries of the checkpoint, by name.
+            checkpoint: The entries that hooks added, and ``"state_dict"``, ``"epoch"``, ``"global_step"`` and the
+                task's ``"hyper_parameters"``, if any. The weights in ``"state_dict"`` are already loaded.
         """
 
 

@@ -18,14 +18,15 @@ class DeviceStatsMonitor(BestEffortCallback):
     """Callback that logs device statistics every ``log_every_n_steps`` steps, at the start and the end of the step.
 
     On a CUDA GPU, the statistics are those of ``torch.cuda.memory_stats``, which do not require a synchronization with
-    the device. On an Apple GPU, they are ``current_allocated_memory`` and ``driver_allocated_memory``. On a CPU, they
-    are ``cpu_percent``, ``cpu_vm_percent`` and ``cpu_swap_percent``. Each name consists of the class, the hook and the
-    statistic, such as ``DeviceStatsMonitor.on_train_batch_end/cpu_percent``. During evaluation, the statistics are
-    logged every ``log_every_n_steps`` batches. Only the statistics of rank zero are logged.
+    the device. On an Apple GPU, they are ``current_allocated_memory`` and ``driver_allocated_memory``. The CPU
+    statistics are ``cpu_percent``, ``cpu_vm_percent`` and ``cpu_swap_percent``. Each name consists of the class, the
+    hook and the statistic, such as ``DeviceStatsMonitor.on_train_batch_end/cpu_percent``. In validation and testing,
+    the statistics are logged every ``log_every_n_steps`` batches; in prediction, they are not logged. Only the
+    statistics of rank zero are logged.
 
     Args:
-        cpu_stats: Whether CPU statistics are logged. True logs them for any device, None only if the device is the CPU.
-            Default: None.
+        cpu_stats: Log CPU statistics. True logs them for any device, None only if the device is the CPU, and False
+            never. Default: None.
 
     Raises:
         TypeError: If ``cpu_stats`` is not a bool or None.
@@ -84,7 +85,7 @@ class DeviceStatsMonitor(BestEffortCallback):
             self._safely(read_cpu_stats)  # percentages cover the time since the previous call
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Log the statistics at the start of a step, before its first micro-batch."""
+        """Log the statistics every ``log_every_n_steps`` steps, before the first micro-batch of the step."""
         step = trainer.progress.step + 1
         if self._every and step % self._every == 0 and step != self._begun:
             self._begun = step
@@ -93,7 +94,7 @@ class DeviceStatsMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the statistics at the end of a step, after the optimizer has stepped."""
+        """Log the statistics every ``log_every_n_steps`` steps, after the optimizer has stepped."""
         step = trainer.progress.step
         if self._every and step % self._every == 0 and step != self._ended:
             self._ended = step

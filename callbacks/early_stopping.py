@@ -43,29 +43,32 @@ class EarlyStopping(Callback):
     """Callback that stops the run when ``monitor`` has not improved for ``patience`` checks.
 
     The value of ``monitor`` is identical on all processes, so all processes stop after the same step. The Trainer's
-    ``min_epochs`` and ``min_steps`` are respected: the run continues until they are reached. A run that the callback
-    stopped remains stopped when it is resumed, unless the current arguments, such as a larger ``patience``, would not
-    have stopped it.
+    ``min_epochs`` and ``min_steps`` are respected: the run continues until they are reached. A checkpoint that is saved
+    after the stop records it. A run that is resumed from such a checkpoint remains stopped, unless the current
+    arguments, such as a larger ``patience``, would not have stopped it.
 
     Args:
         monitor: Name of the logged value.
         min_delta: Change that an improvement must exceed. The sign is ignored. Default: 0.0.
-        patience: Number of checks without improvement before the run stops. Checks run after each epoch. If validation
-            is enabled and does not run exactly once per epoch, checks run after each validation instead. Default: 3.
-        verbose: Announce each improvement of ``monitor``. Default: False.
+        patience: Number of checks without improvement before the run stops; 0 has the same effect as 1. By default,
+            checks run after each complete epoch. In a run with validation, they run after each validation instead if
+            ``val_check_interval`` is a number other than 1 or ``check_val_every_n_epoch`` is not 1. Default: 3.
+        verbose: Announce each improvement of ``monitor`` that does not stop the run. Default: False.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. Default: ``"min"``.
-        strict: Raise an error if ``monitor`` was never logged. Otherwise, skip the check with a warning. Default: True.
+        strict: Raise an error if ``monitor`` was not logged by the time of a check. Otherwise, skip the check with a
+            warning. In a run with validation, a check before the first validation is skipped if there is no value.
+            Default: True.
         check_finite: Stop if the value is NaN or infinite. Default: True.
         stopping_threshold: Stop once the value is better than this threshold. Default: None.
         divergence_threshold: Stop once the value is worse than this threshold. Default: None.
-        check_on_train_epoch_end: Check at the end of epochs (True) or after each validation (False). Default: as
-            described under ``patience``.
+        check_on_train_epoch_end: Check at the end of complete epochs (True) or after each validation (False). Default:
+            as described under ``patience``.
         log_rank_zero_only: Ignored; accepted for compatibility with Lightning. Only rank zero prints messages. Default:
             False.
 
     Attributes:
-        best_score: Best value of all checks, a 0-d tensor. Before the first check, infinity with mode ``"min"`` and
-            -infinity with mode ``"max"``.
+        best_score: Value of the latest check that counted as an improvement, a 0-d tensor. Before the first such check,
+            infinity with mode ``"min"`` and -infinity with mode ``"max"``.
         wait_count: Number of consecutive checks without improvement.
         stopped_epoch: Index of the epoch in which the callback stopped the run; 0 if it did not stop this run.
         stopping_reason: The reason for the stop, as an `EarlyStoppingReason`; ``NOT_STOPPED`` if the callback did not
@@ -73,8 +76,9 @@ class EarlyStopping(Callback):
         stopping_reason_message: The reason for the stop, as text; None if the callback did not stop the run.
 
     Raises:
-        ValueError: If an argument is invalid or, during training, if ``strict`` is set and the value was never logged.
-        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is invalid. In ``fit``, if ``strict`` is set and ``monitor`` was not logged by the
+            time of a check, or if ``strict`` is set and ``barebones=True`` disables logging.
+        TypeError: If an argument other than ``patience`` and ``mode`` has the wrong type.
 
     Example:
         >>> import treadle as tl
@@ -146,7 +150,7 @@ class EarlyStopping(Callback):
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the wait count, and the reason and the value at which the run was stopped."""
+        """Return the best value, the wait count, and the details of a stop."""
         decided = {"decided_at": self._decided_at, "decided_after": self._decided_after}
         decided["stopping_reason"] = self.stopping_reason.value
         return {name: getattr(self, name) for name in _STATE} | decided
@@ -160,7 +164,7 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Reset the stop of an earlier run. A resumed run restores its own state afterwards."""
+        """In ``fit``, reset the stop of an earlier run. A resumed run restores its own state afterwards."""
         if stage == "fit":
             self._forget_stop()
 
@@ -189,12 +193,12 @@ class EarlyStopping(Callback):
         trainer.should_stop = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check the value after a validation, unless checks run at the end of epochs."""
+        """Check the value after a validation within ``fit``, unless checks run at the end of epochs."""
         if not (self._should_skip_check(trainer) or self._checks_at_epoch_end(trainer)):
             self._run_early_stopping_check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check the value after an epoch, unless checks run after validations."""
+        """Check the value after a complete epoch, unless checks run after validations."""
         # An epoch cut short by max_steps or a signal does not count: a resumed run checks at its real end.
         if not trainer.progress.epoch_is_over or self._should_skip_check(trainer):
             return

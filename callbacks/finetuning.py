@@ -21,7 +21,7 @@ Modules = nn.Module | Iterable[Any]
 
 
 def multiplicative(epoch: int) -> float:
-    """Return 2, the default factor by which `BackboneFinetuning` multiplies the backbone's learning rate in each epoch.
+    """Return 2, the default factor by which `BackboneFinetuning` raises the backbone's learning rate in later epochs.
 
     Args:
         epoch: Ignored.
@@ -34,7 +34,7 @@ class BaseFinetuning(Callback):
 
     Override two methods. ``freeze_before_training(pl_module)`` runs in ``setup``, before the optimizer is created.
     Create the optimizer from ``filter(lambda p: p.requires_grad, self.parameters())``.
-    ``finetune_function(pl_module, epoch, optimizer)`` runs at the start of each epoch and may call
+    ``finetune_function(pl_module, epoch, optimizer)`` runs at the start of each epoch for each optimizer, and may call
     `unfreeze_and_add_param_group`.
 
     A resumed run restores which parameters are trained, the parameter groups, and the mode of each layer. The callback
@@ -44,6 +44,7 @@ class BaseFinetuning(Callback):
         ValueError: Before the first step, if the model or the optimizer state (ZeRO) is sharded, because sharding fixes
             which parameters are trained. On resume, if ``configure_optimizers`` builds parameter groups that differ
             from those in the checkpoint.
+        NotImplementedError: In ``fit``, if one of the two methods is not overridden.
 
     Example:
         >>> import torch
@@ -133,7 +134,7 @@ class BaseFinetuning(Callback):
 
         Args:
             modules: A module, or nested lists of modules.
-            train_bn: Whether to include BatchNorm layers. Default: True.
+            train_bn: Include the parameters of BatchNorm layers. Default: True.
             requires_grad: Yield the trained parameters (True) or the frozen ones (False). Default: True.
 
         Yields:
@@ -174,7 +175,7 @@ class BaseFinetuning(Callback):
 
         Args:
             modules: A module, or nested lists of modules.
-            train_bn: Keep BatchNorm layers trainable. Default: True.
+            train_bn: Make BatchNorm layers trainable instead of freezing them. Default: True.
         """
         for part in BaseFinetuning.flatten_modules(modules):
             if train_bn and _is_norm(part):
@@ -201,15 +202,15 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Unfreeze modules and add their parameters to the optimizer as a new group.
+        """Unfreeze modules, and add their parameters that are not in the optimizer yet as a new group.
 
         Args:
             modules: The modules to unfreeze.
             optimizer: Optimizer that gets the group.
             lr: Learning rate of the group. Default: the first group's rate divided by ``initial_denom_lr``.
             initial_denom_lr: Divisor for the default of ``lr``. Default: 10.0.
-            train_bn: Whether BatchNorm layers are trained, too. If False, their parameters, statistics and mode do not
-                change, so layers that were frozen stay frozen. Default: True.
+            train_bn: Include BatchNorm layers. If False, the method skips them, so frozen BatchNorm layers stay frozen.
+                Default: True.
         """
         parts = BaseFinetuning.flatten_modules(modules)
         parts = [part for part in parts if train_bn or not _is_norm(part)]
@@ -223,7 +224,7 @@ class BaseFinetuning(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Freeze modules before the optimizer is created."""
+        """In ``fit``, freeze modules before the optimizer is created."""
         if stage != "fit":
             return
         strategy = trainer.accelerator.strategy
@@ -251,7 +252,7 @@ class BaseFinetuning(Callback):
         self._layout = _describe_layout(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Call `finetune_function`, except when the run was resumed within the epoch."""
+        """Call `finetune_function` for each optimizer, except if the run was resumed within the epoch."""
         if trainer.progress.batch:
             return
         for optimizer in trainer.optimizers:
@@ -273,7 +274,7 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Callback that unfreezes the task's ``backbone`` in a given epoch and raises its learning rate in later epochs.
+    """Callback that freezes the task's ``backbone``, unfreezes it later, and then raises its learning rate each epoch.
 
     Args:
         unfreeze_backbone_at_epoch: Index of the first epoch in which the backbone is trained. Default: 10.
@@ -282,11 +283,12 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_ratio_lr: Initial rate of the backbone, as a fraction of the first group's rate. Default: 0.1.
         backbone_initial_lr: Initial rate of the backbone. If set, ``backbone_initial_ratio_lr`` is ignored. Default:
             None.
-        should_align: Limit the backbone's rate to the first group's rate. Default: True.
+        should_align: Limit the backbone's rate to the first group's rate, except in the first epoch in which the
+            backbone is trained. Default: True.
         initial_denom_lr: Ignored, because the initial rate is set directly; accepted for compatibility with Lightning.
             Default: 10.0.
-        train_bn: Whether the backbone's BatchNorm layers are trained from the start. If False, they stay frozen in
-            evaluation mode for the whole run. Default: True.
+        train_bn: Train the backbone's BatchNorm layers from the start. If False, they stay frozen in evaluation mode
+            for the whole run. Default: True.
         verbose: Announce the learning rates in each epoch in which the backbone is trained. Default: False.
         rounding: Number of decimal places in the announced rates. Default: 12.
 
@@ -294,9 +296,9 @@ class BackboneFinetuning(BaseFinetuning):
         previous_backbone_lr: Latest learning rate that the callback set for the backbone; None before it is unfrozen.
 
     Raises:
-        ValueError: If an argument is invalid. Before the first step, if the task does not have a backbone, or if the
-            optimizer already contains frozen parameters of the backbone.
-        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is invalid. Before the first step, if the task does not have a backbone, if an
+            optimizer already contains frozen parameters of the backbone, or in the cases of `BaseFinetuning`.
+        TypeError: If an argument other than ``unfreeze_backbone_at_epoch`` and ``rounding`` has the wrong type.
 
     Example:
         >>> import torch
@@ -395,7 +397,7 @@ class BackboneFinetuning(BaseFinetuning):
             announce(f"train_bn=False keeps {layers} in the backbone frozen for the whole run")
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the backbone in its first epoch, and change its learning rate in later epochs.
+        """Unfreeze the backbone in epoch ``unfreeze_backbone_at_epoch``, and change its learning rate in later epochs.
 
         Args:
             pl_module: The task.

@@ -17,15 +17,17 @@ class GarbageCollection(Callback):
 
     Python's automatic collection depends on the number of allocations, so each process collects at a different step
     while all other processes wait for it. The callback runs after the task's own hooks (``after_task`` is 1) and before
-    checkpoints are saved. Objects that exist when training begins, mainly those of libraries, are excluded, so a
-    collection takes milliseconds.
+    checkpoints are saved. Objects that exist when training begins, mainly those of libraries, are excluded with
+    ``gc.freeze``, so a collection takes milliseconds. If other code has already frozen objects, no further objects are
+    excluded.
 
-    A Trainer with several GPUs adds a GarbageCollection that runs every 100 steps, unless ``callbacks`` contains one or
-    ``barebones=True`` is set.
+    A Trainer with several processes on CUDA GPUs adds a GarbageCollection that runs every 100 steps, unless
+    ``callbacks`` contains one or ``barebones=True`` is set.
 
     Args:
         every_n_steps: Number of optimizer steps between two collections. Default: 1000.
-        generation: The oldest generation to collect. 0 collects only the youngest objects, 2 collects all. Default: 2.
+        generation: The oldest generation to collect: 0 for only the youngest objects, 1, or 2 for all generations.
+            Default: 2.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -54,7 +56,7 @@ class GarbageCollection(Callback):
         self._was_on = self._has_frozen = False
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Collect all garbage, exclude the remaining objects, and disable Python's automatic collection."""
+        """Collect all garbage, freeze the remaining objects, and disable Python's automatic collection."""
         self._was_on = gc.isenabled()
         gc.collect()
         if not gc.get_freeze_count():  # otherwise other code has frozen objects, and will unfreeze them

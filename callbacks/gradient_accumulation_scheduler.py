@@ -25,8 +25,9 @@ class GradientAccumulationScheduler(Callback):
 
     Raises:
         ValueError: If ``scheduling`` is empty or contains an invalid epoch or number. Before the first step, if the
-            Trainer also sets ``accumulate_grad_batches``, or if the task uses manual optimization.
-        TypeError: If ``scheduling`` is not a dict.
+            Trainer's ``accumulate_grad_batches`` is not 1, if the task uses manual optimization, or if a
+            `BatchSizeFinder` has ``keep_global_batch=True``.
+        TypeError: If ``scheduling`` is not a mapping.
 
     Example:
         >>> from treadle.callbacks import GradientAccumulationScheduler
@@ -72,7 +73,7 @@ class GradientAccumulationScheduler(Callback):
         return sum(-(-batches // self.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Raise a ValueError with manual optimization, or if the Trainer also sets ``accumulate_grad_batches``."""
+        """In ``fit``, raise a ValueError with manual optimization, or if ``accumulate_grad_batches`` is not 1."""
         if stage != "fit":
             return
         if not pl_module.automatic_optimization:
@@ -87,7 +88,7 @@ class GradientAccumulationScheduler(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Set the number of micro-batches for the first epoch, or for the epoch in which the checkpoint was saved."""
+        """Set the number of micro-batches for epoch 0, or for the epoch in which the checkpoint was saved."""
         opened = trainer.opened_checkpoint
         epoch = 0 if opened is None else opened.manifest.epoch
         trainer.accelerator.gradient_accumulation_steps = self.get_accumulate_grad_batches(epoch)
@@ -100,6 +101,6 @@ class GradientAccumulationScheduler(Callback):
         trainer.accelerator.gradient_accumulation_steps = number
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Reset the number of micro-batches per optimizer step to 1."""
+        """Reset the number of micro-batches per optimizer step to 1 after ``fit``."""
         if stage == "fit":
             trainer.accelerator.gradient_accumulation_steps = 1

@@ -17,7 +17,7 @@ class LambdaCallback(Callback):
             is None is ignored.
 
     Raises:
-        TypeError: If a hook does not exist (the error names the closest one), or a value is not callable.
+        TypeError: If a hook does not exist, or a value is neither callable nor None.
 
     Example:
         >>> import treadle as tl

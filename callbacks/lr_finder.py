@@ -25,7 +25,7 @@ class _LRFinder:
     """Result of a search for a learning rate.
 
     Args:
-        mode: How the rate rises: ``"exponential"`` or ``"linear"``.
+        mode: Rise of the rate: ``"exponential"`` or ``"linear"``.
         lr_min: The first rate.
         lr_max: The last rate.
         num_training: Number of rates.
@@ -100,14 +100,16 @@ class _LRFinder:
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the rate at which the smoothed loss falls most steeply; None, with a warning, if no such rate exists.
 
-        The slope is measured on the axis on which the rates are evenly spaced. It is the minimum of
-        ``numpy.gradient(loss, x)``, where ``x`` is ``log(lr)`` (mode ``"exponential"``) or ``lr`` (``"linear"``), over
-        all points that are neither skipped nor NaN. The result is None if fewer than two such points remain, or if the
-        loss never falls.
+        The slopes are ``numpy.gradient(loss, x)``, where ``x`` is ``log(lr)`` with mode ``"exponential"`` and ``lr``
+        with mode ``"linear"``, over all points that are neither skipped nor NaN. The result is None if fewer than two
+        such points remain, or if no slope is negative.
 
         Args:
             skip_begin: Number of points to skip at the beginning. Default: 10.
             skip_end: Number of points to skip at the end. Default: 1.
+
+        Raises:
+            ValueError: If ``skip_begin`` or ``skip_end`` is not an integer of at least 0.
         """
         check_int("skip_begin", skip_begin, 0)
         check_int("skip_end", skip_end, 0)
@@ -170,32 +172,34 @@ class _LRFinder:
 class LearningRateFinder(Callback):
     """Callback that searches for an initial learning rate before the first step of ``fit``, and sets it.
 
-    A copy of the task takes ``num_training_steps`` optimizer steps while the rate rises. Then the copy is discarded and
-    the RNG state is restored, so only the result of the search remains. The suggested rate is assigned to the attribute
-    ``attr_name`` before ``configure_optimizers`` runs, so optimizers and schedulers start from this rate. If no rate
-    can be suggested, a warning is issued and the attribute does not change. With several parameter groups, all rates
-    rise in proportion, and the highest rate is reported. Requires automatic optimization.
+    A copy of the task takes up to ``num_training_steps`` optimizer steps while the rate rises. Then the copy is
+    discarded and the RNG state is restored, so only the result of the search remains. The suggested rate is assigned to
+    the attribute ``attr_name`` before ``configure_optimizers`` runs. Use the attribute there as the learning rate. If
+    no rate can be suggested, a warning is issued and the attribute does not change. With several parameter groups, all
+    rates rise in proportion, and the highest rate is reported. Requires automatic optimization.
 
-    A run that is resumed from a checkpoint keeps its learning rate and does not search again.
+    A run that is resumed from a checkpoint keeps its learning rate and does not search again. With ``fast_dev_run``, no
+    search takes place.
 
     Args:
         min_lr: The first rate to try. Default: 1e-8.
         max_lr: The last rate to try. Default: 1.0.
-        num_training_steps: Number of rates to try, if necessary over several epochs. Default: 100.
-        mode: How the rate rises: ``"exponential"`` or ``"linear"``. Default: ``"exponential"``.
+        num_training_steps: Maximum number of rates to try, if necessary over several epochs. Default: 100.
+        mode: Rise of the rate: ``"exponential"`` or ``"linear"``. Default: ``"exponential"``.
         early_stop_threshold: End the search when the smoothed loss exceeds the best one by this factor, or is not
             finite; None disables this. Default: 4.0.
         update_attr: Assign the suggested rate to the attribute ``attr_name``. Default: True.
-        attr_name: Name of the attribute for the suggested rate. Default: ``lr`` or ``learning_rate``, of the task, its
-            hparams or the data module.
+        attr_name: Name of the attribute for the suggested rate, in the task, the data module or the hparams of either.
+            Default: ``lr`` if it exists, else ``learning_rate``.
 
     Attributes:
         optimal_lr: Result of the search, with ``results``, ``suggestion()`` and ``plot()``; None before the search.
 
     Raises:
-        ValueError: If an argument is invalid. Before the search, if the attribute does not exist, or if the task uses
-            manual optimization.
-        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is invalid. At the start of ``fit``, if the search cannot run, for example because
+            the attribute does not exist or the task uses manual optimization.
+        TypeError: If ``min_lr`` or ``max_lr`` is not a number, ``early_stop_threshold`` is neither a number nor None,
+            or ``update_attr`` is not a bool.
 
     References:
         Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, https://arxiv.org/abs/1506.01186.
@@ -271,7 +275,7 @@ class LearningRateFinder(Callback):
         """Restore the result of a search from a checkpoint.
 
         Args:
-            state_dict: State that `state_dict` returned.
+            state_dict: State that `state_dict` returned after a search.
         """
         state = dict(state_dict)
         results = state.pop("results")

@@ -21,20 +21,23 @@ class LearningRateMonitor(BestEffortCallback):
 
     The rate of a step is the one that the optimizer used in the step. The rate of an epoch is the one at its start.
     Each rate is logged under the ``"name"`` in the scheduler's configuration. By default, this name is ``lr-`` and the
-    optimizer's class, such as ``lr-Adam``. Optimizers without a scheduler also get this default name. A second
-    optimizer of the same class is named ``lr-Adam-1``. If there are several parameter groups, each has its own name:
-    ``lr-Adam/pg1``, ``lr-Adam/pg2``, or the group's ``"name"`` instead of ``pg1``.
+    optimizer's class, such as ``lr-Adam``. Optimizers without a scheduler also get this default name. If a name occurs
+    again, a number is appended, as in ``lr-Adam-1``. If there are several parameter groups, each has its own name:
+    ``lr-Adam/pg1``, ``lr-Adam/pg2``. A group with a ``"name"`` has this name after the slash, even if it is the only
+    group.
 
     Args:
-        logging_interval: ``"step"`` (every ``log_every_n_steps`` steps), ``"epoch"``, or None for each scheduler's own
-            interval, which is ``"step"`` for optimizers without a scheduler. Default: None.
-        log_momentum: Also log the momentum (or beta1), as ``...-momentum``. Default: False.
-        log_weight_decay: Also log the weight decay, as ``...-weight_decay``. Default: False.
+        logging_interval: ``"step"`` (every ``log_every_n_steps`` steps), ``"epoch"``, or None, which uses the interval
+            of each scheduler, and ``"step"`` for optimizers without a scheduler. Default: None.
+        log_momentum: Also log the momentum (or beta1), as ``...-momentum``. Optimizers without either log 0. Default:
+            False.
+        log_weight_decay: Also log the weight decay, as ``...-weight_decay``. Optimizers without it log 0. Default:
+            False.
 
     Attributes:
-        lrs: Logged learning rates: for each name, a list in the order of logging.
-        last_momentum_values: The latest momenta by name.
-        last_weight_decay_values: The latest weight decays by name.
+        lrs: Learning rates logged in the latest ``fit``: for each name, a list in the order of logging.
+        last_momentum_values: The latest logged momenta by name.
+        last_weight_decay_values: The latest logged weight decays by name.
 
     Raises:
         ValueError: If the interval is unknown or, in ``fit``, if there is no logger, if ``log_every_n_steps`` is 0
@@ -108,13 +111,13 @@ class LearningRateMonitor(BestEffortCallback):
         self._write(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Read the rates of this step, because schedulers may change them before the step ends."""
+        """Read the rates every ``log_every_n_steps`` steps, because schedulers may change them before the step ends."""
         interval = trainer.log_every_n_steps
         if self.logging_interval != "epoch" and interval and (trainer.progress.step + 1) % interval == 0:
             self._safely(self._read, trainer, "step", optimizer if self._rates else None)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log the rates of the step, unless the optimizer skipped the step."""
+        """Log the rates that were read for the step."""
         if self._rates:
             if trainer.progress.step % trainer.log_every_n_steps == 0:
                 self._safely(self._write, trainer)

@@ -42,21 +42,22 @@ if TYPE_CHECKING:
 class ModelCheckpoint(CheckpointAliases, Checkpoint):
     """Callback that saves checkpoints between optimizer steps and keeps the best ones.
 
-    A checkpoint is a directory that is renamed into place once it is complete. An older checkpoint is removed only
-    afterwards. Several ModelCheckpoints may be used at the same time, for example one for the best checkpoint and one
-    for regular intervals.
+    A checkpoint is a directory, which counts as a checkpoint only once it is complete. An older checkpoint that it
+    replaces is removed only afterwards. Several ModelCheckpoints may be used at the same time if they differ in
+    ``monitor``, ``mode`` or their triggers, for example one for the best checkpoint and one for regular intervals.
 
-    A checkpoint is saved after its step's validation and scheduler updates. For the last step of an epoch, it is saved
-    after the end of the epoch. It is ranked by a value that was measured on the saved weights. If ``monitor`` is logged
-    once per validation or per epoch, a save by steps or by time may be due before the next value. The ranked save then
-    waits for this value, but ``last.ckpt`` is saved without waiting. If ``monitor`` is logged by training steps, its
-    latest value is used, which may be several steps old if it is not logged in every step.
+    A checkpoint is saved after its step's validation and scheduler updates. The last step of an epoch is saved at the
+    end of the epoch, unless the training dataloader has no length. A value that a validation logged ranks only a
+    checkpoint of the weights that were validated. If ``monitor`` is logged once per validation or per epoch, a save may
+    be due before the next value. The ranked save then waits for this value, but ``last.ckpt`` is saved without waiting.
+    If ``monitor`` is logged by training steps, its latest value is used, which may be several steps old if it is not
+    logged in every step.
 
     Args:
         dirpath: Directory of the checkpoints, or a URL such as ``s3://bucket/run``. Default: ``checkpoints`` in the
             run's folder. The run's folder is the folder of the first logger that has one. If no logger has one, it is a
-            folder in ``default_root_dir`` named after the experiment and the run. Without loggers, it is
-            ``default_root_dir`` itself.
+            folder in ``default_root_dir`` named after the experiment and the run. Without loggers, or if that folder
+            cannot be created, it is ``default_root_dir`` itself.
         filename: Template of checkpoint names, such as ``"{epoch}-{val_loss:.2f}"``. Default: ``"{epoch}-{step}"``.
         monitor: Name of the logged value by which checkpoints are ranked. With None, the latest checkpoint is the best.
             ``"step"`` with ``mode="max"`` keeps the latest ``save_top_k`` checkpoints. Default: None.
@@ -64,7 +65,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             False.
         save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"``, accepted for compatibility with
             Lightning, has the same effect as True: a complete checkpoint is saved instead of a link. With
-            ``save_last``, ``save_on_exception`` also saves under this name. Default: False. In a run folder, the
+            ``save_last``, ``save_on_exception`` also saves under this name. Default: False. In a `RunFolder`, the
             default is True for the first ``ModelCheckpoint`` without ``save_weights_only`` if otherwise no
             ``ModelCheckpoint`` would keep the latest state.
         save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 keeps none. More than 1 requires ``monitor``.
@@ -72,13 +73,15 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         save_on_exception: Save the run when an error or Ctrl-C ends ``fit``. With one process or after Ctrl-C, a run
             that resumes from this checkpoint gives the same results as an uninterrupted one. Ctrl-C ends the run after
             the current step, and all ranks save. After an error, rank zero saves the run as of the last completed step.
-            With several processes, the state of the other ranks is missing, so their RNG state is reinitialized on
-            resume. No checkpoint is saved if the other ranks hold shards of the model or of the optimizer state, if
-            ``local_sgd_steps`` is set, if a callback has changed the model since the last step, or if the error occurs
-            in the optimizer's step or in ``on_step_end``. With several processes, no checkpoint is saved after an error
-            between the optimizer's step and ``on_step_end`` either, unless the error occurs in a validation. On resume,
-            this validation is repeated. The overhead is 0.1 ms per step, a copy of the model's buffers and of the
-            callbacks' states, and, on a GPU, a synchronization if the mean of an epoch is logged. Default: False.
+            With several processes, the state of the other ranks is missing. On resume, their RNG state and their share
+            of the epoch's logged means are reinitialized. After an error, no checkpoint is saved if rank zero does not
+            hold the complete state of the last step, for example because the other ranks hold shards of the model or of
+            the optimizer state, because ``local_sgd_steps`` is set, because a callback has changed the model since the
+            last step, or because the error occurs in the optimizer's step or in ``on_step_end``. With several
+            processes, no checkpoint is saved after an error between the optimizer's step and ``on_step_end`` either,
+            unless the error occurs in a validation. On resume, this validation is repeated. The overhead in each step
+            is mainly a copy of the model's buffers and of the states of callbacks, schedulers and dataloaders. Default:
+            False.
         save_weights_only: Omit everything that is needed only to resume, such as the optimizer state. Default: False.
         save_trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model with
             adapters. To load such a checkpoint, build the task with the same frozen weights, whose digests are
@@ -92,29 +95,34 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             of its arguments. Default: None.
         every_n_epochs: Number of epochs between saves; 0 disables this trigger. Default: 1 if no other trigger is
             passed, otherwise 0.
-        save_on_train_epoch_end: Whether ``every_n_epochs`` saves at the end of the epoch (True) or after its validation
-            (False). Default: True if validation runs exactly once per epoch or not at all, otherwise False.
-        enable_version_counter: Append ``-v1``, ``-v2``, ... to the name if another checkpoint with the same name
-            exists. If False, replace that checkpoint, unless another ModelCheckpoint of this run keeps it. Default:
-            True.
-        async_save: Continue training as soon as the state is copied to host memory, which must have room for one copy.
-            The rest of the save runs in the background. If it fails, the error is raised at a later step or at the end
-            of ``fit``. Replaced checkpoints are removed only after their successor is in place. Until then,
+        save_on_train_epoch_end: Let ``every_n_epochs`` save at the end of the epoch (True) or after each of its
+            validations (False). Default: False in a run with validation if ``val_check_interval`` is a number other
+            than 1 or ``check_val_every_n_epoch`` is not 1, otherwise True.
+        enable_version_counter: Append ``-v1``, ``-v2``, ... to the name if a checkpoint that is not to be replaced has
+            the same name. If False, replace a checkpoint with the same name, unless it is this callback's ``last.ckpt``
+            or another ModelCheckpoint of this run keeps it. Default: True.
+        async_save: Copy the state to host memory, which must have room for one copy, and write the checkpoint in the
+            background while training continues. If the save fails, the error is raised at a later step or at the end of
+            ``fit``. Replaced checkpoints are removed only after their successor is in place. Until then,
             ``best_model_path`` may not exist. Default: False.
 
     Attributes:
         best_model_path: Path of the best checkpoint, or "".
-        best_model_score: Value of ``monitor`` for the best checkpoint, a 0-d tensor; None without a monitor.
+        best_model_score: Value of ``monitor`` for the best checkpoint, a 0-d tensor; None without a monitor or without
+            a best checkpoint.
         best_k_models: Values of ``monitor`` for the kept checkpoints, by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
-        current_score: Value of ``monitor`` that was last compared with the kept checkpoints; None before the first
-            comparison.
+        current_score: Value of ``monitor`` that was last compared with the kept checkpoints; None without a monitor or
+            before the first comparison.
 
     Raises:
         ValueError: If more than one of ``every_n_train_steps``, ``train_time_interval`` and ``every_n_epochs`` is set,
-            or an argument is invalid. During training, if a ranked save is due and ``monitor`` was never logged by the
-            end of the epoch.
-        TypeError: If an argument has the wrong type.
+            or an argument is invalid. In ``fit``, if a ranked save is due and ``monitor`` was not logged by the end of
+            the epoch, or if a checkpoint cannot be saved, for example because a weight is not finite.
+        TypeError: If ``dirpath``, ``filename``, ``monitor`` or a flag other than ``save_last`` has the wrong type, or
+            if ``train_time_interval`` has the wrong type or an invalid entry. In ``fit``, if a state to save is not
+            data.
+        OSError: In ``fit``, if a checkpoint cannot be written.
 
     Example:
         >>> import os, tempfile
@@ -239,8 +247,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
 
-        If the record is of another directory, only its best checkpoint is restored, because this run must not remove
-        checkpoints from that directory.
+        If the record belongs to another directory, which was not moved to ``dirpath``, only the record's best
+        checkpoint is restored, because this run must not remove checkpoints from that directory.
         """
         self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
         self._save_requested = state_dict["wanted"]
@@ -270,7 +278,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     # -- triggers ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Determine the directory, which is the same on every process, and reset the triggers of an earlier run."""
+        """In ``fit``, determine the directory, the same on all processes, and drop pending saves of an earlier run."""
         if stage != "fit":
             return
         self._warn_of_never_called(ModelCheckpoint)
@@ -317,7 +325,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._trigger_by_epoch(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if a save is due. After the last step of an epoch, `on_train_epoch_end` saves instead."""
+        """Save if a save is due. At the end of an epoch, `on_train_epoch_end` saves instead."""
         if self._job is not None:
             self._complete_job(trainer)
         progress = trainer.progress
@@ -338,7 +346,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self._serve(trainer, epoch_is_over=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Wait for a background save. Warn if no checkpoint of the run could be ranked."""
+        """Wait for a background save. Warn if a ranked save is still pending and there is no best checkpoint."""
         self._complete_job(trainer, wait=True)
         if self._waiting and not self.best_model_path:
             warn(
@@ -347,12 +355,14 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Save the run as of the last completed step if ``save_on_exception`` is set. No collectives are used.
+        """Save the run as of the last completed step if ``save_on_exception`` is set and the step can be saved.
 
-        Only rank zero saves. A background save is completed first.
+        Only rank zero saves, without collectives. A background save is completed first, and its error, if any, is
+        raised.
 
         Raises:
-            ValueError: If a weight is not finite.
+            ValueError: If the run cannot be saved, for example because a weight is not finite.
+            TypeError: If a state to save is not data.
             OSError: If the checkpoint cannot be written.
         """
         try:
@@ -370,7 +380,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             The checkpoint's path.
 
         Raises:
-            ValueError: If a weight is not finite.
+            ValueError: If the run cannot be saved, for example because a weight is not finite.
+            TypeError: If a state to save is not data.
             OSError: If the checkpoint cannot be written.
         """
         self._complete_job(trainer, wait=True)
@@ -387,7 +398,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             The checkpoint's path.
 
         Raises:
-            ValueError: If a weight is not finite.
+            ValueError: If the run cannot be saved, for example because a weight is not finite.
+            TypeError: If a state to save is not data.
             OSError: If the checkpoint cannot be written.
         """
         self._complete_job(trainer, wait=True)
@@ -620,11 +632,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
         Args:
             metrics: Values for the fields of the template, by name. A missing value counts as 0, with a warning.
-            filename: The template. Default: the callback's ``filename``.
+            filename: The template. Default: the callback's ``filename``, or ``"{epoch}-{step}"`` without one.
             ver: Number of a suffix such as ``-v1``. Default: no suffix.
 
         Raises:
             ValueError: If a value cannot be written in its field's format.
+            TypeError: If a field has a format, and the type of its value supports none, such as None.
         """
         name = self._filenames.fill_in(metrics, filename, ver)
         return name if self.dirpath is None else str(as_path(self.dirpath) / name)
@@ -638,7 +651,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def _choose_path(
         self, trainer: Trainer, values: dict[str, Any], step: int, replaced: str = "", last: bool = False
     ) -> str:
-        """Return a path that no other checkpoint uses.
+        """Return the path of a new checkpoint, with a version if the name is taken; see ``enable_version_counter``.
 
         Args:
             trainer: The running Trainer.

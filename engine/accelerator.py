@@ -2,7 +2,7 @@
 
 This file defines the public methods of the `Accelerator`, except for those that it shares with `PartialState` (see
 `process_state`). Most of them delegate to an object that the Accelerator owns. The Trainer owns an Accelerator and uses
-only its public methods, as a hand-written loop does.
+only its public methods and attributes, as a hand-written loop does.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ class Accelerator(Process):
         rng_types: Accepted for compatibility with Accelerate: None or ``["generator"]``, which have the same effect.
             The order of the data is always the same on all processes.
         log_with: A tracker's name (``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"``, ``"aim"``, ``"clearml"``,
-            ``"comet_ml"``, ``"swanlab"``, ``"trackio"``, or a registered one), ``"all"`` for the installed trackers, a
-            logger of `treadle.loggers`, a `GeneralTracker`, or a list of these. Default: none.
+            ``"comet_ml"``, ``"swanlab"``, ``"trackio"``, or a registered one), ``"all"`` for the installed trackers
+            (those that need a directory only if one is set), a logger of `treadle.loggers`, a `GeneralTracker`, or a
+            list of these. Default: none.
         project_dir: Directory for the files of the run. Default: none.
         project_config: Settings of directories and checkpoint names beyond ``project_dir``; see `ProjectConfiguration`.
         gradient_accumulation_plugin: Settings of gradient accumulation beyond the number of micro-batches; see
@@ -127,18 +128,19 @@ class Accelerator(Process):
         dynamo_plugin: Backend and further settings of compilation, instead of ``dynamo_backend``; see
             `TorchDynamoPlugin`.
         parallelism_config: The numbers of replicas, shards and tensor parallel ranks.
-        strategy: A name (``"single"``, ``"ddp"``, ``"fsdp"``, or a registered one), a `Strategy`, or ``"auto"`` (DDP
-            for several processes, else a single device).
+        strategy: A name (``"single"``, ``"ddp"``, ``"fsdp"``, or a registered one), a `Strategy`, or ``"auto"`` (the
+            one that ``fsdp_plugin``, ``parallelism_config`` or ``kwargs_handlers`` selects, else DDP for several
+            processes and a single device for one).
         accelerator: Kind of device: ``"cpu"``, ``"cuda"`` (``"gpu"``), ``"mps"``, or ``"auto"`` (CUDA if available,
             else MPS, else the CPU).
         devices: Number of processes on this machine, or the indices of their GPUs; see `open_world`. ``"auto"`` uses
-            the processes that a launcher started, else one.
+            the processes that a launcher started, else one (but see ``spread``).
         num_nodes: Number of machines.
-        spread: Whether ``devices="auto"`` may start a process for each GPU; see `open_world`.
+        spread: Whether ``devices="auto"`` may start a process for each GPU; see `open_world`. Default: False.
         timeout: Maximum time that a rank may go without progress: ``"DD:HH:MM:SS"``, a timedelta or a dict of its
-            arguments. The limit applies until the rank's script ends. If a rank exceeds it, Treadle names that rank,
-            writes the Python stacks of all ranks, and ends the run with exit status 124. Default: slightly less than
-            the timeout of collectives (30 minutes), and only for ranks that wait for other ranks.
+            arguments. The limit applies until the rank's script ends. If a rank exceeds the limit, Treadle names that
+            rank, writes the Python stacks of all ranks, and ends the run with exit status 124. Default: slightly less
+            than the timeout of collectives (30 minutes), and only for ranks that wait for other ranks.
         on_nonfinite: Policy for gradients that are not finite when a prepared optimizer is about to apply them.
             ``"raise"`` raises an error on all ranks (on accelerators one step later, or in `end_training`). ``"skip"``
             skips the step on all ranks, which makes the host wait for the device in every step. ``"ignore"`` does not
@@ -159,7 +161,10 @@ class Accelerator(Process):
     Raises:
         TypeError: If an argument does not exist (the error names the nearest valid one), or if a value has the wrong
             type.
-        ValueError: If a value is not supported or contradicts another argument.
+        ValueError: If a value is not supported, or contradicts another argument or the environment.
+        ModuleNotFoundError: If ``log_with`` names a tracker whose package is not installed.
+        SystemExit: If this call has run the script again in several processes, as ``devices=2`` does without a
+            launcher, after these processes have ended.
 
     Example:
         >>> import torch, treadle
@@ -286,8 +291,10 @@ class Accelerator(Process):
             The prepared objects as a tuple in the same order; for a single object, the prepared object itself.
 
         Raises:
-            ValueError: If ``device_placement`` and ``objects`` differ in length.
-            TypeError: If ``device_placement`` is a single bool rather than a list.
+            ValueError: If ``device_placement`` and ``objects`` differ in length, or if an object cannot be prepared;
+                see `prepare_model`, `prepare_optimizer` and `prepare_data_loader`.
+            TypeError: If ``device_placement`` is a single bool rather than a list; see also `prepare_data_loader`.
+            ModuleNotFoundError: If the precision is float8 and torchao is not installed.
         """
         placement: Sequence[bool | None] = [None] * len(objects) if device_placement is None else device_placement
         if isinstance(placement, bool):
@@ -342,16 +349,22 @@ class Accelerator(Process):
         """Move a model to the device and wrap it for training.
 
         Args:
-            model: The user's module. A prepared one is wrapped again if its set of trainable parameters has changed.
+            model: The user's module. A prepared one is wrapped again only if its set of trainable parameters has
+                changed.
             device_placement: If False, the model must be on the device already. Default: the Accelerator's setting.
-            evaluation_mode: Move the model, but do not wrap it for training.
+            evaluation_mode: Prepare the model for evaluation only: move it to the device or, with a sharding strategy,
+                shard it.
             step: Name of the method that returns the training loss, if not ``forward``; call it through `method`.
             manual_optimization: Reduce gradients only in optimizer steps; call methods through `local_method`.
             by_parts: If models are compiled, compile the submodules instead, for loops that do not call ``forward``.
 
+        Returns:
+            The model to call in the loop.
+
         Raises:
-            ValueError: If the model is on another device and may not be moved, is spread over several devices, or
-                differs between ranks, or if CUDA graphs are combined with gradient accumulation.
+            ValueError: If the model cannot be prepared, for example because it is on another device and may not be
+                moved, is spread over several devices, or differs between ranks.
+            ModuleNotFoundError: If the precision is float8 and torchao is not installed.
         """
         module = self.strategy.unwrap(model)
         trained = _collect_trained_ids(module)
@@ -393,15 +406,14 @@ class Accelerator(Process):
     def compare_settings(self, settings: Mapping[str, Any] | None = None) -> None:
         """Check that all ranks have the same settings.
 
-        Only the first call has an effect. It is made automatically when the first trainable model or loader is
-        prepared.
+        Only the first call has an effect, until `free_memory` or `forget_prepared` is called. Treadle makes this call
+        when the first trainable model or loader is prepared.
 
         Args:
-            settings: The values to compare, by name. Default: the Accelerator's own arguments.
+            settings: The values to compare, by name. Default: the arguments of the Accelerator that affect the steps.
 
         Raises:
-            ValueError: If settings differ. Every rank raises the error, which lists these settings, their values and
-                ranks.
+            ValueError: If settings differ. Every rank raises the error; see `check_values_match`.
         """
         if not self._compared:
             values = self._collect_settings() if settings is None else settings
@@ -432,7 +444,8 @@ class Accelerator(Process):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
         """Wrap an optimizer so that it steps at the end of each accumulation group.
 
-        Its state is moved to the device of its parameters. An optimizer that is already prepared is returned unchanged.
+        Its state is moved to the device of its parameters. If the optimizer was prepared before, the existing wrapper
+        is returned.
 
         Args:
             optimizer: The user's optimizer.
@@ -440,6 +453,9 @@ class Accelerator(Process):
 
         Returns:
             The optimizer to call in the loop.
+
+        Raises:
+            ValueError: If the strategy does not support the optimizer.
         """
         for prepared in self.optimizers:
             if optimizer in (prepared, prepared.optimizer):
@@ -472,7 +488,7 @@ class Accelerator(Process):
         return scheduler
 
     def add_scheduler(self, scheduler: Any) -> None:
-        """Save the state of a scheduler in every checkpoint. The scheduler is stepped by the caller.
+        """Include the state of a scheduler in checkpoints. The caller steps the scheduler.
 
         Args:
             scheduler: An object with ``state_dict`` and ``load_state_dict``.
@@ -502,7 +518,8 @@ class Accelerator(Process):
             The prepared loader.
 
         Raises:
-            TypeError: If the loader was already sharded without an Accelerator.
+            TypeError: If ``loader`` is not iterable, was already sharded without an Accelerator, or is a
+                `CombinedLoader` that contains a prepared loader.
             ValueError: If loaders or settings differ between ranks, or a setting of the loader is not supported.
         """
         if isinstance(loader, Loader):
@@ -555,17 +572,20 @@ class Accelerator(Process):
 
     @property
     def stream(self) -> RandomStream | None:
-        """Random stream that the order of samples is drawn from; None until the first loader is prepared."""
+        """Random stream that the order of samples is drawn from; None until `start_order` has been called."""
         return self.rng.stream
 
     def start_order(self) -> None:
         """Broadcast rank zero's RNG state, and draw the order of the data from it, or from ``data_seed`` if it is set.
 
-        Until the first batch, random draws of the script (a split of the data, initial weights) are therefore the same
-        on all ranks. With the first batch, `draw_apart` is called.
+        From this call until the first batch, random numbers that the script draws on the CPU (for a split of the data
+        or initial weights) are therefore the same on all ranks. With the first batch, `draw_apart` is called.
 
         This method is called automatically when the first loader is prepared. Call it yourself for a new run with the
         same Accelerator.
+
+        Raises:
+            ValueError: If ``data_seed`` is not an integer from 0 to 2**32 - 1.
         """
         self.rng.start(self.dataloader_config.data_seed)
 
@@ -580,10 +600,11 @@ class Accelerator(Process):
     def drawing_alike(self, purpose: str) -> AbstractContextManager[None]:
         """Return a context in which all ranks draw the same random numbers, for use after `draw_apart`.
 
-        The numbers depend on the run's first RNG state and on ``purpose``. With a world size of one, nothing changes.
+        The numbers depend on the run's first RNG state and on ``purpose``. With a world size of one, or before
+        `draw_apart`, nothing changes.
 
         Args:
-            purpose: A name for the block; different names give different numbers.
+            purpose: A name for the block; different names give different numbers after `draw_apart`.
         """
         return self.rng.drawing_alike(purpose)
 
@@ -631,11 +652,12 @@ class Accelerator(Process):
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
         """Return a context that creates the parameters of a model on the run's device and in its dtype.
 
-        If the strategy shards models, no parameters are allocated in the context. `prepare_model` gives each process
-        its shard, with the same values as in a model that is created without the context.
+        If the strategy shards models, all ranks must enter the context, and no parameters are allocated in it.
+        `prepare_model` gives each process its shard, with the same values as in a model that rank zero creates without
+        the context.
 
         Args:
-            empty_init: Leave parameters uninitialized, because a checkpoint will be loaded.
+            empty_init: Leave parameters uninitialized, because a checkpoint will be loaded. Default: False.
         """
         return self.strategy.construction(empty_init)
 
@@ -649,7 +671,9 @@ class Accelerator(Process):
         return self.strategy.method(model, name)
 
     def local_method(self, model: nn.Module, name: str) -> Callable[..., Any]:
-        """Return method ``name`` of a prepared model, run in the run's precision without collectives, for evaluation.
+        """Return method ``name`` of a prepared model, run in the run's precision, for evaluation.
+
+        Without a sharding strategy, the method itself runs without collectives, so one rank may call it alone.
 
         Args:
             model: A prepared model.
@@ -660,7 +684,8 @@ class Accelerator(Process):
     def check_replicas(self, model: nn.Module | None = None, *, buffers: bool = False) -> None:
         """Check that all processes hold the same replicated parameters, bit for bit. Call it on all processes.
 
-        With ``TREADLE_DEBUG=1``, this check runs after the first step of each optimizer and then after every 100 steps.
+        With ``TREADLE_DEBUG=1``, this check runs after the first step of each optimizer and then, by default, after
+        every 100 steps.
 
         Args:
             model: One prepared model. Default: all of them.
@@ -669,7 +694,7 @@ class Accelerator(Process):
 
         Raises:
             ReplicasDiffer: If parameters, or buffers that are compared, differ. All processes raise the error, which
-                lists names, ranks and differences.
+                describes the differences.
         """
         models = self.models if model is None else [model]
         replica_check.check((self.strategy.unwrap(m) for m in models), self.world, buffers)
@@ -704,7 +729,10 @@ class Accelerator(Process):
 
     @property
     def sync_gradients(self) -> bool:
-        """True if the current micro-batch is the last of its group, after which the optimizer steps."""
+        """True if the current micro-batch is the last of its group, after which the optimizer steps.
+
+        `accumulate` sets the value. Without it, the value stays True.
+        """
         return self.accumulation.sync_gradients
 
     @sync_gradients.setter
@@ -753,6 +781,9 @@ class Accelerator(Process):
 
         Args:
             model: A prepared model.
+
+        Raises:
+            ValueError: If `DDP` has ``static_graph`` set and no backward pass has reduced gradients yet.
         """
         return self.accumulation.no_sync(model)
 
@@ -761,6 +792,9 @@ class Accelerator(Process):
 
         Args:
             model: A prepared model.
+
+        Raises:
+            ValueError: If `DDP` has ``find_unused_parameters`` or ``static_graph`` set.
         """
         return self.accumulation.trigger_sync_in_backward(model)
 
@@ -881,7 +915,8 @@ class Accelerator(Process):
         Call `Preemption.should_stop` once per step. It returns True after the same step on every rank, regardless of
         which rank received the signal. Then save, and call `Preemption.leave`, which ends the process with status 143
         (129 for SIGHUP) and makes SLURM requeue a job that received SIGUSR1. A signal that arrives after the last step
-        ends the process at the end of the block.
+        ends the process at the end of the block, unless the script has set its own handler. Outside the main thread,
+        signals are not handled.
 
         Args:
             grace: Time from the signal to the end of all ranks, regardless of their state: ``"DD:HH:MM:SS"``, a
@@ -924,6 +959,8 @@ class Accelerator(Process):
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Add objects with ``state_dict``/``load_state_dict`` to every checkpoint.
 
+        Checkpoints that are saved with ``weights_only=True`` do not contain them.
+
         Args:
             objects: Objects whose saved states are matched by class name and position.
             named: Objects whose saved states are matched by these names.
@@ -950,7 +987,10 @@ class Accelerator(Process):
         return self.checkpointer.add_save_hook(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, input_dir)`` before `load_state` reads. Models removed from ``models`` are not loaded.
+        """Call ``hook(models, input_dir)`` before `load_state` loads models.
+
+        The hook is called on all ranks, but not by ``load_state(models=False)``. Models that it removes from ``models``
+        are not loaded.
 
         Args:
             hook: The function to call.
@@ -977,17 +1017,20 @@ class Accelerator(Process):
         Args:
             output_dir: The checkpoint directory, or a URL such as ``s3://bucket/run/last``. A directory is put in place
                 by one rename once it is complete. A checkpoint at a URL is replaced by one request once all files are
-                uploaded. The argument may be omitted with ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
+                uploaded. The argument may be omitted with ``ProjectConfiguration(automatic_checkpoint_naming=True)``
+                and a ``project_dir``.
             safe_serialization: Only True is accepted; there is no other format.
             info: Plain data to store in the manifest, such as numbers and names; `load_state` returns it.
             parts: Further states by name, each saved in its own files.
-            weights_only: Save only the models and ``parts``.
+            weights_only: Save only the models, ``parts`` and ``info``.
             trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model under
                 adapters. The checkpoint stores their digests, and can be loaded into a model with the same frozen
                 weights.
-            blocking: If False, return after the state is copied to host memory, and write it in the background. Only
-                one save runs at a time: the next one waits for the current one. `poll_saving` checks whether it has
-                ended, `finish_saving` waits for it, and both raise its error.
+            blocking: If False, write the checkpoint in the background, from copies of the state in host memory.
+                Optimizer states may be copied after the method returns, but before the next optimizer step. Change them
+                only by optimizer steps until the save has ended. Only one save runs at a time: the next one waits for
+                the current one. `poll_saving` checks whether it has ended, and `finish_saving` waits for it. If it
+                failed, the first of these calls, or the next save or load, raises its error.
             also: Further directories or URLs for the same state, each a complete checkpoint. They cannot be combined
                 with a hook of `register_save_state_pre_hook`.
 
@@ -995,12 +1038,14 @@ class Accelerator(Process):
             The path of the checkpoint.
 
         Raises:
-            ValueError: If ``output_dir`` is missing without automatic naming, differs between the ranks of a machine,
-                or has content that is not a checkpoint; if weights or optimizer states are not finite; if a name in
-                ``parts`` is reserved; or if the call is inside an accumulation group and ``weights_only`` is False.
-            TypeError: If a state is not plain data, or if ``also`` is a single path.
-            OSError: If a disk operation fails. The files of the attempt are removed, and an earlier checkpoint at this
-                path remains.
+            RuntimeError: On ranks that did not detect the error that another rank raises.
+            ValueError: If an argument is invalid; if ``output_dir`` is missing without automatic naming, differs
+                between the ranks of a machine, or has content that is not a checkpoint; if weights or optimizer states
+                are not finite; or if the call is inside an accumulation group and ``weights_only`` is False.
+            TypeError: If a state or ``info`` is not plain data, ``info`` contains a tensor, or ``also`` is a single
+                path.
+            OSError: If a disk operation or an upload fails. The files of the attempt are removed, and an earlier
+                checkpoint at this path remains.
         """
         return self.checkpointer.save_state(
             output_dir,
@@ -1047,8 +1092,8 @@ class Accelerator(Process):
 
         Args:
             input_dir: A checkpoint directory, its URL, or an open checkpoint (an `OpenCheckpoint`). It may be omitted
-                with ``automatic_checkpoint_naming``, in which case the latest intact checkpoint is loaded and a warning
-                names each one that was skipped.
+                with ``automatic_checkpoint_naming`` and a ``project_dir``, in which case the latest intact checkpoint
+                is loaded and a warning names each one that was skipped.
             load_kwargs: Accepted if empty; loading has no options.
             models: Restore the models.
             state: Restore everything else.
@@ -1063,14 +1108,15 @@ class Accelerator(Process):
                 of unknown length, this first pass is empty with either value.
 
         Returns:
-            The ``info`` of the checkpoint.
+            The ``info`` that was passed to `save_state`, and metadata such as ``step``, ``epoch`` and ``world_size``.
 
         Raises:
             RuntimeError: On ranks that did not detect the error that another rank raises.
-            ValueError: If the path is not a checkpoint, or if the checkpoint is damaged, belongs to another model or
-                optimizer, or was replaced while it was read. In these cases, no object is changed on any process. An
-                error in the ``load_state_dict`` of a scheduler or a registered object is raised later, after models and
-                optimizers are loaded.
+            ValueError: If an argument is invalid, the path is not a checkpoint, or the checkpoint is damaged, belongs
+                to another model or optimizer, or was replaced while it was read. In these cases, no object is changed
+                on any process. An error in the ``load_state_dict`` of a scheduler, dataloader or registered object is
+                raised later, after models and optimizers are loaded.
+            OSError: If a file cannot be read, or a store cannot be reached.
         """
         return self.checkpointer.load_state(
             input_dir,
@@ -1120,11 +1166,12 @@ class Accelerator(Process):
         return True
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write data to a file on rank zero: a state dict or numbers, nested to any depth. Rank zero may call it alone.
+        """Write data, such as a state dict or nested numbers, to a file on rank zero, which may call this method alone.
 
-        A write to a path or URL is atomic. The file contains only tensors, numbers, text, bytes, None, dtypes and
-        devices, in dicts, lists, tuples and sets, and can be read with ``torch.load(f, weights_only=True)``. NumPy
-        numbers are written as Python numbers, and a defaultdict as a dict.
+        With ``ProjectConfiguration(save_on_each_node=True)``, local rank zero of each machine writes the file. A write
+        to a path or URL is atomic. Without ``safe_serialization``, the file contains only tensors, numbers, text,
+        bytes, None, dtypes and devices, in dicts, lists, tuples and sets, and can be read with ``torch.load(f,
+        weights_only=True)``. NumPy numbers are written as Python numbers, and a defaultdict as a dict.
 
         Args:
             obj: The data to write. For a module, pass its ``state_dict()``; for a sharded module, the result of
@@ -1136,6 +1183,9 @@ class Accelerator(Process):
         Raises:
             TypeError: If ``obj`` holds anything else (NumPy arrays, paths, objects) or, with ``safe_serialization``, is
                 not a dict of tensors. The error names the value and the fix.
+            ValueError: Without ``safe_serialization``, if ``obj`` contains itself or is nested more than 100 levels
+                deep.
+            OSError, RuntimeError: If the file cannot be written, for example because its directory does not exist.
         """
         self.checkpointer.save(obj, f, safe_serialization)
 
@@ -1148,7 +1198,8 @@ class Accelerator(Process):
     ) -> None:
         """Write a model's weights for other programs: ``model.safetensors``, or several files and their index.
 
-        Call it on all processes. Rank zero may call it alone if no part of the model is sharded.
+        Call it on all processes. Rank zero may call it alone if no part of the model is sharded. With
+        ``ProjectConfiguration(save_on_each_node=True)``, local rank zero of each machine writes the files.
 
         Args:
             model: The model, prepared or not.
@@ -1156,7 +1207,14 @@ class Accelerator(Process):
                 an earlier save, in either format, are deleted once the new ones are complete.
             max_shard_size: The largest size of a file: a number of bytes, or text such as ``"500MB"`` or ``"2GiB"``. A
                 file exceeds it only if it contains a single, larger tensor.
-            safe_serialization: False writes ``pytorch_model.bin`` in torch's format.
+            safe_serialization: False writes ``pytorch_model.bin``, or several such files and their index, in torch's
+                format. Default: True.
+
+        Raises:
+            ValueError: If ``max_shard_size`` is not a valid size, or ``save_directory`` is a checkpoint.
+            TypeError: If the model's state contains something other than dense tensors, or a tensor without values
+                (device ``meta``).
+            OSError: If a file cannot be written.
         """
         self.checkpointer.save_model(model, save_directory, max_shard_size, safe_serialization)
 
@@ -1184,7 +1242,8 @@ class Accelerator(Process):
         Args:
             project_name: The project that the run belongs to.
             config: The run's configuration by name, which trackers store. Default: none.
-            init_kwargs: Further arguments of the loggers, by the tracker's name.
+            init_kwargs: Further arguments of the trackers' constructors, by the tracker's name. Trackers that were
+                passed as objects ignore them.
 
         Raises:
             ValueError: If ``init_kwargs`` has an unknown name. Arguments of known trackers that ``log_with`` does not
@@ -1201,12 +1260,13 @@ class Accelerator(Process):
         """Send values of this process to the trackers, on rank zero only unless a tracker is set to run on every rank.
 
         Args:
-            values: Numbers, or tensors of one element, by name. `reduce` them first to log a value over all processes.
+            values: Numbers, tensors of one element, or other values that the trackers accept, by name. `reduce` tensors
+                first to log a value over all processes.
             step: The step that the values belong to, such as the number of optimizer steps.
             log_kwargs: Further arguments of each tracker's ``log``, by the tracker's name.
 
         Raises:
-            RuntimeError: On rank zero, if ``log_with`` named trackers but `init_trackers` was not called.
+            RuntimeError: On rank zero, if ``log_with`` named trackers but none is started.
         """
         self.tracking.log(values, step, log_kwargs)
 
@@ -1215,8 +1275,8 @@ class Accelerator(Process):
 
         Args:
             name: The tracker's ``name``, such as ``"wandb"`` for ``log_with="wandb"``.
-            unwrap: Return the underlying object that the tracker writes with. On processes where the tracker is not
-                called, return an object whose methods have no effect.
+            unwrap: Return the underlying object that the tracker writes with. On processes where the tracker does not
+                run, return an object whose methods have no effect.
 
         Raises:
             ValueError: If no started tracker has this name.
@@ -1229,6 +1289,9 @@ class Accelerator(Process):
         Args:
             profile_handler: Settings of the profiler. Default: those of ``kwargs_handlers``, else those of
                 `ProfileKwargs()`.
+
+        Raises:
+            ValueError: If torch has no activity of a name in ``activities``.
         """
         return profile(profile_handler or self.profile_handler or ProfileKwargs(), self.world)
 
@@ -1255,6 +1318,9 @@ class Accelerator(Process):
 
         Returns:
             A list with one None for each of ``objects``.
+
+        Raises:
+            Exception: The error of an asynchronous save, if it failed.
         """
         self.forget_prepared()
         collect(self.device)
@@ -1267,6 +1333,9 @@ class Accelerator(Process):
 
         No prepared object refers back to the Accelerator, so reference counting frees most of them. Cycles in user code
         or in torch stay until Python's next collection. If memory is already short, garbage is collected at once.
+
+        Raises:
+            Exception: The error of an asynchronous save, if it failed.
         """
         self.finish_saving()
         self.close_loaders()
@@ -1299,7 +1368,7 @@ class Accelerator(Process):
             loader.close()
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether a device map spread ``model`` over several devices, so that it cannot be prepared.
+        """Return whether a device map spread ``model`` over devices or offloaded it, so that it cannot be prepared.
 
         Args:
             model: The model to check.
@@ -1313,7 +1382,10 @@ class Accelerator(Process):
 
         Args:
             dataloader: A prepared loader, a ``DataLoader``, or any other iterable of batches.
-            num_batches: Number of batches that each process has already trained on.
+            num_batches: Number of batches that each process has already trained on. Default: 0.
+
+        Raises:
+            ValueError: If ``num_batches`` is not an integer of at least 0.
         """
         return skip_first_batches(dataloader, num_batches)
 
@@ -1331,12 +1403,12 @@ class Accelerator(Process):
 
     @property
     def project_dir(self) -> Any:
-        """Directory for the files of the run."""
+        """Directory for the files of the run, or None."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> Any:
-        """Directory for the files of the trackers."""
+        """Directory for the files of the trackers, or None."""
         return self.project_configuration.logging_dir
 
     @property
@@ -1370,7 +1442,7 @@ class Accelerator(Process):
 
     @property
     def non_blocking(self) -> bool:
-        """The ``non_blocking`` setting. It has no effect: pinned batches are always copied asynchronously."""
+        """The ``non_blocking`` setting. It has no effect: batches are copied asynchronously where possible."""
         return self.dataloader_config.non_blocking
 
     @property
@@ -1380,7 +1452,7 @@ class Accelerator(Process):
 
     @property
     def native_amp(self) -> bool:
-        """True if prepared models compute in mixed precision."""
+        """True if the attribute ``mixed_precision`` is not ``"no"``."""
         return self.mixed_precision != "no"
 
     @native_amp.setter
@@ -1393,7 +1465,7 @@ class Accelerator(Process):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """PyTorch gradient scaler if the precision is float16, else None. It may be replaced between steps."""
+        """PyTorch's gradient scaler for mixed float16 precision, or None. It may be replaced between steps."""
         return self.accumulation.scaler
 
     @scaler.setter
@@ -1421,7 +1493,7 @@ class Accelerator(Process):
 
     @property
     def is_fsdp2(self) -> bool:
-        """True if each process holds only a shard of the model."""
+        """True if the strategy shards the model."""
         return self.strategy.sharded
 
     @property
@@ -1431,7 +1503,7 @@ class Accelerator(Process):
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """True if each process holds only a shard of the model."""
+        """True if the strategy shards the model."""
         return self.is_fsdp2
 
     @property

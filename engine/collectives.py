@@ -57,19 +57,22 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     """Concatenate the tensors of all processes along dimension 0, in rank order; the numbers of rows may differ.
 
     A 0-d tensor counts as one row. Each part of ``value`` without tensors becomes one list over all processes: lists
-    and tuples are concatenated, and any other value is one item.
+    and tuples are concatenated, and any other value is one item. Fields of a dataclass without tensors are kept
+    unchanged.
 
     Args:
         value: A tensor, or tensors nested in dicts, lists, tuples or dataclasses, of the same structure on all
             processes.
         world: The processes that take part.
-        empty: If True, this process contributes no rows, and ``value`` only defines the structure.
-        sync_grads: Let gradients flow back to the process that each row came from; see `_AllGather`.
+        empty: If True, this process contributes no rows, and ``value`` only defines the structure. Default: False.
+        sync_grads: Let gradients flow back to the process that each row came from; see `Accelerator.gather`. Default:
+            False.
 
     Raises:
         TypeError: If the value holds no tensor.
         ShapesDiffer: On every process, if the numbers of tensors or other parts differ, or the tensors differ in dtype
-            or in the size of a dimension other than 0.
+            or in the size of a dimension other than 0. With ``sync_grads``, also if a tensor requires a gradient on
+            some processes only.
     """
     tensors: list[Tensor] = []
     others: list[Any] = []
@@ -159,7 +162,8 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
     Args:
         value: A tensor, or tensors nested in dicts, lists, tuples or dataclasses, of the same shapes on all processes.
         world: The processes that take part.
-        sync_grads: Let gradients flow back to the process that each tensor came from; see `_AllGather`.
+        sync_grads: Let gradients flow back to the process that each tensor came from; see `Accelerator.gather`.
+            Default: False.
 
     Raises:
         ShapesDiffer: On every process, if the tensors differ in number, shape or dtype.
@@ -277,12 +281,14 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
     Args:
         value: A tensor, or tensors nested in collections.
         world: The processes that take part.
-        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``. The mean of integers is float64.
+        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` for no reduction. The mean of integers is
+            float64.
         scale: Factor by which the result is multiplied; it has no effect with ``"none"``.
 
     Raises:
         ValueError: If the reduction is unknown.
-        ShapesDiffer: On every process, if the tensors differ in number, shape or dtype.
+        ShapesDiffer: On every process, if the tensors differ in number, shape or dtype, unless ``reduction`` is
+            ``"none"``. With ``TREADLE_DEBUG=1``, the error is another `DistributedOperationException`.
     """
     choose("reduction", reduction, REDUCTIONS)
     if world.size > 1 and world.debug is None and reduction != "none":
@@ -370,7 +376,8 @@ def broadcast(value: Any, world: World, source: int) -> Any:
 
     Raises:
         ValueError: If no process has this rank.
-        ShapesDiffer: On every process, if the tensors differ in number, shape or dtype.
+        ShapesDiffer: On every process, if the tensors differ in number, shape or dtype. With ``TREADLE_DEBUG=1``, the
+            error is another `DistributedOperationException`.
     """
     check_process(source, world.size, "from_process")
     if world.size > 1 and world.debug is None:
@@ -396,12 +403,12 @@ def check_process(index: int, size: int, name: str) -> None:
 
 
 def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any:
-    """Return the share of ``inputs`` that belongs to process ``rank``, in the same type. The inputs are not changed.
+    """Return the share of ``inputs`` that belongs to process ``rank``.
 
     Shares are contiguous, in the order of the ranks. Their sizes differ by at most one; if there are fewer inputs than
     processes, the last shares are empty. With ``apply_padding``, all shares have the same size: the last input is
-    repeated at the end, so that the first ``len(inputs)`` gathered results belong to the inputs. The share of a padded
-    range is a list.
+    repeated at the end. Cut the gathered results to the number of inputs. A share has the type of the inputs, except
+    that the share of a padded range is a list, and that of a torch dataset is a ``Subset``.
 
     Args:
         inputs: A list, tuple, range, tensor, NumPy array, pandas data frame, or map-style dataset of torch or Hugging
@@ -409,7 +416,7 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
             to its end by every process, and the share is then a list.
         rank: The rank of this process.
         size: The world size.
-        apply_padding: Give every process the same number of inputs.
+        apply_padding: Give every process the same number of inputs. Default: False.
 
     Raises:
         TypeError: If ``inputs`` cannot be split, such as a str, a number or a 0-d tensor, or has no order, such as a

@@ -27,14 +27,15 @@ class DataLoaderConfiguration:
             that the data is sharded over, and custom batch samplers are not supported.
         dispatch_batches: Accepted but has no effect. In Accelerate, True reads on rank zero only; here each rank reads
             its own share, which gives the same batches.
-        even_batches: Accepted but has no effect. All processes take part in every batch, and no sample is repeated.
-        use_seedable_sampler: Draw the order of each epoch from a seed plus the epoch's number
-            (``loader.set_epoch(epoch)`` sets it). The seed is ``data_seed``, else that of torch's generator when the
-            loader is prepared. By default, each epoch continues the RNG state of the previous one, as in a plain loop.
+        even_batches: Accepted but has no effect. All processes take part in every batch, and no sample counts twice.
+        use_seedable_sampler: Let torch's ``RandomSampler`` draw the order of each epoch from a seed plus the epoch's
+            number (``loader.set_epoch(epoch)`` sets it). Other samplers keep their order. The seed is ``data_seed``,
+            else that of rank zero's torch generator when the loader is prepared. By default, each epoch continues the
+            RNG state of the previous one, as in a plain loop.
         data_seed: Seed of the order of samples. Default: the order is drawn from rank zero's RNG state.
-        non_blocking: Accepted but has no effect. Pinned batches are always copied asynchronously.
+        non_blocking: Accepted but has no effect. Batches are copied to a CUDA device asynchronously where possible.
         use_stateful_dataloader: Accepted but has no effect. Every prepared loader has ``state_dict`` and is in every
-            checkpoint.
+            checkpoint, except those saved with ``weights_only=True``.
 
     Example:
         >>> from treadle.engine import Accelerator, DataLoaderConfiguration
@@ -130,7 +131,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: Number of micro-batches per optimizer step. Default: 1.
-        adjust_scheduler: Accepted but has no effect. A schedule advances only at the end of a group, as in Accelerate.
+        adjust_scheduler: Accepted but has no effect. A wrapped schedule advances only at the end of a group, as in
+            Accelerate.
         sync_with_dataloader: Whether the end of a loader ends a group. If False, a group continues in the loader's next
             epoch.
         sync_each_batch: Reduce gradients in every micro-batch, which saves memory if the model is sharded.
@@ -260,7 +262,8 @@ class ProfileKwargs(KwargsHandler):
     """Arguments of ``torch.profiler.profile``.
 
     Args:
-        activities: A list of ``"cpu"``, ``"cuda"`` and ``"xpu"``. Default: those that this machine has.
+        activities: A list of torch's activities in lowercase, such as ``["cpu", "cuda"]``. Default: those that this
+            machine has.
         schedule_option: Arguments of ``torch.profiler.schedule``: ``{"wait": 1, "warmup": 1, "active": 3, ...}``.
         on_trace_ready: Function that is called with the profiler whenever a trace is ready.
         record_shapes: Record the shapes of the operators' inputs.
@@ -305,7 +308,7 @@ class TorchDynamoPlugin(KwargsHandler):
         disable: Disable compilation, for testing.
         use_regional_compilation: Compile each repeated block of the model separately, which takes less time if the
             blocks are alike. An Accelerator then compiles only the items of ``nn.ModuleList`` objects, if there are
-            any. By default, the Trainer compiles blocks separately if most of them are alike, and an Accelerator
+            any. By default, the Trainer compiles blocks separately if many of them are alike, and an Accelerator
             compiles the whole model.
 
     Example:
@@ -637,7 +640,7 @@ def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
 
 
 def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
-    """Return the loader settings of ``config``, with ``split_batches`` applied.
+    """Return the loader settings of ``config``, with ``split_batches`` set in them.
 
     Args:
         config: The user's settings, or None.
@@ -650,7 +653,7 @@ def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batc
 def resolve_project(
     config: ProjectConfiguration | None, directory: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
-    """Return the project configuration, with ``directory`` applied.
+    """Return the project configuration, with ``directory`` set in it.
 
     Args:
         config: The user's settings, or None.

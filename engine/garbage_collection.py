@@ -1,4 +1,4 @@
-"""Explicit garbage collection, which Treadle starts only if memory is short or a script frees an Accelerator's memory.
+"""Garbage collection when an Accelerator releases its objects: in `free_memory`, or before a stage if memory is short.
 
 A Trainer and its task refer to each other. A Trainer that a script no longer uses therefore stays in memory, with its
 optimizer state, until Python collects garbage. Python decides by the number of objects, not of bytes, so a collection
@@ -67,7 +67,7 @@ def _read_resident_bytes() -> int:
 
 
 def _read_main_memory() -> int:
-    """Return the size of main memory in bytes, or the memory limit of the container if it is lower."""
+    """Return the size of main memory in bytes, or the container's memory limit (cgroup v2) if that is lower."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))

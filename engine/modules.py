@@ -25,7 +25,7 @@ def compile_modules(
     Modules of the same kind share compiled code. Modules that the user has compiled are left unchanged.
 
     Args:
-        modules: The modules to compile. Compilation happens in the first call of each kind.
+        modules: The modules to compile. Each kind is compiled when one of its modules is first called.
         compiler: ``torch.compile`` with its arguments already bound.
         options: A value that identifies the compilation settings; modules already compiled with equal settings are
             skipped. None means that the user chose the settings, so `forget` keeps the compilation.
@@ -54,7 +54,7 @@ def is_users(module: nn.Module) -> bool:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether any submodule of ``model`` runs compiled.
+    """Return whether ``model`` or one of its submodules is compiled.
 
     Args:
         model: The model to check.
@@ -74,7 +74,7 @@ def forget(model: nn.Module) -> None:
 
 
 def list_unused(model: nn.Module) -> list[str]:
-    """Return the names of compiled submodules that were never called, such as those used only through other methods.
+    """Return the names of modules that Treadle compiled but nothing called, such as those used through other methods.
 
     Args:
         model: The model to search.
@@ -83,7 +83,7 @@ def list_unused(model: nn.Module) -> list[str]:
 
 
 def list_compiled_names(model: nn.Module) -> list[str]:
-    """Return the names of the modules in ``model`` that run compiled; the model itself is listed by its class.
+    """Return the names of the modules in ``model`` that are compiled in place; the model itself is listed by its class.
 
     Args:
         model: The model to search.
@@ -99,7 +99,8 @@ def describe_compilations(since: float) -> str:
         since: A time as returned by ``time.time()``, in seconds.
 
     Returns:
-        A text such as ``"torch.compile: 2 graphs"``; "" if torch compiled no graph.
+        A text such as ``"torch.compile: 2 graphs"``; "" if torch compiled no graph. At most 64 graphs are counted,
+        because torch keeps no more records.
     """
     if "torch._dynamo" not in sys.modules:
         return ""
@@ -138,7 +139,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copy_function(function: Any, name: str) -> Callable[..., Any]:
-    """Return a copy of ``function`` with its own code object, because torch keeps at most eight graphs for each."""
+    """Return a copy of ``function`` with its own code object. torch keeps at most eight graphs per code object."""
     return FunctionType(function.__code__.replace(co_name=f"{function.__name__}_{name}"), function.__globals__)
 
 
@@ -209,7 +210,7 @@ class CompiledBatches:
 
 @contextmanager
 def plain_calls(model: nn.Module) -> Iterator[None]:
-    """Return a context in which no submodule of ``model`` runs compiled.
+    """Return a context in which the modules of ``model`` that are compiled in place run uncompiled.
 
     Args:
         model: The model to run uncompiled.

@@ -87,13 +87,14 @@ def recursively_apply(
 def send_to_device(
     tensor: Any, device: torch.device | str | int, non_blocking: bool = False, skip_keys: str | list[str] | None = None
 ) -> Any:
-    """Move tensors, and other objects with a ``to`` method, to a device.
+    """Return the data with tensors, and other objects with a ``to`` method, moved to a device.
 
     Args:
         tensor: A value, or values nested in lists, tuples and mappings.
         device: The target device.
-        non_blocking: Copy pinned tensors asynchronously.
-        skip_keys: Keys of mappings whose values are not moved.
+        non_blocking: Copy pinned tensors asynchronously. Objects other than tensors and modules ignore this setting.
+        skip_keys: Keys of mappings whose values are not moved. Mappings with a ``to`` method, such as a
+            ``BatchEncoding``, ignore this setting.
     """
     skip = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
     if isinstance(tensor, Mapping) and not hasattr(tensor, "to"):
@@ -161,7 +162,10 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
     Raises:
         TypeError: If an item is not a tensor.
-        ValueError: If the list is empty.
+        ValueError: If the list is empty, or if lists or tuples at the same place differ in length.
+        KeyError: If a mapping lacks a key of the first mapping at the same place.
+        RuntimeError: If torch cannot concatenate the tensors, for example because they are 0-d or differ in another
+            dimension.
     """
     data = list(data)
     if not data:

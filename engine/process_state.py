@@ -50,7 +50,7 @@ def register_accelerator(accelerator: Accelerator) -> None:
 
 
 def get_latest_accelerator() -> Accelerator | None:
-    """Return the most recently created Accelerator of this process that is still alive, or None."""
+    """Return the most recently registered Accelerator of this process that is still alive, or None."""
     return next((accelerator for reference in reversed(_accelerators) if (accelerator := reference())), None)
 
 
@@ -157,7 +157,8 @@ class Process:
 
         Args:
             tensor: A tensor, or tensors nested in dicts, lists, tuples or dataclasses. The number of rows may differ
-                between processes. A 0-d tensor counts as one row.
+                between processes. A 0-d tensor counts as one row. Parts without tensors become lists, as in
+                `gather_object`, except fields of dataclasses.
             sync_grads: Let gradients flow back through the operation. All processes must then use the result in their
                 loss. If the last batch has fewer samples than there are processes, the repeated samples of ranks
                 without a share are excluded. With tensor parallelism, only one of the ranks that share a sample
@@ -165,8 +166,9 @@ class Process:
 
         Raises:
             TypeError: If ``tensor`` contains no tensor.
-            ShapesDiffer: On every process, if the tensors differ in number, in dtype, or in the size of a dimension
-                other than 0.
+            ShapesDiffer: On every process, if the tensors or other parts differ in number, or the tensors differ in
+                dtype or in the size of a dimension other than 0; in debug mode without ``sync_grads``, also of
+                dimension 0. With ``sync_grads``, also if a tensor requires a gradient on some processes only.
         """
         if not sync_grads:
             collectives.check_equal_shapes("gather", tensor, self.world)
@@ -186,13 +188,14 @@ class Process:
         return collectives.gather_objects(value, self.world)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather results of the current batch from all processes, each sample once and in the order of the dataset.
+        """Gather results of the current batch from all processes, each sample once, in the order of the global batch.
 
         A 0-d tensor, such as a batch's mean loss, becomes one entry per process that had samples. Batches may differ in
         size, so a mean over the entries is not the mean over the samples. Gather ``(loss, len(batch))`` and compute a
-        weighted mean, or gather ``loss.repeat(len(batch))``. ``loss.repeat(batch_size)``, with the DataLoader's batch
-        size, works too. In a short batch, a one-dimensional floating-point tensor with this many equal rows is
-        shortened to the number of samples that the batch has on this rank.
+        weighted mean, or gather ``loss.repeat(len(batch))``. ``loss.repeat(batch_size)``, with the full batch size per
+        process, works too in a loop over a prepared DataLoader. In a batch of another size, a one-dimensional
+        floating-point tensor with this many equal rows is resized to the number of samples that the batch has on this
+        rank.
 
         Args:
             input_data: Tensors in a nested structure, each 0-d or with any number of rows (such as samples or tokens);
@@ -200,8 +203,13 @@ class Process:
             use_gather_object: Gather the value as objects even if it contains tensors.
 
         Returns:
-            The structure with tensors concatenated along dimension 0. A list, as from `gather_object`, if the value
-            contains no tensor or ``use_gather_object`` is True.
+            The structure with tensors concatenated along dimension 0, and with a list in place of each part without
+            tensors, except fields of dataclasses. A list, as from `gather_object`, if the value contains no tensor or
+            ``use_gather_object`` is True.
+
+        Raises:
+            ShapesDiffer: On every process, if the tensors or other parts differ in number, or the tensors differ in
+                dtype or in the size of a dimension other than 0.
         """
         micro = self.cursor.micro
         stand_in = micro is not None and not micro.samples
@@ -222,7 +230,8 @@ class Process:
 
         Args:
             tensor: A tensor, or tensors nested in collections, with the same shapes on all processes.
-            reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``.
+            reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` for no reduction. Default: ``"sum"``.
+                The mean of integers is float64.
             scale: Factor by which the result is multiplied; it has no effect with ``"none"``. Default: 1.
 
         Returns:
@@ -230,7 +239,8 @@ class Process:
 
         Raises:
             ValueError: If ``reduction`` is unknown.
-            ShapesDiffer: On every process, if the tensors differ in number, shape or dtype.
+            ShapesDiffer: On every process, if the tensors differ in number, shape or dtype, unless ``reduction`` is
+                ``"none"``. With ``TREADLE_DEBUG=1``, the error is another `DistributedOperationException`.
         """
         return collectives.reduce(tensor, self.world, reduction, scale)
 
@@ -252,20 +262,18 @@ class Process:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Give each process its share of ``inputs``, which must be the same on all processes.
 
-        `gather_object` (or `gather`, for tensors) returns the results in the order of the inputs. With padding, only
-        the first ``len(inputs)`` results belong to the inputs.
+        `gather_object` (or `gather`, for tensors) returns the results in the order of the inputs. With padding, cut the
+        results to the number of inputs.
 
         Args:
-            inputs: The inputs to divide, which are never changed. See `treadle.engine.collectives.split` for the
-                supported types.
-            apply_padding: Repeat the last input at the end, so that all shares have the same length.
+            inputs: The inputs to divide. See `treadle.engine.collectives.split` for the supported types.
+            apply_padding: Repeat the last input at the end, so that all shares have the same length. Default: False.
 
         Yields:
             The share of this process.
 
         Raises:
-            TypeError: If ``inputs`` is not a collection (such as a string or a number), or is unordered (such as a
-                set).
+            TypeError: If ``inputs`` cannot be split (such as a string or a number), or is unordered (such as a set).
             ValueError: If ``inputs`` is a dict or named tuple whose values differ in length.
         """
         yield split(inputs, self.world.rank, self.world.size, apply_padding)
@@ -366,10 +374,11 @@ class Process:
         return rank == index
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context that rank zero runs before the other ranks. An error on rank zero is raised on all ranks.
+        """Return a context that rank zero runs before the other ranks. If rank zero fails, all ranks fail.
 
         Raises:
-            RuntimeError: On all other ranks, with the message of rank zero's error.
+            RuntimeError: On all other ranks, if rank zero fails. The message contains rank zero's error.
+            SystemExit: On all other ranks, if rank zero exits with a numeric status instead.
         """
         return self._run_first(self.is_main_process)
 
@@ -422,7 +431,7 @@ class PartialState(Process):
 
     Raises:
         TypeError: If a keyword argument is unknown, or if ``timeout`` has the wrong type.
-        ValueError: If a value is not supported.
+        ValueError: If a value is not supported, or if the launcher's environment variables are incomplete or invalid.
 
     Example:
         >>> import treadle
@@ -463,10 +472,11 @@ class PartialState(Process):
 
     @property
     def debug(self) -> bool:
-        """True if `gather` checks that all ranks pass the same shapes, as `reduce` always does.
+        """True in debug mode, in which `gather` checks that all ranks pass tensors of the same shapes.
 
-        The setting applies to the whole process, as in Accelerate. The environment variable ``TREADLE_DEBUG=1``
-        additionally compares the collective calls of all ranks.
+        The setting applies to the whole process, as in Accelerate. With ``ACCELERATE_DEBUG_MODE=1``, each new
+        `PartialState` enables the mode. This property is also True with ``TREADLE_DEBUG=1``, which makes
+        Treadle compare the collective calls of all ranks.
         """
         return collectives.debug_mode.enabled or self.world.debug is not None
 
@@ -504,14 +514,17 @@ class PartialState(Process):
 class AcceleratorState(PartialState):
     """State of an Accelerator: a `PartialState` that also describes the precision and the layout of the model.
 
-    ``AcceleratorState()`` describes the latest Accelerator. Without an Accelerator, its strategy, plugins and device
-    mesh are None.
+    ``AcceleratorState()`` describes the latest Accelerator. Without an Accelerator, its strategy, plugins, parallelism
+    configuration and device mesh are None.
 
     Args:
         mixed_precision: Precision to report, under one of the Accelerator's names, such as ``"bf16"``. Default: that of
             the latest Accelerator.
         cpu: Compute on the CPU even if there is a GPU. Default: False.
         kwargs: Further arguments of `PartialState`.
+
+    Raises:
+        TypeError, ValueError: As for `PartialState`.
 
     Attributes:
         deepspeed_plugin: Always None, for scripts that read it to find out whether DeepSpeed is used.
@@ -566,7 +579,7 @@ class AcceleratorState(PartialState):
 
     @property
     def is_fsdp2(self) -> bool:
-        """True if each process holds only a shard of the model."""
+        """True if the strategy shards the model."""
         return self._accelerator is not None and self._accelerator.is_fsdp2
 
     @property
@@ -708,7 +721,7 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """List of None, as in Accelerate, followed by the loaders that are being iterated."""
+        """List of None, as in Accelerate, the unprepared loaders being iterated, and `active_dataloader` if set."""
         running, active = list_running_loaders(), self.active_dataloader
         return [None, *running] if active is None or active in running else [None, *running, active]
 

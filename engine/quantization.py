@@ -21,14 +21,14 @@ _MULTIPLE = 16  # torch's float8 products require both sizes to be multiples of 
 class WeightQuantizer:
     """Quantizer that rounds the weights of ``nn.Linear`` to eight or four bits.
 
-    Matrix products are computed in the model's own dtype. The scale is determined by the largest value of each row
-    (int8), or by the range of every 32 weights (int4). Each layer is rounded as soon as its weight is read, so at most
-    one layer is in memory in full precision. Weights offloaded to disk are not rounded. Use it for inference only. It
-    requires ``pip install treadle[quantization]``.
+    Matrix products are computed in the model's own dtype. The scale is determined by the largest absolute value of each
+    row (int8), or by the range of every 32 weights (int4). When a checkpoint is loaded, each layer is rounded as soon
+    as its weight is read, so at most one of these layers is in memory in full precision. Weights offloaded to disk are
+    not rounded. Use it for inference only. It requires ``pip install treadle[quantization]``.
 
     Args:
         bits: ``"int8"`` or ``"int4"``.
-        skip: Names of modules to leave unchanged, such as ``["lm_head"]``, including their submodules.
+        skip: Names of modules to leave unchanged, such as ``["lm_head"]``, including their submodules. Default: none.
 
     Raises:
         ValueError: If ``bits`` is neither ``"int8"`` nor ``"int4"``.
@@ -57,8 +57,9 @@ class WeightQuantizer:
     def select(self, model: nn.Module) -> dict[str, nn.Linear]:
         """Return the ``nn.Linear`` layers to round, by name.
 
-        Layers in ``skip``, and layers that share their weight with another module, are excluded. With int4, layers are
-        also excluded if ``in_features`` is not a multiple of 32 or ``out_features`` is not a multiple of 16.
+        Layers in ``skip``, layers that share their weight with another module, and instances of subclasses of
+        ``nn.Linear`` are excluded. With int4, layers are also excluded if ``in_features`` is not a multiple of 32 or
+        ``out_features`` is not a multiple of 16.
 
         Args:
             model: The model to quantize.
@@ -110,8 +111,9 @@ class WeightQuantizer:
 def convert_to_float8(model: nn.Module, device: torch.device) -> None:
     """Convert linear layers so that their forward and backward matrix products are computed in float8.
 
-    Operands are scaled by their largest value. Parameters, their names and their optimizer do not change. Layers whose
-    sizes are not multiples of 16 continue to compute in bfloat16.
+    Operands are scaled by their largest absolute value. Parameters, their names and their optimizer do not change.
+    Layers whose sizes are not multiples of 16, instances of subclasses of ``nn.Linear``, and ``model`` itself are not
+    converted. If no layer can be converted, this function warns.
 
     Args:
         model: The model, which is changed in place.

@@ -18,16 +18,18 @@ _FIX = "Pass the same values on every rank."
 
 
 def check_values_match(subject: str, values: Mapping[str, Any], world: World, fix: str = _FIX) -> None:
-    """Raise an error on every rank if values differ, after exchanging digests. Must be called on all ranks.
+    """Raise an error on every rank if values or their order differ. Must be called on all ranks.
 
     Args:
         subject: The beginning of the error message, such as ``"the ranks are configured differently"``.
-        values: Plain data, by names that are meaningful to users.
+        values: Plain data, compared by ``repr``, by names that are meaningful to users.
         world: The ranks to compare.
-        fix: The end of the error message, which states how to fix the difference.
+        fix: The end of the error message, which states how to fix the difference. Default: ``"Pass the same values on
+            every rank."``
 
     Raises:
-        ValueError: If values differ. The error lists their names, values and ranks.
+        ValueError: If values or their order differ. The error lists the names, values and ranks of the first ten
+            differences.
     """
     if world.size == 1:
         return
@@ -54,18 +56,17 @@ def check_values_match(subject: str, values: Mapping[str, Any], world: World, fi
 
 
 def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
-    """Raise an error if the loaders' classes, batch sizes or samplers differ between ranks; see `check_values_match`.
+    """Raise an error if the loaders of the ranks differ in number, class or settings; see `check_values_match`.
 
-    Samplers are compared by class, and loaders that shard themselves by class only. The data itself is compared by
-    `share_data`.
+    Samplers are compared by class, and loaders that shard themselves by class only. The data is not compared.
 
     Args:
         loaders: The loaders of this rank.
         world: The ranks to compare.
 
     Raises:
-        ValueError: On every rank, if the loaders differ in class, ``batch_size``, ``drop_last``, or class of the
-            samplers.
+        ValueError: On every rank, if the loaders differ in number, class, ``batch_size``, ``drop_last``, or class of
+            the samplers, or if a loader shards itself on some ranks only.
     """
     values: dict[str, Any] = {}
     for number, loader in enumerate(loaders):
@@ -81,15 +82,15 @@ def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
 
 
 def check_model_matches(model: nn.Module, world: World) -> None:
-    """Raise an error if parameters or buffers differ in name, shape, dtype or ``requires_grad`` between ranks.
+    """Raise an error if parameters or buffers differ in name, order, shape, dtype or ``requires_grad`` between ranks.
 
     Args:
         model: The model of this rank.
         world: The ranks to compare.
 
     Raises:
-        ValueError: On every rank, if the models differ; see `check_values_match`. With several ranks, also if a layer
-            is lazy, because replicas and shards need its weights before the first batch.
+        ValueError: On every rank, if the models differ; see `check_values_match`. With several ranks, also if a
+            parameter is lazy, because replicas and shards need its values before the first batch.
     """
     if world.size == 1:
         return

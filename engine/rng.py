@@ -17,7 +17,10 @@ State = dict[str, Any]
 
 
 def random_state() -> State:
-    """Return the states of the generators that a step may draw from: Python's, NumPy's, torch's and the devices'."""
+    """Return the states of the generators that a step may draw from: Python's, NumPy's, torch's and the devices'.
+
+    The states of CUDA devices are included only if this process has initialized CUDA.
+    """
     state = host_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -47,7 +50,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     """Restore the states of Python's, NumPy's, torch's and the devices' generators.
 
     Args:
-        state: A result of `random_state`. States of devices that this process does not have are skipped.
+        state: A result of `random_state`. States of devices that this process does not have are skipped. The current
+            CUDA device gets the state of the device that was the current one when the state was read.
     """
     set_host_state(state)
     if "cuda" in state and torch.cuda.is_available():
@@ -62,7 +66,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def isolated_random_state() -> Iterator[None]:
-    """Return a context that restores the RNG state of the process when it ends."""
+    """Return a context at whose end the RNG state of the process is restored, as far as `random_state` includes it."""
     before = random_state()
     try:
         yield

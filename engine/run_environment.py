@@ -46,7 +46,7 @@ def processor() -> str:
 
 @functools.cache
 def revision(folder: str) -> str:
-    """Return the git revision checked out in ``folder``, with a note if files have changed; "" if it is unknown.
+    """Return the git revision checked out in ``folder``, with a note if tracked files have changed; "" if unknown.
 
     Args:
         folder: The directory to examine.

@@ -21,9 +21,9 @@ from .rng import (
 class RunRng:
     """Initial RNG state of a run, the same on all ranks, and the stream from which the order of samples is drawn.
 
-    With a world size of one, the order of samples is drawn from the process's own generators, as in a plain loop. A
-    dropout layer then changes the order of the following epochs. With several processes, or with a seed for the data,
-    the order is drawn from a separate stream.
+    With a world size of one, the order of samples is drawn from the process's own generators, as in a plain loop.
+    Random numbers that the loop draws on the CPU, such as those of a dropout layer, then change the order of the
+    following epochs. With several processes, or with a seed for the data, the order is drawn from a separate stream.
 
     Args:
         world: All processes.
@@ -31,7 +31,7 @@ class RunRng:
 
     Attributes:
         stream: The stream from which the order of samples is drawn; None until `start`.
-        first_state: The state with which the stream began.
+        first_state: The state with which the stream began; empty until `start`.
     """
 
     def __init__(self, world: World, strategy: Strategy) -> None:
@@ -49,6 +49,9 @@ class RunRng:
 
         Returns:
             The stream from which the order of samples is drawn.
+
+        Raises:
+            ValueError: If ``data_seed`` is not an integer from 0 to 2**32 - 1.
         """
         with isolated_random_state():
             if data_seed is not None:
@@ -75,10 +78,10 @@ class RunRng:
 
     @contextmanager
     def drawing_alike(self, purpose: str) -> Iterator[None]:
-        """Return a context in which all ranks draw the same numbers; see `Accelerator.drawing_alike`.
+        """Return a context in which all ranks draw the same numbers, also after `draw_apart`.
 
         Args:
-            purpose: A name for the block. Different names give different numbers.
+            purpose: A name for the block. After `draw_apart`, different names give different numbers.
         """
         if self._world.size == 1 or not self._ranks_differ:
             yield

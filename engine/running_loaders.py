@@ -1,8 +1,8 @@
 """List of the unprepared loaders that are being iterated, which `treadle.compat.sharded_loaders` maintains.
 
-If a loop does not read from a prepared loader, an Accelerator uses the innermost of these loaders. A group of
-micro-batches then ends with the loader, and samples that the loader repeated to fill its last batch are not gathered
-twice.
+If a loop does not read from a prepared loader, an Accelerator uses the innermost of these loaders. Unless
+``sync_with_dataloader`` is False, a group of micro-batches then ends with the loader. `gather_for_metrics` drops the
+samples that the loader repeated to fill its last batch.
 """
 
 from __future__ import annotations

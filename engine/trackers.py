@@ -234,7 +234,7 @@ class WandBTracker(RunTracker):
             kwargs: Further arguments of ``wandb.log``.
 
         Raises:
-            ValueError: If neither ``columns`` and ``data`` nor ``dataframe`` are passed.
+            ValueError: If neither ``dataframe`` nor both ``columns`` and ``data`` are passed.
         """
         import wandb
 
@@ -247,7 +247,8 @@ class MLflowTracker(LoggerTracker):
     """Tracker for a run of MLflow.
 
     Args:
-        experiment_name: The project's name, passed to `Accelerator.init_trackers`.
+        experiment_name: The project's name, passed to `Accelerator.init_trackers`. Default: that of
+            `treadle.loggers.MLFlowLogger`.
         logging_dir: A local directory for the runs. Default: that of `treadle.loggers.MLFlowLogger`.
         kwargs: Further arguments of `treadle.loggers.MLFlowLogger`, such as ``run_name``, ``run_id``, ``tags``.
     """
@@ -268,7 +269,7 @@ class AimTracker(RunTracker):
 
     Args:
         run_name: The name of the project, which becomes the name of the run and of its experiment.
-        logging_dir: The directory of the repository.
+        logging_dir: The directory of the repository. Default: the working directory.
         kwargs: Further arguments of `treadle.loggers.AimLogger`.
     """
 
@@ -624,6 +625,9 @@ class Trackers:
             project_name: The name of the project that the run belongs to.
             config: The configuration of the run by name, or None.
             init_kwargs: Further arguments of the trackers' constructors, by name of the tracker.
+
+        Raises:
+            ValueError: If ``init_kwargs`` has an unknown name.
         """
         options = dict(init_kwargs or {})
         for name in options:
@@ -652,6 +656,9 @@ class Trackers:
             values: Numbers, tensors with one element, or other values, by name.
             step: The step that the values belong to; None if unknown.
             log_kwargs: Further arguments of each tracker's ``log``, by name of the tracker.
+
+        Raises:
+            RuntimeError: On rank zero, if trackers were requested but none is started.
         """
         if self.sources and not self.started and self._world.is_main:
             raise RuntimeError(
@@ -671,6 +678,9 @@ class Trackers:
         Args:
             name: The tracker's ``name``, such as ``"wandb"``.
             unwrap: Return the object that the tracker writes with instead of the tracker.
+
+        Raises:
+            ValueError: If no started tracker has this name.
         """
         for tracker in self.started:
             if tracker.name == name:  # type: ignore[attr-defined]
@@ -693,7 +703,7 @@ class Trackers:
 
 
 class _Silent:
-    """Object that accepts any call or attribute access without effect."""
+    """Object that accepts any call and any attribute access without effect, except to special names (``__name__``)."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -47,8 +47,8 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
         total: Number of batches, or None if the dataloader has no length.
 
     Raises:
-        ValueError: If the limit is a fraction and the dataloader has no length, or if the fraction amounts to less than
-            one batch.
+        ValueError: If the limit is a fraction between 0.0 and 1.0, and the dataloader either has no length, or has
+            batches of which the fraction is less than one batch.
     """
     if isinstance(limit, int):
         return limit if total is None or limit < total else None
@@ -182,7 +182,7 @@ def set_determinism(deterministic: bool | str | None, benchmark: bool | None) ->
             ``"warn"``, and otherwise leaves torch's setting unchanged.
 
     Raises:
-        ValueError: If ``deterministic`` is not a bool, ``"warn"`` or None.
+        ValueError: If ``deterministic`` is not True, False, ``"warn"`` or None.
         TypeError: If ``benchmark`` is neither a bool nor None.
     """
     if deterministic not in (None, True, False, "warn"):
@@ -241,7 +241,7 @@ _ABSENT = {
 
 
 def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:
-    """Raise a TypeError for arguments that the Trainer does not accept; the message names all of them, with advice.
+    """Raise a TypeError if ``arguments`` is not empty; the message names all of them, with advice if there is any.
 
     Args:
         arguments: The unknown arguments by name.
@@ -298,7 +298,7 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
 
     Raises:
         TypeError: If an object is not a supported plugin, or ``sync_batchnorm`` is not a bool.
-        ValueError: If a flag and a plugin set the same thing.
+        ValueError: If the precision or ``sync_batchnorm`` is set more than once.
     """
     check_bool("sync_batchnorm", sync_batchnorm)
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
@@ -330,7 +330,7 @@ def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:
         enabled: Value of the flag ``sync_batchnorm``.
 
     Raises:
-        ValueError: If a strategy with several processes does not support it.
+        ValueError: If ``enabled`` is True, but a strategy with several processes does not support ``sync_batchnorm``.
     """
     if enabled and hasattr(strategy, "sync_batchnorm"):
         strategy.sync_batchnorm = True

@@ -76,7 +76,7 @@ def choose_callbacks(
 
 
 def set_aside(callbacks: list[Callback]) -> list[Callback]:
-    """Remove and return the callbacks that save, stop or report, which a ``fast_dev_run`` does not use.
+    """Remove and return each `ModelCheckpoint`, `EarlyStopping` and `RunReport`, which a ``fast_dev_run`` does not use.
 
     Args:
         callbacks: Callbacks of the Trainer, changed in place.
@@ -119,7 +119,7 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
     Args:
         requested: A bool, None, one `Logger`, or several.
         root: Directory in which the default logger writes.
-        silent: Replace the loggers, without checking them, with one that stores nothing.
+        silent: Unless ``requested`` is False, replace the loggers, without checking them, with one that stores nothing.
 
     Raises:
         TypeError: If an object is not a logger.

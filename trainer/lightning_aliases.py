@@ -1,4 +1,4 @@
-"""Lightning's names for attributes of the Trainer that have another name in Treadle. Only user code reads them."""
+"""Lightning's names for attributes of the Trainer, for scripts and callbacks that were written for Lightning."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LightningAliases:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """Arguments ``num_replicas`` and ``rank`` for a custom sampler that shards samples; None with one process."""
+        """Arguments ``num_replicas`` and ``rank`` for a custom sampler that shards samples; None for a single shard."""
         world = self._trainer.accelerator.data_world
         return {"num_replicas": world.size, "rank": world.rank} if world.size > 1 else None
 
@@ -98,7 +98,7 @@ class LightningAliases:
 
     @property
     def training(self) -> bool:
-        """True if ``fit`` is training, rather than validating."""
+        """True if ``fit`` is running, but neither a validation nor the sanity check within it."""
         return self._trainer.stage == "fit" and not self._validates_within_fit
 
     @property
@@ -129,7 +129,7 @@ class LightningAliases:
 
     @property
     def is_last_batch(self) -> bool:
-        """True if the current or latest micro-batch is the last of its epoch."""
+        """True if the current or latest training micro-batch is known to be the last of its epoch."""
         sources, progress = self._trainer.sources, self._trainer.progress
         if not progress.in_step and (progress.epoch_is_trained or not progress.batch):
             return progress.batches > 0  # the dataloader already counts the next epoch
@@ -144,17 +144,17 @@ class LightningAliases:
 
     @property
     def validate_loop(self) -> EvaluationLoopView:
-        """Data and mode of `Trainer.validate`, in Lightning's form."""
+        """Numbers of batches and ``inference_mode`` of `Trainer.validate`, in Lightning's form."""
         return EvaluationLoopView(self._trainer, "val")
 
     @property
     def test_loop(self) -> EvaluationLoopView:
-        """Data and mode of `Trainer.test`, in Lightning's form."""
+        """Numbers of batches and ``inference_mode`` of `Trainer.test`, in Lightning's form."""
         return EvaluationLoopView(self._trainer, "test")
 
     @property
     def predict_loop(self) -> EvaluationLoopView:
-        """Data and mode of `Trainer.predict`, in Lightning's form."""
+        """Numbers of batches and ``inference_mode`` of `Trainer.predict`, in Lightning's form."""
         return EvaluationLoopView(self._trainer, "predict")
 
     @property
@@ -181,7 +181,7 @@ class LightningAliases:
 
     @property
     def num_sanity_val_batches(self) -> list[int | None]:
-        """Number of batches of each validation dataloader in the sanity check."""
+        """Number of batches of each validation dataloader in the sanity check; None if unknown."""
         most = self._trainer.num_sanity_val_steps
         lengths = self._get_lengths("val")
         return lengths if most == -1 else [most if length is None else min(most, length) for length in lengths]
@@ -192,7 +192,10 @@ class LightningAliases:
 
     @property
     def train_dataloader(self) -> Any:
-        """The user's training dataloader; None if the stage does not train."""
+        """The user's training dataloader, or a `CombinedLoader` of several.
+
+        None before the first stage, and in stages other than ``fit`` that have not created it.
+        """
         sources = self._trainer.sources
         if sources is None or (self._trainer.stage != "fit" and not sources.has_train):
             return None
@@ -242,7 +245,7 @@ class LightningAliases:
 
     @property
     def model(self) -> Any:
-        """Task as wrapped by the strategy; the task itself until it is wrapped."""
+        """Task as wrapped by the strategy; the task itself until it is wrapped; None before the first stage."""
         models = self._trainer.accelerator.models
         return models[0] if models else self._trainer.task
 

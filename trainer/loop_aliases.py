@@ -14,9 +14,10 @@ _LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
 
 
 class LoopView:
-    """View of a loop in Lightning's form. Setting an attribute sets the Trainer's flag of that name.
+    """View of a loop in Lightning's form.
 
-    Other attributes of Lightning's loop raise an AttributeError.
+    Some flags of the Trainer, such as ``max_epochs``, can be read and set as attributes. Reading an attribute that the
+    view does not have, or setting anything but such a flag, raises an AttributeError.
 
     Args:
         trainer: Trainer whose loop the view shows.
@@ -62,16 +63,16 @@ class FitLoopView(LoopView):
 
     @property
     def batch_idx(self) -> int:
-        """Index of the current micro-batch in its epoch."""
+        """Index of the current or latest micro-batch in the epoch; 0 before the first."""
         return self.epoch_loop.batch_idx
 
     @property
     def total_batch_idx(self) -> int:
-        """Index of the current micro-batch in the run; -1 before the first."""
+        """Index of the current or latest micro-batch in the run; -1 before the first."""
         return self.epoch_loop.total_batch_idx
 
     def setup_data(self) -> None:
-        """Create the training dataloader, unless it already exists."""
+        """Create the training dataloader, unless it already exists or no stage has begun."""
         sources = self._trainer.sources
         if sources is not None:
             _ = sources.train
@@ -113,12 +114,12 @@ class EpochLoopView(LoopView):
 
     @property
     def batch_idx(self) -> int:
-        """Index of the current micro-batch in its epoch."""
+        """Index of the current or latest micro-batch in the epoch; 0 before the first."""
         return int(max(0, self.batch_progress.current.ready - 1))
 
     @property
     def total_batch_idx(self) -> int:
-        """Index of the current micro-batch in the run; -1 before the first."""
+        """Index of the current or latest micro-batch in the run; -1 before the first."""
         return int(self.batch_progress.total.ready - 1)
 
     @property
@@ -161,7 +162,7 @@ class EvaluationLoopView(LoopView):
         object.__setattr__(self, "_place", f"trainer.{'validate' if kind == 'val' else kind}_loop")
 
     def setup_data(self) -> None:
-        """Create the dataloaders, unless they already exist."""
+        """Create the dataloaders, unless they already exist or no stage has begun."""
         sources = self._trainer.sources
         if sources is not None:
             sources.evaluation(self._kind)
@@ -231,7 +232,7 @@ class LoggerConnectorView:
 
     @property
     def should_update_logs(self) -> bool:
-        """True if the values of this optimizer step are sent to the loggers."""
+        """True if ``log_every_n_steps`` selects the current optimizer step, or if a stop is requested."""
         trainer = self.trainer
         every = trainer.log_every_n_steps
         return trainer.should_stop or bool(every and (trainer.progress.step + 1) % every == 0)

@@ -1,4 +1,4 @@
-"""Enums for the states of a Trainer; each member equals its string."""
+"""Enums and a dataclass that describe the state of a Trainer. Each enum member equals its string."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TrainerStatus(StrEnum):
 
     @property
     def stopped(self) -> bool:
-        """True if a stage has ended, with or without an error."""
+        """True if the latest stage has ended, with or without an error."""
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
@@ -66,10 +66,10 @@ class TrainerState:
 
     @property
     def finished(self) -> bool:
-        """True if a stage has ended without an error."""
+        """True if the latest stage has ended without an error or interruption."""
         return self.status == TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
-        """True if a stage has ended, with or without an error."""
+        """True if the latest stage has ended, with or without an error."""
         return self.status.stopped

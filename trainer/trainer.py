@@ -63,23 +63,25 @@ from .watched import find_directory, locate
 class Trainer(LightningAliases):
     """Trainer that runs a `TaskModule` and manages its processes, precision, accumulation, checkpoints and logging.
 
-    Flags that Lightning also has keep their names and meanings.
+    Most flags have the same names and meanings as in Lightning.
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``) or ``"mps"``. Default: ``"auto"``, which is CUDA if
             available, else MPS, else the CPU.
         strategy: ``"single"``, ``"ddp"``, ``"fsdp"``, another registered name, a `Strategy`, or ``"auto"``: DDP for
             several processes, else a single device. Default: ``"auto"``.
-        devices: Devices on this machine, one per process: a number, ``-1`` for all devices, their indices (a list or
-            ``"0,2"``), or ``"auto"``. Default: ``"auto"``.
+        devices: Devices on this machine, one per process: a number, ``-1`` for all GPUs (one process on other devices),
+            the indices of GPUs (a list or ``"0,2"``), or ``"auto"``: the processes that a launcher started, else all
+            GPUs if Treadle can run the script again, else one process. Default: ``"auto"``.
         num_nodes: Number of machines. Default: 1.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``, an
-            alias such as ``16`` or ``"bf16"``, or ``"float8"``: bf16-mixed with linear layers that multiply in float8
-            (needs ``treadle[quantization]``). Default: ``"32-true"``.
+            alias such as ``16`` or ``"bf16"``, a `Precision`, or ``"float8"``: bf16-mixed with linear layers that
+            multiply in float8 (needs ``treadle[quantization]``). Default: ``"32-true"``.
         logger: True (TensorBoard), False, a `Logger`, or several. Default: True.
         callbacks: A `Callback`, or several, whose hooks run during the stages. Default: none.
         fast_dev_run: Run this many batches (True: one) of each stage, to find errors early. ``fit`` ends after one
-            epoch. Loggers, checkpoints, early stopping, the report and the sanity check are disabled. Default: False.
+            epoch. Loggers, `ModelCheckpoint`, early stopping, the report and the sanity check are disabled. Default:
+            False.
         max_epochs: Epochs to train; -1 sets no limit. Default: 1000 if neither ``max_steps`` nor ``max_time`` is set,
             else no limit.
         min_epochs: Epochs that must complete before an early stop takes effect. Default: 0.
@@ -91,18 +93,19 @@ class Trainer(LightningAliases):
         limit_val_batches: Batches per validation dataloader, as an int or a float. Default: all.
         limit_test_batches: Batches per test dataloader, as an int or a float. Default: all.
         limit_predict_batches: Batches per prediction dataloader, as an int or a float. Default: all.
-        overfit_batches: Train and validate on this many batches (int) or this fraction (float), in a fixed order; 0
-            uses all. Default: 0.
+        overfit_batches: Train and validate on this many batches (int) or this fraction (float), in a fixed order;
+            overrides ``limit_train_batches`` and ``limit_val_batches``. 0 has no effect. Default: 0.
         val_check_interval: Micro-batches between validations (int), a fraction of an epoch (float), or a duration in
-            the forms of ``max_time``. The validation runs at the end of the optimizer step that reaches it. Default:
-            1.0.
+            the forms of ``max_time``. The validation runs at the end of the optimizer step in which the interval ends.
+            Default: 1.0.
         check_val_every_n_epoch: Validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
             Default: 1.
         num_sanity_val_steps: Batches of each validation dataloader to run before training, to find errors early; -1
             runs all. A resumed run skips them. Default: 2.
         log_every_n_steps: Optimizer steps between writes of the training steps' values to the loggers; 0 never writes
             them. Default: 50.
-        enable_checkpointing: Add a `ModelCheckpoint` if ``callbacks`` has none. Default: True.
+        enable_checkpointing: Add a `ModelCheckpoint` if ``callbacks`` has no checkpoint callback, apart from an
+            `OnExceptionCheckpoint`. Default: True.
         enable_progress_bar: Add a `TQDMProgressBar` if ``callbacks`` has no progress bar. Default: True.
         enable_model_summary: Add a `ModelSummary` if ``callbacks`` has none. Default: True.
         enable_report: Add a `RunReport`, a page about the run in its folder, if ``callbacks`` has none. Default: True
@@ -111,12 +114,12 @@ class Trainer(LightningAliases):
         gradient_clip_val: Maximum norm or absolute value of the gradients in each optimizer step; None or 0 disables
             clipping. Default: None.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
-        deterministic: Use deterministic algorithms only; ``"warn"`` warns about operations without one. Default:
-            torch's current setting.
+        deterministic: Use deterministic algorithms only; ``"warn"`` only warns about operations that have no such
+            algorithm. Default: torch's current setting.
         benchmark: Let cuDNN measure its algorithms and use the fastest. Default: False if ``deterministic`` is True or
             ``"warn"``, else torch's current setting.
         float32_matmul_precision: Precision of float32 matrix products: ``"highest"``, ``"high"`` or ``"medium"``. The
-            latter two use fewer bits (TF32 or bfloat16 on GPUs that support it) and are several times faster. The
+            latter two allow TF32 or bfloat16, which use fewer bits and are faster on hardware that supports them. The
             setting applies to the whole process. Default: the current setting, ``"highest"`` unless the script has
             changed it.
         inference_mode: Evaluate under ``torch.inference_mode`` rather than ``no_grad`` (not within ``fit``). Default:
@@ -126,7 +129,7 @@ class Trainer(LightningAliases):
         sync_batchnorm: Compute the statistics of BatchNorm layers over all processes (DDP). Default: False.
         reload_dataloaders_every_n_epochs: Epochs between calls of the dataloader hooks; 0 calls them once. Default: 0.
         detect_anomaly: Report the operation that produced a NaN gradient. This slows training down. Default: False.
-        barebones: Disable everything that adds overhead: logging, checkpoints, progress bar, summary, report and sanity
+        barebones: Disable features that add overhead: logging, checkpoints, progress bar, summary, report and sanity
             check. Default: False.
         profiler: Measure the time of the calls in each stage: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a
             `Profiler`. Default: no profiling.
@@ -136,16 +139,16 @@ class Trainer(LightningAliases):
         enable_autolog_hparams: Send hyperparameters to the loggers when ``fit`` begins. Default: True.
         default_root_dir: Folder for logs and checkpoints for which no other folder is set. Default: the working
             directory.
-        on_nonfinite: Policy for a loss or a gradient that is not finite on any process. ``"raise"`` raises an error,
-            one step later on accelerators. ``"skip"`` skips the step on all processes, and synchronizes with the device
-            in every step. ``"ignore"`` disables the check. With float16, the loss scaler handles gradients. Default:
-            ``"raise"``.
-        timeout: Time that a rank may spend without progress before the run is ended, in the forms of ``max_time``; see
-            `Accelerator`.
+        on_nonfinite: Policy for a loss or a gradient that is not finite on at least one process. ``"raise"`` raises an
+            error, one step later on accelerators. ``"skip"`` skips the step on all processes, and synchronizes with the
+            device in every step. ``"ignore"`` disables the check. With float16, the loss scaler handles gradients.
+            Default: ``"raise"``.
+        timeout: Time that a rank may spend without progress before the run is ended, in the forms of ``max_time``.
+            Default: see `Accelerator`.
         grace: Time that a stage may take to end after a signal, in the forms of ``max_time``. After that, all ranks
-            exit, even if a save is incomplete; the run then resumes from the latest complete checkpoint. Default: no
-            limit.
-        unknown: Unknown flags, for the error that names the closest flag.
+            exit, even if a save is incomplete. The run can then be resumed from the latest complete checkpoint.
+            Default: no limit.
+        unknown: Unknown flags, which raise a TypeError.
 
     Attributes:
         accelerator: The `Accelerator` that the loop uses.
@@ -155,12 +158,14 @@ class Trainer(LightningAliases):
             ``min_steps`` are reached.
         interrupted: Whether Ctrl-C ended the last stage.
         sanity_checking: Whether the sanity check before training is running.
-        decided: The settings that ``fit`` announced when it began: devices, strategy, precision, effective batch size,
-            steps and parameters.
+        decided: Text with the settings that ``fit`` announced when it began: devices, strategy, precision, effective
+            batch size, steps and parameters; "" before the first ``fit``.
 
     Raises:
-        TypeError: If a flag does not exist (the message names the closest one), or a value has the wrong type.
-        ValueError: If a flag's value is invalid or cannot be applied.
+        TypeError: If a flag does not exist. The message names a replacement or a similar flag, if there is one.
+        TypeError, ValueError: If a flag's value is invalid or cannot be applied.
+        SystemExit: If the constructor has run the script again, once per device. It is raised when the new processes
+            have ended.
 
     Example:
         >>> import treadle as tl
@@ -362,20 +367,27 @@ class Trainer(LightningAliases):
         Args:
             model: Task to train.
             train_dataloaders: The training dataloader or a data module. Dataloaders in a dict, list or tuple are read
-                together. Default: the result of the task's ``train_dataloader``.
-            val_dataloaders: The validation dataloader, or several. Default: the result of the task's
-                ``val_dataloader``, if it is overridden.
+                together. Default: the result of ``train_dataloader``, of the data module if it has this method, else of
+                the task.
+            val_dataloaders: The validation dataloader, or several. Default: the result of ``val_dataloader``, of the
+                data module if it has this method, else of the task; without one, nothing is validated.
             datamodule: Data module to use instead of dataloaders.
             ckpt_path: Checkpoint to resume from: a path; ``"last"``, the latest intact one; ``"best"``; or ``"auto"``:
-                ``"last"`` if a checkpoint exists, else a fresh start. Default: a fresh start.
+                ``"last"`` if this run has a checkpoint, else a fresh start. Default: a fresh start.
             weights_only: Accepted for compatibility with Lightning; code in a checkpoint never runs.
             schedule: Source of the learning rates and schedule after a resume: ``"saved"`` for those of the checkpoint,
                 or ``"script"`` for those that ``configure_optimizers`` returns, advanced to the checkpoint's step.
                 Default: the saved ones, with a warning if those of the script differ.
 
         Raises:
-            ValueError: If ``schedule`` is invalid or is set without ``ckpt_path``; if dataloaders and a data module are
-                both passed; or if there is no training dataloader. Errors of the run itself are raised unchanged.
+            TypeError: If the task, the data module, a dataloader, ``ckpt_path`` or the result of a hook has the wrong
+                type.
+            ValueError: If another argument is invalid; if ``ckpt_path`` selects no intact checkpoint; if ``schedule``
+                is set without ``ckpt_path``; if dataloaders and a data module are both passed; or if the task, its data
+                or the flags prevent training, for example because there is no training dataloader.
+            Preempted: If a signal, such as SIGTERM, ends the run.
+            KeyboardInterrupt: If Ctrl-C ends the run.
+            Exception: Any error that a hook, a step or a dataloader raises.
         """
         warn_of_code(weights_only)
         if check_schedule(schedule) is not None and ckpt_path is None:
@@ -415,7 +427,12 @@ class Trainer(LightningAliases):
             One dict of logged values per dataloader; an empty list if ``limit_val_batches`` is 0.
 
         Raises:
-            ValueError: If no dataloader, ``validation_step`` or task is available, or a dataloader yields no batch.
+            TypeError: If the task, the data module, a dataloader or ``ckpt_path`` has the wrong type.
+            ValueError: If another argument is invalid; if ``ckpt_path`` selects no intact checkpoint; if dataloaders
+                and a data module are both passed; if no dataloader, ``validation_step`` or task is available; or if a
+                dataloader yields no batch.
+            Preempted, KeyboardInterrupt: If a signal or Ctrl-C ends the stage.
+            Exception: Any error that a hook, a step or a dataloader raises.
         """
         warn_of_code(weights_only)
         return self._measure("validate", model, dataloaders, datamodule, ckpt_path, verbose)
@@ -445,7 +462,12 @@ class Trainer(LightningAliases):
             One dict of logged values per dataloader; an empty list if ``limit_test_batches`` is 0.
 
         Raises:
-            ValueError: If no dataloader, ``test_step`` or task is available, or a dataloader yields no batch.
+            TypeError: If the task, the data module, a dataloader or ``ckpt_path`` has the wrong type.
+            ValueError: If another argument is invalid; if ``ckpt_path`` selects no intact checkpoint; if dataloaders
+                and a data module are both passed; if no dataloader, ``test_step`` or task is available; or if a
+                dataloader yields no batch.
+            Preempted, KeyboardInterrupt: If a signal or Ctrl-C ends the stage.
+            Exception: Any error that a hook, a step or a dataloader raises.
         """
         warn_of_code(weights_only)
         return self._measure("test", model, dataloaders, datamodule, ckpt_path, verbose)
@@ -474,12 +496,17 @@ class Trainer(LightningAliases):
             weights_only: See `fit`.
 
         Returns:
-            The results for the batches of all processes, one per batch, in the dataset's order, on every process; None
-            with ``return_predictions=False``.
+            The results for the batches of all processes, one per batch, moved to the CPU, in the order of the
+            dataloader. They are the same on every process. None with ``return_predictions=False``; an empty list if
+            ``limit_predict_batches`` is 0.
 
         Raises:
-            ValueError: If no dataloader or task is available, the task has neither ``predict_step`` nor ``forward``, or
-                a dataloader yields no batch.
+            TypeError: If the task, the data module, a dataloader or ``ckpt_path`` has the wrong type.
+            ValueError: If another argument is invalid; if ``ckpt_path`` selects no intact checkpoint; if dataloaders
+                and a data module are both passed; if no dataloader or task is available; if the task has neither
+                ``predict_step`` nor ``forward``; or if a dataloader yields no batch.
+            Preempted, KeyboardInterrupt: If a signal or Ctrl-C ends the stage.
+            Exception: Any error that a hook, a step or a dataloader raises.
         """
         warn_of_code(weights_only)
         keep = return_predictions is not False
@@ -529,15 +556,17 @@ class Trainer(LightningAliases):
 
         Args:
             filepath: Path or URL of the checkpoint, which is a directory.
-            weights_only: Save only the task's weights and hyperparameters. A checkpoint saved after a stage other than
-                ``fit`` also contains only these, with a warning, because no run could resume from it. Default: False.
+            weights_only: Omit what is needed only to resume the run, such as the optimizer state. After a stage other
+                than ``fit``, it is omitted in any case, with a warning if ``weights_only`` is False. Default: False.
             trainable_only: Omit frozen weights; see `Accelerator.save_state`. Default: False.
             blocking: Wait until the checkpoint is written; see `Accelerator.save_state`. Default: True.
             also: Further paths under which the checkpoint is saved; see `Accelerator.save_state`. Default: none.
 
         Raises:
             ValueError: If no stage has run, so there is no task to save; if an optimizer step is in progress and
-                ``weights_only`` is False; or if a weight is not finite.
+                ``weights_only`` is False; or for a reason that `Accelerator.save_state` lists, such as a weight that is
+                not finite.
+            TypeError, OSError: See `Accelerator.save_state`.
         """
         if self.task is None:
             raise ValueError("save_checkpoint needs a task. Call fit or another stage first.")
@@ -564,7 +593,7 @@ class Trainer(LightningAliases):
 
     @property
     def received_sigterm(self) -> bool:
-        """True if this process received a SIGTERM in the latest stage."""
+        """True if SIGTERM was the first signal in the latest stage that asked this process to end."""
         return self.preemption.caught is signal.SIGTERM
 
     @property
@@ -608,9 +637,10 @@ class Trainer(LightningAliases):
         return [prepared.optimizer for prepared in self.accelerator.optimizers]
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context manager that creates a model's parameters on their final device and in their final dtype.
+        """Return a context manager in which new parameters get the run's device and dtype.
 
-        See `Accelerator.init_module`. ``configure_model`` already runs in this context.
+        If the strategy shards models, no parameters are allocated; see `Accelerator.init_module`. ``configure_model``
+        already runs in this context.
 
         Args:
             empty_init: Leave parameters uninitialized because a checkpoint will be loaded. Default: False.
@@ -638,7 +668,7 @@ class Trainer(LightningAliases):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps until ``max_epochs`` or ``max_steps`` is reached; infinite if unlimited or unknown."""
+        """Total optimizer steps until ``max_epochs`` or ``max_steps`` is reached; infinite if unlimited or unknown."""
         batches = self.num_training_batches
         if self.max_epochs == -1 or batches is None:
             return self.max_steps if self.max_steps != -1 else float("inf")
@@ -651,7 +681,10 @@ class Trainer(LightningAliases):
 
     @property
     def has_validation(self) -> bool:
-        """True if ``fit`` has a ``validation_step`` and a non-empty dataloader, and ``limit_val_batches`` is not 0."""
+        """True if the task has a ``validation_step`` and a validation dataloader that may have batches.
+
+        The value is always False before the first stage and with ``limit_val_batches=0``.
+        """
         if self.sources is None or self.task is None or self.limit_val_batches == 0:
             return False
         if not overrides(self.task, "validation_step"):
@@ -699,7 +732,7 @@ class Trainer(LightningAliases):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Current values of the flags that are plain data, by name."""
+        """Current settings as plain data, by name. The strategy, loggers and callbacks are given as names."""
         settings: dict[str, Any] = {"strategy": self.strategy.name, "device": str(self.accelerator.device)}
         settings |= {"num_nodes": self.num_nodes, "devices": self.num_devices, "precision": self.precision}
         settings["loggers"] = ", ".join(type(logger).__name__ for logger in self.loggers) or None
@@ -718,7 +751,7 @@ class Trainer(LightningAliases):
 
     @property
     def changed_settings(self) -> set[str]:
-        """Names in `settings` of the flags that differ from their default."""
+        """Names of the flags that were set to other values than their defaults, as in `settings`."""
         renamed = {"accelerator": "device", "logger": "loggers"}
         return {renamed.get(name, name) for name in self.changed_flags}
 
@@ -726,7 +759,7 @@ class Trainer(LightningAliases):
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """All `ModelCheckpoint` callbacks."""
+        """All active `ModelCheckpoint` callbacks."""
         return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
 
     @property
@@ -740,7 +773,7 @@ class Trainer(LightningAliases):
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        """All `EarlyStopping` callbacks."""
+        """All active `EarlyStopping` callbacks."""
         return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property

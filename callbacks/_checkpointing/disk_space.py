@@ -31,13 +31,13 @@ _STATES: dict[str, tuple[int, tuple[str, ...]]] = {
 def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_only: bool = False) -> int:
     """Return the estimated size in bytes of one checkpoint, over all processes.
 
-    The size is exact for weights and a lower bound for optimizer states, provided that every trainable parameter gets a
-    gradient.
+    The size is exact for weights, except that lazy parameters without a shape count as 0. For optimizer states, it is a
+    lower bound, provided that every trainable parameter gets a gradient.
 
     Args:
         trainer: The Trainer, with its task and optimizers already created.
-        weights_only: Whether optimizer states are omitted.
-        trainable_only: Whether frozen weights are omitted. Default: False.
+        weights_only: Omit optimizer states.
+        trainable_only: Omit frozen weights. Default: False.
     """
     assert trainer.task is not None
     frozen = {name for name, p in trainer.task.named_parameters(remove_duplicate=False) if not p.requires_grad}

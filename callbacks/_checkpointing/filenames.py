@@ -30,6 +30,7 @@ def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str
 
     Raises:
         ValueError: If a value cannot be written in its field's format.
+        TypeError: If a field has a format, and the type of its value supports none, such as None.
     """
 
     def fill(match: re.Match[str]) -> str:
@@ -60,8 +61,8 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If the name leaves the directory, ends in a slash, has a part that begins with a dot, or has an
-            invalid field.
+        ValueError: If the name is empty, leaves the directory, ends in a slash, has a part that begins with a dot, or
+            has a brace that is not part of a field. Also if the directory is an invalid URL.
     """
     if dirpath is not None and not isinstance(dirpath, str | os.PathLike):
         raise TypeError(f"dirpath={dirpath!r} must be the path of a directory, not {name_type(dirpath)}.")
@@ -94,7 +95,7 @@ class CheckpointFilenames:
 
     Attributes:
         template: Template of ranked checkpoints.
-        template_of_last: Template of the latest checkpoint.
+        template_of_last: Template of the name of ``last.ckpt``.
         extension: Extension of each name, such as ``".ckpt"``.
         separator: Text between a name and its version.
         equals: Text between a field's name and its value; None omits the name.
@@ -118,6 +119,10 @@ class CheckpointFilenames:
             values: Values for the fields of the template, by name.
             template: Template to fill in. Default: the attribute ``template``.
             version: Number in a suffix such as ``-v1``; None adds no suffix. Default: None.
+
+        Raises:
+            ValueError: If a value cannot be written in its field's format.
+            TypeError: If a field has a format, and the type of its value supports none, such as None.
         """
         name = fill_in(template or self.template, values, self.equals)
         suffix = "" if version is None else f"{self.separator}v{version}"

@@ -48,7 +48,7 @@ class AgreedInterval:
     def is_over(self, trainer: Trainer) -> bool:
         """Return whether the interval has ended, and start the next one if so.
 
-        Must be called on all ranks after each step.
+        Must be called on all ranks after each step. `restart` must have been called before.
 
         Args:
             trainer: The running Trainer.

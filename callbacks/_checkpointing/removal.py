@@ -50,7 +50,7 @@ def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: An
         directory: Directory of the callback's checkpoints.
         step: Optimizer step of the latest checkpoint. A later checkpoint with the same name is a different one and is
             kept.
-        resumed: The checkpoint that the run resumes from.
+        resumed: The checkpoint that the run resumes from, or None.
     """
     leftovers = [path for path in paths if as_path(path).is_dir() and _read_step(path, default=step) < step]
     return [path for path in leftovers if remove(path, directory, resumed)]

@@ -22,21 +22,22 @@ STATE = ("best_model_path", "best_model_score", "best_k_models", "last_model_pat
 class TopKCheckpoints:
     """Record of the checkpoints that one `ModelCheckpoint` keeps.
 
-    The record is saved in each checkpoint and must be correct once that checkpoint is in place. It is therefore updated
-    before the checkpoint is written. `snapshot` and `restore` undo the update if a save fails.
+    The record is saved in each checkpoint that a run can resume from, and must be correct once that checkpoint is in
+    place. It is therefore updated before the checkpoint is written. `snapshot` and `restore` undo the update if a save
+    fails.
 
     Attributes:
         monitor: Name of the value by which checkpoints are ranked. With None, the latest checkpoint is the best.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
         save_top_k: Maximum number of ranked checkpoints to keep; -1 keeps all.
         best_model_path: Path of the best checkpoint, or "".
-        best_model_score: Value of ``monitor`` for the best checkpoint; None without a monitor.
+        best_model_score: Value of ``monitor`` for the best checkpoint; None without a monitor or a best checkpoint.
         best_k_models: Values of ``monitor`` for the ranked checkpoints, by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
-        current_score: Value of ``monitor`` that was last compared with the kept checkpoints; None before the first
-            comparison.
+        current_score: Value of ``monitor`` that was last compared with the kept checkpoints; None without a monitor or
+            before the first comparison.
         replaced: Checkpoints to remove once the checkpoint that is being saved is in place.
-        saved_step: Optimizer step of the latest save.
+        saved_step: Optimizer step of the latest save; before the first save of a run, the step at which it started.
     """
 
     monitor: str | None
@@ -54,12 +55,12 @@ class TopKCheckpoints:
 
     @property
     def ranked_paths(self) -> set[str]:
-        """Paths of the kept checkpoints, excluding ``last.ckpt``."""
+        """Recorded paths of checkpoints, excluding ``last.ckpt``."""
         return {self.best_model_path, *self.best_k_models} - {""}
 
     @property
     def paths(self) -> set[str]:
-        """Paths of the kept checkpoints, including ``last.ckpt``."""
+        """Recorded paths of checkpoints, including ``last.ckpt``."""
         return self.ranked_paths | {self.last_model_path} - {""}
 
     @property
@@ -124,7 +125,7 @@ class TopKCheckpoints:
             self.best_model_score = self.best_k_models.get(self.best_model_path)
 
     def replace_since(self, before: Mapping[str, Any], reserved: set[str]) -> None:
-        """Set ``replaced`` to the checkpoints that were kept before but no longer are.
+        """Set ``replaced`` to the checkpoints that were kept before, no longer are, and are not reserved.
 
         Args:
             before: The `snapshot` to compare with.

@@ -11,10 +11,11 @@ from .logged_values import stack_numbers
 
 
 class LateNumbers:
-    """Asynchronous reader of numbers that a GPU may still be computing. It returns numbers of an earlier call.
+    """Asynchronous reader of numbers that a CUDA device may still be computing.
 
-    With numbers on a GPU, the result is empty until the first copy is complete. Reading the latest numbers at each
-    refresh of a progress bar would wait for all work queued on the GPU.
+    If a number is on a CUDA device, `read` returns the numbers of an earlier call, or no numbers until the first copy
+    is complete. Reading the latest numbers at each refresh of a progress bar would wait for all work queued on the
+    device.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class LateNumbers:
         self._coming: tuple[list[str], Tensor, torch.cuda.Event] | None = None
 
     def read(self, values: dict[str, Any]) -> dict[str, float]:
-        """Return ``values`` as numbers by name; if any of them is on a GPU, the numbers of the last completed copy.
+        """Return ``values`` as numbers by name; if one is on a CUDA device, those of the last completed copy.
 
         Args:
             values: Numbers or 0-d tensors by name.

@@ -1,7 +1,8 @@
 """Logged values, recorded without waiting for the device and reduced in bulk over steps and processes.
 
 `Metrics.log` only appends a value: it neither waits for the device nor communicates. Every ``log_every_n_steps`` steps
-and at the end of each epoch, all values are packed into one vector, which is exchanged once and read once.
+and at the end of each epoch, all plain values are packed into one vector, which is exchanged once and read once. Metric
+objects exchange their own states.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ class Metrics:
     """Store of all values logged in one stage.
 
     Args:
-        training: Whether this is a training stage. By default, training steps log the value of the step, and all other
-            hooks log the mean over the epoch.
+        training: Whether this is a training stage. By default, values logged during a training batch are logged per
+            step, and all other values over the epoch.
         copies: Whether all tensors on an accelerator are copied, because CUDA graphs overwrite their results.
 
     Attributes:
-        weight: Number of samples in the current batch, which is the weight of a value in its epoch mean.
+        weight: Default weight of a value in its epoch mean: the number of this process's samples in the current batch,
+            or 1 between batches.
         suffix: Suffix that identifies the evaluation loader in logged names; empty if there is only one loader.
         place: The current batch of an evaluation, as (loader index, batch index).
-        evaluation: The values that an evaluation within this stage logs, while the evaluation runs.
+        evaluation: The values that an evaluation within this stage logs, while the evaluation runs; else None.
 
     Example:
         >>> import treadle
@@ -116,10 +118,12 @@ class Metrics:
             value: A number, a tensor with one element or a metric object.
             prog_bar: Show the value in the progress bar.
             logger: Send the value to loggers. Default: True.
-            on_step: Log the value of each step. Default: in training steps.
-            on_epoch: Log the value over the epoch. Default: outside of training steps.
-            reduce_fx: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch function with one of these names.
-            batch_size: The weight of the value in a mean. Default: the number of samples in the batch.
+            on_step: Log the value of each step. Default: True during a training batch, else False.
+            on_epoch: Log the value over the epoch. Default: False during a training batch, else True.
+            reduce_fx: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"min"``, ``"max"``, or a function with one of these
+                names, such as ``torch.mean``. ``torch.amin`` and ``torch.amax`` are also accepted.
+            batch_size: The weight of the value in a mean. Default: the attribute ``weight``. A stand-in batch always
+                has weight 0.
             add_suffix: Append ``suffix``, which identifies the evaluation loader, to the name. Default: True.
 
         Raises:
@@ -215,10 +219,13 @@ class Metrics:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def step_values(self, world: World) -> list[tuple[Entry, float]]:
-        """Return the latest step's values, reduced over all processes in one exchange. Must be called on all ranks.
+        """Return the latest step's values, reduced over all processes. Must be called on all ranks.
 
         Args:
             world: The processes to reduce over.
+
+        Raises:
+            ValueError: On every rank, if the ranks have logged different names, or the names in a different order.
         """
         entries = [entry for entry in self._in_step.values() if entry.on_step and entry.last is not None]
         return self._reduce_entries(entries, [entry.step_pair() for entry in entries], world)
@@ -227,8 +234,12 @@ class Metrics:
         """Return the epoch's values, reduced over all batches and processes. Must be called on all ranks.
 
         Args:
-            world: The processes to reduce over. Plain values take one exchange; each metric object synchronizes its own
-                state.
+            world: The processes to reduce over. Plain values are reduced together; each metric object synchronizes its
+                own state.
+
+        Raises:
+            ValueError: On every rank, if the ranks have logged different names, or the names in a different order.
+            TypeError: If the ``compute`` method of a metric object does not return one number.
         """
         entries = [entry for entry in self.entries if entry.on_epoch]
         plain = [entry for entry in entries if entry.metric is None]
@@ -342,10 +353,12 @@ class Metrics:
 
         Args:
             world: The processes whose values are included.
-            owner: The task whose metric objects are included.
-            over: Whether the epoch has ended and the next one has logged nothing yet.
-            read: Wait for the device and return plain numbers. If False, numbers stay on the device; pass the result to
-                `read_numbers`.
+            owner: The task whose metric objects are included. Default: none are included.
+            over: Whether the epoch has ended and the next one has logged nothing yet. If True, no logged value is
+                included. Default: False.
+            read: Wait for the device and return the logged values as plain numbers. If False, they stay on the device,
+                for `read_numbers`. The states of metric objects (``"objects"``) contain tensors in both cases.
+                Default: True.
         """
         objects = {} if owner is None else metric_state.find(owner)
         done = [e.metric for e in self.entries] if over else []
@@ -378,7 +391,10 @@ class Metrics:
         Args:
             state: A state returned by `state_dict`.
             world: The processes of the current run.
-            owner: The task whose metric objects are restored.
+            owner: The task whose metric objects are restored. Default: none are restored.
+
+        Raises:
+            ValueError: If the world size differs and the state of a metric object cannot be split.
         """
         self._in_step.clear()
         self._in_epoch.clear()
@@ -743,8 +759,8 @@ def _plain(value: Any) -> Any:
 def stack_numbers(values: list[Any]) -> Tensor:
     """Return 0-d tensors and numbers as one float64 vector, or as float32 on MPS, which lacks float64.
 
-    The vector is on the GPU if one of the tensors is. Values in host memory are copied to the GPU in one transfer, and
-    the host does not wait for it.
+    The vector is on the GPU if one of the tensors is. Values in host memory are copied to the GPU in one transfer. On
+    CUDA, the host does not wait for it.
 
     Args:
         values: 0-d tensors and numbers. All tensors outside of host memory must be on the same accelerator.

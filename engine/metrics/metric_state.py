@@ -1,8 +1,8 @@
 """Functions that save and restore the state of metric objects in the middle of an epoch.
 
-Objects of torchmetrics and compatible objects are recognized by their attributes ``_defaults`` and ``_reductions``.
-Their ``_update_count`` is saved with their states. Other objects are supported if they have the methods ``compute``,
-``reset``, ``state_dict`` and ``load_state_dict``.
+Objects of torchmetrics and compatible modules are recognized by their attributes ``_defaults`` and ``_reductions``.
+Their ``_update_count`` is saved with their states. Other objects are supported if they are not modules and have the
+methods ``compute``, ``reset``, ``state_dict`` and ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ _MOST = 256  # a longer list among a task's attributes holds data, not metrics
 
 def find(owner: nn.Module) -> dict[str, Any]:
     """Return a module's metric objects by place, such as ``"head.accuracy"``, including those in lists and dicts.
+
+    Lists, tuples and dicts (of at most 256 items) and objects that are not modules are found only in the attributes of
+    ``owner`` itself, not in those of its submodules.
 
     Args:
         owner: The module to search, usually the task.

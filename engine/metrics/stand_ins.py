@@ -23,8 +23,9 @@ _NUMBERS = (int, float, complex, str, type(None))
 def preserve_values(owner: nn.Module) -> Iterator[None]:
     """Return a context that restores the values of a module's own attributes when it ends.
 
-    Numbers, tensors, lists, dicts, sets and deques are restored, including those nested in lists and dicts. Objects of
-    other classes, parameters and submodules are not restored.
+    Numbers, strings, None, tensors (including buffers), lists, dicts, sets and deques are restored. Items of lists and
+    dicts are restored in the same way if the list or dict has at most 256 items. Objects of other classes, parameters
+    and submodules are not restored.
 
     Args:
         owner: The module whose attributes are restored.

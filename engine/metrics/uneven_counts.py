@@ -25,7 +25,8 @@ from . import metric_state
 def uneven_counts(owner: nn.Module, world: World) -> Iterator[None]:
     """Return a context in which ``compute()`` works if ranks have updated a metric different numbers of times.
 
-    Metrics with list states need one more small exchange in ``compute()``.
+    This applies to states that are lists of tensors with the reduction ``"cat"`` or None. Metrics with such states need
+    one more small exchange in ``compute()``. Metrics with a ``process_group`` are left unchanged.
 
     Args:
         owner: The module whose torchmetrics objects are computed, usually the task.

@@ -1,4 +1,4 @@
-"""Comparison of the processes' calls before every collective, with ``TREADLE_DEBUG=1``."""
+"""Comparison of the processes' calls before every collective of `World`, with ``TREADLE_DEBUG=1``."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class Call:
 
     Attributes:
         operation: Name of the `World` method and its arguments, such as ``"all_reduce sum"``.
-        value: Dtype, shape and device of the tensor; empty for objects.
+        value: Dtype, shape and device type of the tensor; empty if the call has no tensor.
         name: Name of the function that the user called, such as ``"gather"`` or ``"fit"``.
-        inside: Treadle's inner function that makes the call, with its file and line; empty if it is ``name`` itself.
-        path: Path of the user's file that makes the call.
+        inside: Treadle's inner function that makes the call, with its file and line; empty if there is none or it is
+            ``name`` itself.
+        path: Path of the user's file that makes the call, relative to the working directory if the file is below it.
         line: Line number in the user's file, and the function that contains the line.
     """
 
@@ -135,8 +136,9 @@ class Meeting:
             call: Call that this process is about to make.
 
         Raises:
-            DistributedOperationException: On every process, if a process makes a different call, has ended, or does not
-                arrive, or if the store is not available.
+            DistributedOperationException: If a process makes a different call, has ended, or does not arrive within the
+                timeout, or if the store is not available. A difference that may be intended, such as a barrier in two
+                branches, only causes a warning.
         """
         if self._broken:
             raise DistributedOperationException(self._broken)
@@ -225,6 +227,8 @@ class Meeting:
 def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> str:
     """Return the verdict on the calls. It begins with "=" (match), "~" (note), "!" (different) or "?" (missing).
 
+    Except for a match, a message follows.
+
     Args:
         calls: The calls, in the order of ``ranks``.
         ranks: Global ranks of the processes.
@@ -266,10 +270,11 @@ def _quote_note(note: str) -> str:
 
 
 class DebugWorld(World):
-    """World whose processes compare each call before they make it; created by `make_world` with ``TREADLE_DEBUG=1``.
+    """World whose processes compare each collective before it starts; `make_world` creates it with ``TREADLE_DEBUG=1``.
 
     Args:
-        debug: Debug settings. Default: those in the environment variables.
+        debug: Debug settings. Default: those in the environment variables or, without them, the defaults of
+            `DebugEnvironment`.
         place: See `World`.
     """
 
@@ -295,7 +300,7 @@ class DebugWorld(World):
         return super().mesh(**dimensions)
 
     def meet(self, call: str) -> None:
-        """Compare the call as if it were a collective, so that an error shows the lines of the missing ranks.
+        """Compare the call as if it were a collective, so that an error shows the last calls of the missing ranks.
 
         Args:
             call: Ignored, because the name is read from the stack.

@@ -13,7 +13,10 @@ from .world import World
 
 
 def current_place() -> tuple[int, int, int]:
-    """Return this process's rank, the world size, and this process's rank on its machine, without connecting."""
+    """Return this process's rank, the world size, and this process's rank on its machine, without connecting.
+
+    If a process group exists but there are no launch variables, all processes count as processes of one machine.
+    """
     launched = LaunchEnvironment.read()
     if not dist.is_initialized():
         return (0, 1, 0) if launched is None else (launched.rank, launched.world_size, launched.local_rank)
@@ -26,6 +29,10 @@ def current_world(accelerator: str = "auto") -> World:
 
     Args:
         accelerator: One of `ACCELERATORS`, used if there is no process group. An existing group determines the device.
+            Default: ``"auto"``.
+
+    Raises:
+        ValueError: If ``accelerator`` or the launch variables are invalid.
     """
     if not dist.is_initialized():
         return open_world(accelerator, spread=False)
@@ -48,7 +55,7 @@ def _find_device() -> torch.device:
 
 
 def backend_of(world: World) -> str | None:
-    """Return the name of the backend that transfers tensors; None with a world size of one.
+    """Return the name of the backend that transfers tensors on the world's device; None with a world size of one.
 
     Args:
         world: Processes of the run.
@@ -60,7 +67,10 @@ def backend_of(world: World) -> str | None:
 
 
 def disconnect() -> None:
-    """Destroy the process group, if there is one. The next World creates a new one."""
+    """Stop the watchdog and destroy the process group, if there is one.
+
+    A later World of several processes creates a new group.
+    """
     dismiss()
     process_group.spare_lines.clear()
     if dist.is_initialized():

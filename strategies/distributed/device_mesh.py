@@ -19,12 +19,13 @@ class Layout:
     """Sizes of a mesh of processes.
 
     Args:
-        data: Number of processes over which the data is sharded; ``"auto"`` means the world size divided by ``tensor``.
-        replicate: Number of replicas. Each is sharded over ``data / replicate`` processes.
-        tensor: Number of processes that share the work on one sample.
+        data: Number of processes over which the data is sharded; ``"auto"``, the default, means the world size divided
+            by ``tensor``.
+        replicate: Number of replicas. Each is sharded over ``data / replicate`` processes. Default: 1.
+        tensor: Number of processes that share the work on one sample. Default: 1.
 
     Raises:
-        ValueError: If a size is not positive.
+        ValueError: If a size is not a positive integer (or ``"auto"`` for ``data``).
     """
 
     data: int | str = "auto"
@@ -73,6 +74,9 @@ class Layout:
 
         Args:
             world: Processes to arrange.
+
+        Raises:
+            ValueError: If the sizes do not fit the world size.
         """
         return world.mesh(**self.sizes(world.size))
 

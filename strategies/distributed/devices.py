@@ -50,8 +50,8 @@ def parse_devices(kind: str, devices: Devices) -> list[int] | None:
 
     Args:
         kind: ``"cpu"``, ``"cuda"`` or ``"mps"``.
-        devices: A number of devices (-1 for all), a sequence of indices, a string such as ``"0,2"``, or ``"auto"``. A
-            string without a comma is a number of devices.
+        devices: A number of devices, a sequence of indices, a string such as ``"0,2"``, or ``"auto"``. A string without
+            a comma is a number of devices. -1 means all GPUs, and one device for the other kinds.
 
     Raises:
         ValueError: If the value is invalid, or if torch does not see the devices.

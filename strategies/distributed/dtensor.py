@@ -1,4 +1,4 @@
-"""Conversion between sharded and full tensors."""
+"""Operations on sharded tensors, such as their conversion from and to full tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Group = list[Tensor]
 
 
 def is_sharded(value: Any) -> bool:
-    """Return whether ``value`` is a sharded tensor (torch's ``DTensor``).
+    """Return whether ``value`` is a ``DTensor``, torch's class for sharded tensors.
 
     Args:
         value: Any object.
@@ -25,7 +25,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def get_original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the original class of a module, which sharding replaces with a generated class.
+    """Return the original class of a module, which FSDP replaces with a generated class.
 
     Args:
         module: A sharded or plain module.
@@ -93,7 +93,7 @@ def piece_of(tensor: Any) -> Piece:
         tensor: A sharded tensor.
 
     Raises:
-        TypeError: If the local tensor is a partial sum, which has to be reduced first.
+        TypeError: If the local tensor is a partial result, such as a partial sum, which has to be reduced first.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise TypeError(
@@ -134,8 +134,8 @@ def cut_like(full: Whole, like: Any) -> Tensor:
 
     Args:
         full: Full tensor, in memory or in a file.
-        like: The tensor whose sharding is used. If it is not sharded, the result is all of ``full``, with the same
-            memory.
+        like: The tensor whose sharding is used. If it is not sharded, the result is all of ``full``; a tensor in memory
+            is not copied.
     """
     if not is_sharded(like):
         return full[...]
@@ -178,16 +178,16 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[Group]:
 def clip_to_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
     """Scale gradients down so that their total norm, over all processes, is at most ``max_norm``.
 
-    torch's own function supports neither a mixture of sharded and plain tensors nor several meshes (torch 2.13). A NaN
-    norm leaves the gradients unchanged, so that the parameter with the NaN can still be found.
+    `torch.nn.utils.clip_grad_norm_` supports neither a mixture of sharded and plain tensors nor several meshes (torch
+    2.13). A NaN norm leaves the gradients unchanged, so that the parameter with the NaN can still be found.
 
     Args:
-        parameters: Parameters whose gradients are scaled.
+        parameters: Parameters whose gradients are scaled, or a single one. Parameters without a gradient are skipped.
         max_norm: Maximum total norm of the gradients.
         norm_type: The p of the p-norm.
 
     Returns:
-        The norm before clipping (0-d tensor, the same on every process).
+        The norm before clipping (0-d tensor, the same on every process); 0 if there are no gradients.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -29,14 +29,15 @@ _SLURM_PORTS = range(15000, 30000)  # below the ports that the kernel and Kubern
 
 
 def is_forked() -> bool:
-    """Return whether a launcher for notebooks forked this process."""
+    """Return whether a launcher for notebooks forked this process or the process that started it."""
     return os.environ.get("FORK_LAUNCHED") == "1"
 
 
 def is_ray_worker(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether Ray started this process to run tasks, actors, trials or the ranks of a `TorchTrainer`.
 
-    A process that a worker starts inherits the worker's variables but is not a child of Ray's node process.
+    The result is False for a process that a worker starts. Such a process inherits the worker's variables but is not a
+    child of Ray's node process.
 
     Args:
         environ: The environment. Default: that of this process.
@@ -69,7 +70,8 @@ class LaunchEnvironment:
         local_world_size: Number of processes on this machine.
         node_rank: Index of this machine.
         nodes: Number of machines; None if the launcher does not report it.
-        supervisor: Process ID of Treadle's supervisor, if it started this process.
+        supervisor: Process ID of Treadle's supervisor, or of the session whose notebook launcher forked this process;
+            None without them.
         launcher: ``"torchrun"`` (or another launcher that sets its variables), ``"ray"``, ``"srun"`` or ``"mpirun"``.
         gpu: Index of the GPU that the launcher has assigned; None if the local rank determines the GPU.
         address: Host and port on which rank 0 listens; None if torch's own variables contain it.
@@ -99,6 +101,8 @@ class LaunchEnvironment:
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
         """Read the launch variables. Return None if no launcher has started this process as a rank.
+
+        A process that srun started as the only task of its step does not count as a rank.
 
         torchrun's variables, which Ray also sets, have priority, because torchrun itself may be started by srun or
         mpirun. MPI's variables come next, because mpirun starts its helpers with srun. SLURM's variables come last.
@@ -218,7 +222,7 @@ def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _read_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Read the variables of Open MPI, or those that mpirun sets in MPICH and Intel MPI."""
+    """Read the variables of Open MPI, or those that mpirun sets in MPICH and Intel MPI; return None without them."""
     if "OMPI_COMM_WORLD_SIZE" in env:
         names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")]
     elif "PMI_SIZE" in env and "MPI_LOCALNRANKS" in env:  # srun --mpi=pmi2 also sets the first, but not the second
@@ -246,7 +250,7 @@ def _read_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
 
 
 def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Read the variables of one of several tasks that srun started; None for a single task, batch script or shell."""
+    """Read the variables of one of several tasks that srun started. Return None for any other process."""
     if not _is_slurm_task(env):
         return None
     tasks = _find_set_name(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

@@ -1,9 +1,9 @@
 """Calls that all processes must make, such as a save. If only some processes make a call, an error is raised.
 
 Every process announces in torch's store that it has entered the call, and waits there for the other processes. It waits
-until the timeout, or until one of them can no longer arrive. A process can no longer arrive if it has entered a
-different call or has ended. The same is true if it has continued to a later training step or exchange, which in turn
-waits for this process.
+until all have arrived, until one of them can no longer arrive, or until the timeout. A process can no longer arrive if
+it has entered a different call or has ended. The same is true if it has continued to a later training step or exchange,
+which in turn waits for this process; this is noticed only among processes of the same machine.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class SharedCount:
     Attributes:
         values: The counter, as a sequence of one number.
         place: Path from which other processes read the counter; "" if they cannot read it.
+        pid: ID of the process that created the counter.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class SharedCount:
             self.place = f"/proc/{self.pid}/fd/{descriptor}"
 
     def advance(self) -> None:
-        """Increment the counter, because this process enters a training step or an exchange. This takes 0.13 us."""
+        """Increment the counter, because this process enters a training step or an exchange."""
         self.values[0] += 1
 
 
@@ -63,7 +64,7 @@ _count: list[SharedCount] = []
 
 
 def shared_count() -> SharedCount:
-    """Return this process's `SharedCount`, which the first call creates."""
+    """Return this process's `SharedCount`, which the first call in the process creates."""
     if not _count or _count[0].pid != os.getpid():
         _count[:] = [SharedCount()]
     return _count[0]
@@ -117,8 +118,9 @@ class Arrivals:
             call: Name of the call, which must be the same on all ranks and appears in errors.
 
         Raises:
-            RuntimeError: If another process can no longer arrive, or does not arrive within the timeout. The error
-                names the ranks.
+            RuntimeError: If another process can no longer arrive, or does not arrive within the timeout. In these
+                cases, the error names the ranks. The error is also raised if the process that hosts the store has
+                ended.
         """
         moved = int(self._count.values[0]) - self._before
         self._number += 1

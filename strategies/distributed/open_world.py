@@ -37,16 +37,20 @@ def open_world(
     """Return the world that this process belongs to. Without a launcher, run the script again for several processes.
 
     Args:
-        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"mps"``.
-        devices: A number, indices (a list or ``"0,2"``), ``-1`` for all, or ``"auto"``. ``"auto"`` uses the launcher's
-            processes; without a launcher, all GPUs if ``spread`` is set, otherwise one process.
-        num_nodes: Number of machines.
-        spread: Whether ``"auto"`` may use several GPUs, if the script can be run again.
-        timeout: Maximum time that a collective waits for other processes before it fails.
-        backend: Torch's name for the communication backend, such as ``"gloo"``.
+        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"mps"``. Default: ``"auto"``.
+        devices: A number, indices (a list or ``"0,2"``), ``-1`` for all GPUs, or ``"auto"``. ``"auto"``, the default,
+            uses the launcher's processes; without a launcher, all GPUs if ``spread`` permits it, otherwise one process.
+        num_nodes: Number of machines. With a launcher, 1 stands for any number. Default: 1.
+        spread: Whether ``"auto"`` may use several GPUs, if the script can be run again. Default: True.
+        timeout: Maximum time that a collective waits for other processes before it fails. Default: that of an existing
+            process group, else 30 minutes.
+        backend: Torch's name for the communication backend, such as ``"gloo"``. Default: gloo for host memory and NCCL
+            for GPUs.
 
     Raises:
-        ValueError: If the arguments contradict the environment or the machine.
+        ValueError: If an argument is invalid, or contradicts the environment or the machine.
+        TypeError: If ``devices`` has the wrong type.
+        RuntimeError: If the other processes do not connect within the timeout.
         SystemExit: If this call has run the script again. It is raised when the new processes have ended.
     """
     kind = device_type(accelerator)

@@ -1,4 +1,4 @@
-"""Process group of a run. It is created once, and destroyed so that no process aborts at exit."""
+"""Process group of a run: its creation, and its destruction in such a way that no process aborts at exit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def connect(
         backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
 
     Raises:
-        ValueError: If ``address``, ``backend`` or an existing group cannot be used, or if versions differ.
+        ValueError: If ``address``, ``backend``, the launch variables or an existing group cannot be used, or if
+            versions differ.
+        RuntimeError: If the other processes do not connect within the timeout.
     """
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend='nccl' needs GPUs, but this process computes on {device.type}. Use backend='gloo'.")
@@ -98,7 +100,7 @@ def connect(
 
 
 def _await_connections(store: dist.Store, size: int) -> None:
-    """Wait until all processes are connected, because connecting to a rank that ends would fail.
+    """Wait at most 30 s until all processes are connected, because connecting to a rank that ends would fail.
 
     A rank considers a gloo group complete as soon as its own side of each connection is ready (torch 2.13).
     """
@@ -125,9 +127,9 @@ def _allow_sockets(size: int) -> None:
 
 
 def let_segments_grow() -> None:
-    """Let torch's GPU allocator grow its segments, unless the user has configured it or it is already in use.
+    """On Linux, let torch's GPU allocator grow its segments, unless the user has configured it or it is already in use.
 
-    Batches of varying sizes then leave no unusable gaps.
+    Batches of varying sizes then leave fewer unusable gaps.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
     """
@@ -150,7 +152,7 @@ def make_communicators(device: torch.device) -> None:
 
 
 def _check_versions(store: dist.Store, rank: int) -> None:
-    """Check that every process has rank zero's versions of torch and Treadle. Other versions may be incompatible."""
+    """Check that this process has rank zero's versions of torch and Treadle. Other versions may be incompatible."""
     local_versions = f"torch {torch.__version__}, treadle {__version__}"
     if rank == 0:
         store.set("versions", local_versions)
@@ -198,7 +200,9 @@ def meeting_place(rank: int, size: int, timeout: timedelta, address: tuple[str, 
         address: Host and port of rank 0. Default: MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ValueError: If the host of ``address`` cannot be resolved, or if rank 0 cannot listen on its port.
+        ValueError: If the host of ``address`` cannot be resolved, if rank 0 cannot listen on its port, or if
+            ``address`` is None and a variable is not set.
+        RuntimeError: If the connection fails for another reason, such as the timeout.
     """
     if address is not None:
         return _meet(address, rank, timeout)
@@ -207,7 +211,7 @@ def meeting_place(rank: int, size: int, timeout: timedelta, address: tuple[str, 
 
 
 def join_attempt(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return a section of the store that is initially empty and the same on all processes that call this together.
+    """Return a new section of the store, which is the same on all processes that call this together.
 
     The store of torchrun's agent outlives the processes that the agent restarts (torch 2.4 to 2.13), so it may contain
     keys of killed processes. Counters in the store are not reliable, and neither is TORCHELASTIC_RESTART_COUNT, which
@@ -307,7 +311,7 @@ def disconnect(store: dist.Store | None = None) -> None:
 
 
 def _protect_forks() -> None:
-    """Prevent forks while a gloo thread requests the GIL after a collective.
+    """Delay forks while a gloo thread requests the GIL after a collective, for at most a second.
 
     Such a thread briefly holds one of Python's locks. If a child, such as a data worker, is forked at that moment, it
     waits for the lock forever. CPython 3.12 fixes this (https://github.com/python/cpython/issues/112275). With 3.11.7,
@@ -324,7 +328,7 @@ def _await_rest() -> None:
 
 
 def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
-    """Wait until gloo's threads are idle, for at most ``limit`` seconds.
+    """Wait until gloo's threads are idle, for at most ``limit`` seconds. Does nothing without ``/proc``.
 
     A thread may still hold the last reference to a tensor, and needs the GIL to release it. This function is called
     before the group is destroyed, because torch 2.6 then joins the threads without releasing the GIL and waits forever.
@@ -334,8 +338,8 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
     done. This was seen in 1 of 6 runs of torch 2.13 on two cores.
 
     Args:
-        limit: Maximum time to wait, in seconds.
-        looks: Number of consecutive checks in which the threads must be idle.
+        limit: Maximum time to wait, in seconds. Default: 1.
+        looks: Number of consecutive checks in which the threads must be idle. Default: 3.
     """
     tasks = Path("/proc/self/task")
     deadline, at_rest = time.monotonic() + limit, 0

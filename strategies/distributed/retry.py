@@ -34,7 +34,9 @@ class Attempts:
         patience: Maximum time that a failed process waits for the reports of the other processes. Default: one minute.
 
     Raises:
-        ValueError: If the processes cannot be reconnected after a failure, because no supported launcher started them.
+        ValueError: If the processes cannot be reconnected after a failure, because no supported launcher started them
+            or the address of rank 0 cannot be used.
+        RuntimeError: If the processes do not connect within 30 minutes.
     """
 
     def __init__(self, patience: timedelta = timedelta(minutes=1)) -> None:
@@ -58,7 +60,7 @@ class Attempts:
         self._store = process_group.join_attempt(store, name, self.rank, self.size, limit)
 
     def begin(self) -> None:
-        """Start a new attempt and, on GPUs, the thread that aborts collectives after another process has failed."""
+        """Start a new attempt and, with GPUs, the thread that aborts collectives after another process has failed."""
         self._number += 1
         if self.size > 1 and _may_use_nccl():
             self._over = threading.Event()
@@ -95,8 +97,11 @@ class Attempts:
     def agree(self) -> bool:
         """Wait for all reports, and return whether every process reported `DONE`. If False, another attempt is needed.
 
+        With a world size of one, the result is True.
+
         Raises:
-            PeerFailed: If another process failed with an error.
+            PeerFailed: If a process reported an error.
+            RuntimeError: If the reports cannot be read, for example because the host of the store has ended.
         """
         if self.size == 1:
             return True
@@ -111,7 +116,7 @@ class Attempts:
 
         Raises:
             RuntimeError: If a process does not report within ``patience``. The subclass `PeerFailed` is raised if a
-                process failed with an error.
+                process reported an error.
         """
         gc.collect()
         if self.size > 1:
@@ -152,7 +157,10 @@ def _is_nccl() -> bool:
 
 
 def _cut_off_replicas() -> None:
-    """Remove the process group from all existing replicas. They cannot be used again and would keep the group open."""
+    """Remove the process group from all existing `DistributedDataParallel` modules, which would keep it open.
+
+    They cannot be used again.
+    """
     for value in gc.get_objects():
         # By type, because isinstance would trigger proxies and lazy modules.
         if issubclass(type(value), DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""Uncaught errors, which are printed once per job and in a short form: frames of the framework are only counted.
+"""Uncaught errors, which are printed once per job and in a short form: frames of frameworks are only counted.
 
 Errors keep their type, their identity and their full traceback for ``except``, debuggers and ``pdb.pm()``.
 Only printing changes:
@@ -47,7 +47,7 @@ _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote proces
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether an error is a consequence of the end of another rank, whose report should come first.
+    """Return whether an error seems to be a consequence of another rank's failure, which should be reported first.
 
     Args:
         error: Error that was raised on this rank.
@@ -112,12 +112,13 @@ def silence_uncaught() -> None:
 
 
 def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
-    """Print uncaught errors in a short form, once over all ranks.
+    """Install a hook that prints uncaught errors in a short form, once over all ranks.
 
     Does nothing if the user has set a hook, or with ``TREADLE_FULL_TRACEBACK=1``.
 
     Args:
-        store: The store through which the ranks exchange their errors. With None, each rank prints its own error.
+        store: The store through which the ranks exchange their errors. With None, the default, each rank prints its own
+            error.
         rank: The rank of this process.
         size: The world size.
     """
@@ -132,7 +133,10 @@ def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
 
 
 def forget_store() -> None:
-    """Release the store, because its process group ends or torch is about to wrap the hook for a new group."""
+    """Remove Treadle's hook and release its store.
+
+    This is necessary before the process group ends, and before torch wraps the hook for a new group.
+    """
     if isinstance(sys.excepthook, Uncaught):
         sys.excepthook = sys.excepthook.previous
 
@@ -152,7 +156,8 @@ class Uncaught:
 
     The first rank that fails prints its error. A rank with the same error prints nothing, nor does a rank whose
     connection to a failed rank was closed. A rank with a different error prints one line. The other ranks wait a few
-    seconds at most for the first rank to print its error, because launchers end a job as soon as one rank has ended.
+    seconds at most for the first rank to print its error, because launchers end a job as soon as one rank has ended. If
+    no other rank reports in this time or there is no store, a rank prints its own error.
 
     Args:
         previous: The hook that this one replaces.
@@ -260,7 +265,7 @@ class Uncaught:
         return gone
 
     def _await_reporter_exit(self, earlier: dict[str, Any]) -> None:
-        """Wait until the reporting rank has ended, so that its launcher reports it as the first that failed."""
+        """Wait up to 3 s until the reporting rank has ended, so that its launcher reports it as the first failure."""
         end = time.monotonic() + PATIENCE
         while earlier["host"] == socket.gethostname() and is_alive(earlier["pid"]) and time.monotonic() < end:
             time.sleep(0.01)
@@ -268,6 +273,8 @@ class Uncaught:
 
 def hide_frames(error: BaseException) -> None:
     """Hide framework frames from pytest, IPython and notebooks: those in an error's traceback and on the current stack.
+
+    Does nothing with ``TREADLE_FULL_TRACEBACK=1``.
 
     Args:
         error: Error whose traceback is read.
@@ -282,6 +289,8 @@ def hide_frames(error: BaseException) -> None:
 
 def format_error(error: BaseException, trace: TracebackType | None) -> str:
     """Format an error as Python prints it, with framework frames counted instead of shown.
+
+    With ``TREADLE_FULL_TRACEBACK=1``, all frames are shown.
 
     Args:
         error: Error to print.
@@ -346,6 +355,8 @@ def _map_owners(error: BaseException, trace: TracebackType | None) -> dict[str, 
 
 def find_owner(frame: FrameType) -> str | None:
     """Return the name of the framework that a frame belongs to; None for any other frame.
+
+    The frameworks are Treadle and torch. `contextlib` and `runpy` count as frameworks too.
 
     Args:
         frame: Stack frame.

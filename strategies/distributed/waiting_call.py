@@ -32,7 +32,9 @@ _ADVICE = (
 
 
 class DistributedOperationException(RuntimeError):
-    """Error raised if processes do not make the same call. It lists the call and line of each process.
+    """Error raised if processes do not make the same call, or cannot compare their calls.
+
+    If the calls differ, the error lists them.
 
     Example:
         >>> from treadle.strategies import DistributedOperationException
@@ -55,7 +57,7 @@ class WaitingCall:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Return whether a frame belongs to the user's own code.
+    """Return whether a frame belongs to the user's own code, and not to a library.
 
     Args:
         frame: Stack frame.
@@ -85,7 +87,7 @@ def find_waiting_call(frames: Sequence[FrameType]) -> WaitingCall | None:
 
 
 def _name_caller(frame: FrameType | None) -> str:
-    """Return the name of a Treadle function, or "" for a function of the user.
+    """Return the qualified name of a function of Treadle or torch, or "" for a function of the user.
 
     User functions are not compared, because ranks may make the same exchange in different functions.
     """
@@ -99,7 +101,7 @@ def _describe_user_call(frames: Sequence[FrameType], operation: str) -> str:
 
 
 def mark_exchange() -> tuple[str, str]:
-    """Return the function that calls a collective of `World`, and the user's call, to be sent with the objects."""
+    """Return the name of the function that calls a collective of `World`, and the user's call with its line."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _WORLDS:
         frame = frame.f_back

@@ -4,18 +4,20 @@ In each process, two daemon threads work independently of the training. With a w
 sentry.
 
 - The sentry reads the stack of the training thread once per period. This is the main thread, unless a library such as
-  Ray uses the main thread itself. If neither the stack nor the count of steps and exchanges changes within the limit,
-  the sentry raises an alarm.
+  Ray uses the main thread itself. If neither the stack, the count of steps and exchanges nor the position of the run
+  changes within the limit, the sentry raises an alarm.
 - The courier reports to the store once per period that this process is alive, and where it is. When any rank has raised
   the alarm, the courier writes the stacks of this process to a file and records in the store whether this rank waits
-  for others. A rank that only waits in a collective counts as stalled. If all ranks are stalled in different calls,
-  none of the calls can end. The run then ends immediately, with an error that lists the calls.
+  for others. A rank that has only waited in a collective for some seconds counts as stalled. If all ranks are stalled
+  in calls that do not match, none of the calls can end. The run then ends immediately, with an error that lists the
+  calls.
 
 A rank that does not answer is stopped, or blocked in C code that holds the GIL. A rank that answers and does not wait
-for another rank hangs. One rank prints the report, and all ranks exit with the status `HUNG`.
+for another rank hangs. One rank prints the report, and the ranks exit with the status `HUNG`. After calls that do not
+match, or the sudden end of a rank, such as through `os._exit`, they exit with the status 1.
 
-If the user has not set a limit, a rank raises the alarm only while it waits for others, shortly before the time limit
-of a collective. A rank that works alone may take longer, as long as no other rank waits for it.
+If the user has not set a limit, lack of progress raises an alarm only on ranks that wait for others, shortly before the
+time limit of a collective. A rank that works alone may take longer, as long as no other rank waits for it.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ def name_phase(phase: str, *functions: Callable[..., Any], loop: bool = False) -
     Args:
         phase: A word or two, such as ``"backward"``.
         functions: Functions of Treadle that run in this phase.
-        loop: Whether the functions call hooks, which are separate phases.
+        loop: Whether the functions call hooks, which are separate phases. Default: False.
     """
     codes = [function.__code__ for function in functions]
     _phases.update(dict.fromkeys(codes, phase))
@@ -107,7 +109,7 @@ def stack_of(thread: threading.Thread) -> list[FrameType]:
 
 
 def describe_phase(frames: Iterable[FrameType]) -> str:
-    """Return the current phase: the innermost one set by `name_phase`, or the hook that it calls.
+    """Return the current phase: the innermost one set by `name_phase`, or the hook that it calls; else ``"script"``.
 
     Args:
         frames: The frames of a thread, outermost first.
@@ -134,7 +136,7 @@ def is_waiting(frames: list[FrameType]) -> bool:
 
 
 class Watchdog:
-    """Watchdog of one process, which also observes all other processes through the store.
+    """Watchdog of one process, which also observes other processes through the store.
 
     Args:
         world: Processes to observe.
@@ -144,7 +146,8 @@ class Watchdog:
 
     Attributes:
         thread: Thread that runs the training, which is the last one that called `watch`.
-        awaits_others: With ``strict``, whether this process waits at its end until all other processes have ended.
+        awaits_others: Whether this process waits at its end until all other processes have ended. Initially the value
+            of ``strict``.
         ended: The first rank that is known to have ended; None if there is none.
         interruptible: Whether this process waits to leave at a moment that all ranks agree on. Once another rank has
             ended, the ranks cannot agree, and the main thread receives another SIGTERM.
@@ -248,7 +251,8 @@ class Watchdog:
     def _find_stall(self, frames: list[FrameType], seconds: float) -> WaitingCall | None:
         """Return the call in which this rank is stalled, or None if it is not stalled.
 
-        A rank is stalled if it has been idle, and has made no progress, for 8 s or, if this is less, 70 % of the limit.
+        A rank is stalled if it waits for other ranks, has been idle, and has made no progress, for 8 s or, if this is
+        less, 70 % of the limit. A rank that waits at the end of its script is also stalled.
         """
         if self._leaving:
             return WaitingCall(_END, f"waits at {_END}")
@@ -260,7 +264,7 @@ class Watchdog:
         return call and WaitingCall(call.kind, f"{call.words} ({details})")
 
     def _beat(self) -> None:
-        """With a limit, send the supervisor a heartbeat, because no rank could notice if all ranks were stopped."""
+        """If ``strict`` is set, send the supervisor a heartbeat, because no rank could notice if all were stopped."""
         if not self.strict:
             return
         self._beats += 1
@@ -291,7 +295,10 @@ class Watchdog:
         end_at_once(HUNG)
 
     def _leave_alone(self) -> None:
-        """End this process, because the store does not respond and other ranks cannot be asked."""
+        """End this process, because the store does not respond and other ranks cannot be asked.
+
+        Without Treadle's supervisor, also kill rank 0 if it is known to host the store on this machine.
+        """
         silence_uncaught()
         folder = self._write_stacks(_name_folder(), self.rank)
         keeper = "the launcher" if is_agent_store() else f"rank 0 of {self.size}"
@@ -362,7 +369,10 @@ class Watchdog:
         return self._has_ended(rank) and not self._store.check([f"{rank} has ended"])
 
     def _is_stuck(self) -> bool:
-        """Return whether this rank is stuck because of ranks that have ended, for which NCCL raises no error."""
+        """Return whether this rank is stuck because of ranks that have ended, for which NCCL raises no error.
+
+        With Treadle's supervisor, return False, because the supervisor ends this rank.
+        """
         if "TREADLE_SUPERVISOR" in os.environ:  # the supervisor names the rank that has ended, and ends this one
             return False
         waits = is_stage_running() or is_waiting(stack_of(self.thread))
@@ -392,7 +402,7 @@ class Watchdog:
             end_at_once(1)
 
     def _tell_stall(self) -> bool:
-        """Update the count of stalled ranks, and return whether all ranks are stalled."""
+        """Update the count of stalled ranks. Return whether this rank's call has changed and all ranks are stalled."""
         assert self._store is not None
         stall, told = self._stall, self._told
         if stall == told:
@@ -404,7 +414,10 @@ class Watchdog:
         return self._store.add("stalled", change) == self.size
 
     def _find_mismatch(self) -> str:
-        """Return a description of the calls in which all ranks are stalled; "" if they may match."""
+        """Return a description of the calls in which all ranks are stalled.
+
+        Return "" if a rank is not stalled or the calls may match.
+        """
         assert self._store is not None
         if self._store.add("stalled", 0) < self.size:
             return ""
@@ -456,7 +469,7 @@ class Watchdog:
         end_at_once(HUNG)
 
     def _collect_answers(self) -> dict[int, Any]:
-        """Return the answer of each rank that has not ended; None for a silent rank."""
+        """Return the answers by rank; None for a silent rank. Ranks that ended without an answer are omitted."""
         assert self._store is not None
         end = time.monotonic() + _ANSWER
         missing = list(range(self.size))
@@ -568,7 +581,10 @@ class Watchdog:
         return folder
 
     def leave(self) -> None:
-        """Stop the watchdog at the end of the script. With a limit and without an error, await the other ranks."""
+        """Stop the watchdog.
+
+        If ``awaits_others`` is set and there was no uncaught error, wait for the end of the other ranks first.
+        """
         atexit.unregister(self.leave)
         if os.getpid() != self._pid or self._ended.is_set():
             return
@@ -618,7 +634,7 @@ class Pulse:
         self._since = time.monotonic()
 
     def silent(self, beat: str | None) -> float:
-        """Return the seconds since the rank's last heartbeat.
+        """Return the seconds since the rank's last new heartbeat was seen.
 
         Args:
             beat: The latest heartbeat in the store; None if there is none.
@@ -633,18 +649,18 @@ _current: list[Watchdog] = []
 
 
 def watch(world: World, limit: float | None) -> Watchdog | None:
-    """Start the watchdog of this process, or apply the new limit if it is already running.
+    """Start the watchdog of this process, or apply the new limit to a watchdog that already runs.
 
     Args:
         world: Processes to observe.
-        limit: Seconds without progress after which a rank raises the alarm. Default: slightly less than the time limit
-            of a collective, and only for ranks that wait for others.
+        limit: Seconds without progress after which a rank raises the alarm. None means slightly less than the time
+            limit of a collective, and only for ranks that wait for others.
 
     Returns:
         The watchdog; None if none is needed or, without a limit, if torch's store does not support it.
 
     Raises:
-        ValueError: If a limit is set but this version of torch does not support it with several processes.
+        ValueError: If a limit is set but torch's store does not support it with several processes.
     """
     strict = limit is not None
     if world.size > 1 and dist.get_backend() == "fake":
@@ -696,7 +712,7 @@ def _connect(world: World) -> dist.Store | None:
 
 
 def _kill(pid: int) -> None:
-    """Kill a process, and wait until it has ended."""
+    """Kill a process, and wait at most 0.5 s until it has ended."""
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGKILL)
     end = time.monotonic() + 0.5

@@ -50,19 +50,24 @@ class World:
     """Processes of a run, as seen from one of them. With a world size of one, every call returns immediately.
 
     Args:
-        rank: Rank of this process, from 0.
+        rank: Rank of this process, from 0. Default: 0.
         size: Number of processes.
-        local_rank: Rank of this process on its machine.
+        local_rank: Rank of this process on its machine. Default: 0.
         local_size: Number of processes on this machine.
-        node_rank: Index of this machine.
-        device: Device of this process.
+        node_rank: Index of this machine. Default: 0.
+        device: Device of this process. Default: the CPU.
         timeout: Maximum time that a collective waits for other processes before it fails. Default: that of an existing
             group, else 30 minutes.
-        group: Torch's process group of these processes, if they are a subset of a larger world; ``rank`` and ``size``
-            then refer to the group.
+        group: Torch's process group of these processes, to which ``rank`` and ``size`` then refer. Default: the group
+            of all processes, which is created if it does not exist and ``size`` is above 1.
         address: Host and port on which rank 0 listens. Default: MASTER_ADDR and MASTER_PORT.
-        run_id: Identifier that separates runs that use the same address.
+        run_id: Identifier that separates runs that use the same address. Default: ``""``.
         backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
+
+    Raises:
+        ValueError: If ``address``, ``backend`` or an existing process group cannot be used, or if the processes have
+            different versions of torch or Treadle.
+        RuntimeError: If the other processes do not connect within the timeout.
 
     Example:
         >>> import torch
@@ -170,7 +175,7 @@ class World:
         )
 
     def beside(self) -> World:
-        """Return a world of the same processes with a separate process group, for a background thread.
+        """Return a world of the same processes on the CPU with a separate gloo group, for a background thread.
 
         Must be called on all ranks.
         """
@@ -193,10 +198,10 @@ class World:
         return self._beside
 
     def release_beside(self) -> None:
-        """Pass the group of `beside`, which must no longer be in use, to the next World of this process group.
+        """Pass the group of `beside`, which must no longer be in use, to a later World of this process group.
 
-        A group has two threads and five file descriptors, which torch keeps until the default process group ends.
-        Without reuse, every Trainer with asynchronous saves would add a group.
+        The later World must have the same timeout. A group has threads and open sockets, which torch keeps until the
+        default process group ends. Without reuse, every Trainer with asynchronous saves would add a group.
         """
         if self._beside is not None and self._beside.group is not None and self.group is None:
             process_group.spare_lines.append((self.timeout, self._beside.group))
@@ -238,7 +243,8 @@ class World:
     def claim(self, name: str) -> bool:
         """Return whether this process is the first to claim a name.
 
-        A process may call this method alone, because the method uses the store instead of a collective.
+        A process may call this method alone, because the method uses the store instead of a collective. With a world
+        size of one, the result is always True.
 
         Args:
             name: Name that only one process can claim.
@@ -260,8 +266,9 @@ class World:
             call: Name of the call, which must be the same on all processes and appears in errors.
 
         Raises:
-            RuntimeError: If some process will not arrive, or does not arrive within the timeout. The error names the
-                ranks.
+            RuntimeError: If another process can no longer arrive, or does not arrive within the timeout. In these
+                cases, the error names the ranks. The error is also raised if the process that hosts the store has
+                ended.
         """
         if self.size > 1 and self.group is None:
             arrivals_of(self).meet(call)
@@ -271,13 +278,16 @@ class World:
 
         Args:
             tensor: A tensor of any shape. The shape must be the same on every process.
-            operation: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. The mean of integers is rounded down.
+            operation: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. The mean of integers is rounded down. Default:
+                ``"sum"``.
 
         Returns:
             ``tensor`` itself.
 
         Raises:
-            ValueError: If the operation is unknown.
+            ValueError: If the operation is unknown or, with several processes, not defined for the dtype.
+            RuntimeError: With several processes, if the backend does not support the dtype, such as int16, or if the
+                mean does not support it, such as bool.
         """
         op = _OPERATIONS[choose("operation", operation, _OPERATIONS)]
         if self.size > 1:
@@ -373,7 +383,7 @@ class World:
 
         Args:
             value: Any object that can be pickled.
-            source: The rank whose value is returned.
+            source: The rank whose value is returned. Default: 0.
 
         Raises:
             DistributedOperationException: On processes that make a different exchange of objects than ``source``.
@@ -397,7 +407,7 @@ class World:
 
         Args:
             tensor: A tensor of any shape. The shape must be the same on every process.
-            source: The rank whose tensor is copied.
+            source: The rank whose tensor is copied. Default: 0.
 
         Returns:
             ``tensor`` itself.
@@ -434,7 +444,11 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block on every process. No process leaves it before all are done, and if one fails, all fail."""
+        """Keep the processes together in a block that each of them runs. No process leaves it before all are done.
+
+        If the block fails on a process, all processes raise an error; see `raise_together`. A KeyboardInterrupt is
+        raised immediately and only on its process.
+        """
         error: BaseException | None = None
         try:
             yield
@@ -443,13 +457,14 @@ class World:
         self.raise_together(error)
 
     def raise_together(self, error: BaseException | None) -> None:
-        """Raise an error on every process if any failed: its own error on that process, a `PeerFailed` elsewhere.
+        """Raise an error on every process if any of them failed. A failed process raises its own error.
 
         Args:
             error: The error of this process, or None.
 
         Raises:
-            PeerFailed: On the processes that did not fail. The message contains the lowest failed rank and its error.
+            PeerFailed: On the processes that did not fail, unless SystemExit is raised. The message contains the lowest
+                failed rank and its error.
             SystemExit: If the lowest failed rank exited with a numeric status. The processes that did not fail
                 exit with it too.
         """
@@ -505,5 +520,5 @@ def _unwrap(value: Any) -> Any:
 
 
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor in a supported dtype. Other tensors are flattened and viewed as uint8."""
+    """Return a contiguous tensor in a supported dtype. Tensors of other dtypes are flattened and viewed as uint8."""
     return tensor.contiguous() if tensor.dtype in _CARRIED else tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""`treadle launch`: start a script in several processes, on one machine or on many."""
+"""`treadle launch`: start a script in one or more processes, on one machine or on several."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
     """Return the parser of the command's options.
 
     Args:
-        program: Name of the command in its help and errors. Default: `"treadle launch"`.
+        program: Name of the command in its help and errors. Default: ``"treadle launch"``.
 
     Returns:
         The parser. For wrong options, it raises a ValueError instead of ending the process.
@@ -72,7 +72,7 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
 
 
 def _add_option(command_parser: argparse.ArgumentParser, *names: str, **settings: object) -> None:
-    """Add an option in two spellings, with hyphens and with underscores, as in torchrun."""
+    """Add an option whose names can be spelled with hyphens or with underscores, as in torchrun."""
     spellings = [name.replace("-", "_").replace("__", "--", 1) for name in names if "-" in name[2:]]
     spellings += [name[:2] + name[2:].replace("_", "-") for name in names if "_" in name]
     command_parser.add_argument(*dict.fromkeys((*names, *spellings)), **settings)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def _add_processes(command_parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output(command_parser: argparse.ArgumentParser) -> None:
-    """Add the options that concern the script, its output and its devices."""
+    """Add the other options, such as those that concern the script's output and devices."""
     add = partial(_add_option, command_parser)
     add("--log-dir", metavar="FOLDER", help="folder for the files of --redirects and --tee")
     add(
@@ -151,7 +151,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Arguments after `treadle launch`. Default: those of the command line.
 
     Returns:
-        The exit status that `supervise` describes, or 2 if the options are wrong or the program cannot be started.
+        The exit status of the run, as in `supervise_job`, or 2 if the run cannot be started, for example because an
+        option is invalid.
+
+    Raises:
+        SystemExit: With status 0, after ``--help`` has been printed.
     """
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
@@ -176,8 +180,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         A namespace with the value of each option.
 
     Raises:
-        ValueError: If an option is unknown (the error names the closest one), has an invalid value or belongs in the
-            script, or if the script is missing.
+        ValueError: If an option is unknown or not supported, if its value is missing or has the wrong type, or if the
+            script is missing.
+        SystemExit: With status 0, after ``--help`` has been printed.
     """
     command_parser = parser()
     option_names = [
@@ -190,7 +195,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _check_names(
     command_parser: argparse.ArgumentParser, option_names: Iterable[str], arguments: Sequence[str]
 ) -> None:
-    """Check the options that precede the script, because argparse treats an unknown option's value as the script."""
+    """Check the names of the options, because argparse would treat an unknown option's value as the script."""
     flags = {name for action in command_parser._actions if action.nargs == 0 for name in action.option_strings}
     short = {name for action in command_parser._actions for name in action.option_strings if len(name) == 2}
     rest = list(arguments)
@@ -218,7 +223,8 @@ def job_of(options: argparse.Namespace) -> Job:
         options: Result of `parse`.
 
     Raises:
-        ValueError: If the options contradict each other or do not fit this machine, or if the script does not exist.
+        ValueError: If an option has an invalid value, if options contradict each other or do not fit this machine, or
+            if the file of the script does not exist.
     """
     nodes = _parse_nodes(options)
     if options.multi_gpu and (options.cpu or not _count_gpus()):
@@ -252,7 +258,7 @@ def job_of(options: argparse.Namespace) -> Job:
 
 
 def _parse_nodes(options: argparse.Namespace) -> Nodes | None:
-    """Return the machines of the run; None for this machine alone."""
+    """Return the machines of the run; None for one machine without ``--rdzv-endpoint``."""
     text = options.nnodes or "1"
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None:

@@ -46,7 +46,7 @@ _END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"
 
 
 class Elsewhere(Exception):
-    """Error raised because the run has ended on another machine, with the exit status and the reason."""
+    """Error of a run that ends because of another machine or the connection to it, with the status and the reason."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -56,10 +56,10 @@ class Elsewhere(Exception):
 class Agent(LocalElasticAgent):
     """torch's agent that also records the order in which ranks end and uses Treadle's grace periods.
 
-    torch's agent checks every 0.1 s and cannot order two failures between checks. After a failure, it gives the other
-    ranks a fixed 30 s, which `shutdown_timeout` does not change (torch 2.11, 2.13). That setting applies only after a
-    signal to the agent, and only since torch 2.13. torch's agent does not notice a failure on another machine until its
-    own ranks fail because of it.
+    By default, torch's agent checks every 0.1 s and cannot order two failures between checks. After a failure, it gives
+    the other ranks a fixed 30 s, which `shutdown_timeout` does not change (torch 2.11, 2.13). That setting applies only
+    when the agent itself ends, for example after a signal. If a failure on another machine ends the run, torch's agent
+    does not notice this until its own ranks fail because of it.
     """
 
     def __init__(self, spec: WorkerSpec, job: Job, board: RankBoard) -> None:
@@ -138,10 +138,10 @@ class Agent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _await_change(self, failed: list[int]) -> bool:
-        """Return whether the ranks failed because a machine joins or leaves, which does not end the run.
+        """Return whether a machine joins or leaves, which explains a failure, after a short wait for this news.
 
-        A machine that joins or leaves ends the ranks of one machine, and therefore those of all machines. This agent
-        learns of the change only from that machine or its agent.
+        Such a change ends the ranks of one machine, and the ranks of the other machines fail because of this. Their
+        agents may learn of the change only afterwards. If the number of machines is fixed, the result is False.
         """
         nodes = self.job.nodes
         if nodes is None or not nodes.elastic:
@@ -157,16 +157,18 @@ class Agent(LocalElasticAgent):
         return True
 
     def _exit_barrier(self) -> None:
-        """Do nothing. torch would wait 300 s for the other machines here, but `_await_others` has waited already."""
+        """Do nothing. torch would wait for the other machines here, but `_await_others` has waited already."""
 
     def _await_others(self) -> bool:
-        """Wait until the ranks of all machines have ended without a failure. Return False if a machine left earlier.
+        """Wait until the ranks of all machines have ended without a failure. Return False if a machine leaves earlier.
 
-        All machines have to start again if that machine has vanished, or if one of its ranks failed at the very end.
+        A machine leaves if it vanishes, or to start again after one of its ranks has failed at the very end. All
+        machines then have to start again.
 
         Raises:
             Elsewhere: If a machine has left and no restart is allowed, if another machine has reported the end of the
-                run, or if the store does not respond.
+                run, or if the ranks' store does not respond.
+            RendezvousError: If the store of the rendezvous does not respond.
         """
         if not self.several:
             return True
@@ -197,13 +199,13 @@ class Agent(LocalElasticAgent):
         return [rank for rank, handler in handlers.items() if handler.proc.poll() is None]
 
     def _end_ranks(self, number: signal.Signals, seconds: float, *, patient: bool) -> None:
-        """Send a signal to all ranks, and SIGKILL later. A rank that does not note the signal counts as hung.
+        """Send a signal to all ranks that still run, and SIGKILL to those that have not ended in time.
 
         Args:
             number: Signal to send first.
-            seconds: Seconds from the first signal to SIGKILL.
-            patient: Restart the countdown while a rank is leaving because of the signal, since a save may take any
-                amount of time. Should be False after a failure that occurred while no rank was leaving, because the
+            seconds: Seconds from the first signal to SIGKILL, unless ``patient`` extends the time.
+            patient: Whether to restart the countdown while a rank is leaving because of a signal, since a save may take
+                any amount of time. Should be False after a failure that occurred while no rank was leaving, because the
                 other ranks then note the signal but cannot save.
         """
         context: Any = self._pcontext
@@ -238,7 +240,7 @@ class Agent(LocalElasticAgent):
         return any(self.ends.values())
 
     def _end_silent(self) -> bool:
-        """End the ranks if all of them are stopped or blocked in C code, and return whether this was the case."""
+        """End the remaining ranks if all have been silent for longer than their limit; return whether this happened."""
         silent = self.board.find_silent(self.ends)
         folder_name = f"stacks-{datetime.now():%Y%m%d-%H%M%S}" if silent else ""
         for rank in silent:
@@ -250,17 +252,17 @@ class Agent(LocalElasticAgent):
 
     @property
     def may_change(self) -> bool:
-        """True if the ranks may be restarted when a machine has left."""
+        """True if the ranks may be restarted after a machine has left."""
         nodes = self.job.nodes
         return nodes is not None and (nodes.elastic or self.job.max_restarts > 0)
 
     @property
     def several(self) -> bool:
-        """True if this run includes agents on other machines."""
+        """True if other machines took part in the last rendezvous."""
         return self._worker_group.store is not None and self._worker_group.group_world_size > 1
 
     def global_rank(self, local_rank: int) -> int:
-        """Return the global rank of a rank of this machine.
+        """Return the global rank of a rank of this machine, once the ranks are assigned.
 
         Args:
             local_rank: Rank on this machine.
@@ -270,12 +272,12 @@ class Agent(LocalElasticAgent):
 
     @property
     def world_size(self) -> int:
-        """World size of the run or, before ranks are assigned, the number of ranks of this machine."""
+        """World size of the run, once its ranks are assigned."""
         workers = self._worker_group.workers
         return workers[0].world_size if workers else self.job.nproc
 
     def first_failure(self) -> str:
-        """Describe the rank of this machine that failed first, or return "" if none has failed."""
+        """Describe the rank of this machine that was the first to fail or to be stopped; return "" if there is none."""
         local = next((rank for rank, code in self.ends.items() if code), None)
         if local is None:
             return ""
@@ -298,7 +300,7 @@ class Agent(LocalElasticAgent):
         return Elsewhere(status, text)
 
     def _check_for_end(self) -> None:
-        """Raise `Elsewhere` if another machine has reported the end of the run."""
+        """Raise `Elsewhere` if another machine has reported the end of the run or the ranks' store does not respond."""
         if self.several and self._ask("check", [_END]):
             raise self._make_elsewhere(*json.loads(self._ask("get", _END)))
 
@@ -334,7 +336,7 @@ class Agent(LocalElasticAgent):
                 time.sleep(0.05)
 
     def sweep(self) -> None:
-        """Kill the processes that the ranks had started, such as data workers."""
+        """Kill the ranks that still run, and the processes in the ranks' sessions, such as data workers."""
         if self._pcontext is not None:
             for pid in self._pcontext.pids().values():
                 kill_session(pid)
@@ -362,10 +364,11 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
         board: Records of the ranks of this machine.
 
     Returns:
-        The exit status of the run.
+        The exit status of the run, as in `supervise_job`.
 
     Raises:
-        ValueError: If the rendezvous endpoint does not respond.
+        ValueError: If the rendezvous endpoint does not respond, or if a setting of the job is invalid.
+        OSError: If the program cannot be started.
     """
     if job.nodes is not None and place is not None:
         source = "" if place.local_addr is None else f" as {place.local_addr}"
@@ -531,7 +534,7 @@ def _describe_ending(code: int) -> str:
 
 @contextlib.contextmanager
 def _silence_agent() -> Iterator[None]:
-    """Drop torch's log messages about each rank that the agent ends, because Treadle prints its own report."""
+    """Drop torch's log messages about signals and about ranks that end, because Treadle prints its own report."""
     expected = ("Sending process", "Unable to shutdown process", "failed (exitcode:", "Received ")
     loggers = [
         logging.getLogger(f"torch.distributed.elastic.{name}") for name in ("multiprocessing.api", "agent.server.api")

@@ -22,7 +22,8 @@ _LEAVE = 5.0  # seconds
 class Membership:
     """Machines that take part in a run, wait to join it, or have left it.
 
-    If the machines are numbered, or use a user-defined rendezvous, changes are never reported.
+    Changes are reported only if the rendezvous is a `DynamicRendezvousHandler` of torch, as with the c10d backend. With
+    the static backend, they are not.
 
     Args:
         handler: Torch's rendezvous handler.
@@ -33,7 +34,7 @@ class Membership:
         self._size = 0
 
     def begin_round(self) -> None:
-        """Prepare a rendezvous, which may be the first of the run or a later one.
+        """Prepare the first or a later rendezvous of the run, so that torch creates a new store for the ranks.
 
         Raises:
             RendezvousError: If the store does not respond.
@@ -61,7 +62,7 @@ class Membership:
         """Return whether a machine has left the run, and whether another one is waiting to join.
 
         torch queries the store at most once per second. A machine has left if it has reported this, or has not sent a
-        heartbeat for keep_alive_interval x keep_alive_max_attempt seconds (15).
+        heartbeat for keep_alive_interval x keep_alive_max_attempt seconds (15 by default).
 
         Raises:
             RendezvousError: If the store does not respond.

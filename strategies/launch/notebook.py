@@ -56,29 +56,35 @@ def notebook_launcher(
     """Call `function(*args)` in several processes and wait for all of them. The signature is Accelerate's.
 
     The processes are forked, so the function may be defined in a cell and use the variables of the session. The session
-    must not have used a GPU before. Each process computes with one CPU thread. A single process is not forked.
+    must not have used a GPU or opened the GPU's driver before. In each forked process, torch starts with one CPU
+    thread. If the run has only one process, it is not forked: the function is called in the session.
 
     Args:
         function: Function to run in each process. It creates the Accelerator or Trainer.
         args: Positional arguments of `function`. Default: none.
         num_processes: Number of processes on this machine. Default: one per GPU, or one if there is no GPU.
-        mixed_precision: Must be "no". Set the precision in the function instead: `Accelerator(mixed_precision="bf16")`.
-        use_port: Port on machine 0 for the rendezvous. Default: any free port; 29500 on several machines.
+        mixed_precision: Must be ``"no"``. Set the precision in the function instead:
+            `Accelerator(mixed_precision="bf16")`.
+        use_port: Port on machine 0 for the rendezvous. Default: 29500, which means any free port if there is only one
+            machine.
         master_addr: Address of machine 0. Default: 127.0.0.1.
         node_rank: Number of this machine, from 0. Default: 0.
         num_nodes: Number of machines, each of which calls this function. Default: 1.
-        rdzv_backend: Must be "static". `treadle launch` supports other backends.
-        rdzv_endpoint: `HOST:PORT`, instead of `master_addr` and `use_port`.
-        rdzv_conf: May contain only `timeout`, the time limit of the rendezvous in seconds. Default: 900.
+        rdzv_backend: Must be ``"static"``. `treadle launch` supports other backends.
+        rdzv_endpoint: ``HOST:PORT``, instead of ``master_addr`` and ``use_port``. Default: none.
+        rdzv_conf: May contain only ``timeout``, the time limit of the rendezvous in seconds. Default: 900 seconds.
         rdzv_id: Name of the run. Default: a random name.
-        max_restarts: Maximum number of restarts of all processes after a failure; only on one machine. Default: 0.
+        max_restarts: Maximum number of restarts of all forked processes after a failure. Must be 0 on several machines.
+            Default: 0.
         monitor_interval: Maximum time in seconds between checks of the processes. Default: 0.1.
         log_line_prefix_template: Must be None.
 
     Raises:
-        ValueError: If an argument is not supported, or if the session cannot be forked or has a process group.
-        TypeError: If `function` is not callable.
-        RuntimeError: If a forked process fails. The error shows its traceback or signal; other processes are ended.
+        ValueError: If an argument is invalid or not supported, if the session cannot be forked, if it has a process
+            group, or if this process is already a rank.
+        TypeError: If an argument has the wrong type, for example if ``function`` is not callable.
+        RuntimeError: If the rendezvous or a forked process fails. The error contains the traceback, the signal or the
+            exit status of the process. The other processes of this machine are ended.
     """
     conf = dict(rdzv_conf or {})
     _refuse(mixed_precision, rdzv_backend, conf, log_line_prefix_template)
@@ -146,10 +152,11 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         num_processes: Number of processes. Default: 2.
 
     Raises:
-        ValueError: If `num_processes` is not a positive integer, or if the session cannot be forked or has a process
-            group.
-        TypeError: If `function` is not callable.
-        RuntimeError: If a forked process fails. The error shows its traceback or signal; other processes are ended.
+        ValueError: If ``num_processes`` is not a positive integer, if the session cannot be forked, if it has a process
+            group, or if this process is already a rank.
+        TypeError: If ``function`` is not callable, or if ``args`` cannot be converted to a tuple.
+        RuntimeError: If a process fails. The error contains the traceback, the signal or the exit status of the
+            process. The other processes are ended.
     """
     _Launch(function=function, args=tuple(args), count=num_processes, variables={"CUDA_VISIBLE_DEVICES": ""}).run()
 
@@ -354,7 +361,7 @@ def _check_autograd() -> None:
 
 
 def _collect_reachable(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the session's values that the function uses by name (its globals and closure), one level deep."""
+    """Return the globals and closure variables that the function's own code names; none for a callable without code."""
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     if code is None:
@@ -402,7 +409,7 @@ def _block_interrupt() -> Iterator[None]:
 
 
 def _end(ranks: list[Any]) -> None:
-    """End the remaining ranks with SIGTERM and, a moment later, kill them and the processes that they had started."""
+    """End the remaining ranks with SIGTERM. If a rank remained or failed, then kill the sessions of all ranks."""
     left = [rank for rank in ranks if rank.exitcode is None]
     for rank in left:
         rank.terminate()

@@ -29,8 +29,8 @@ class RankBoard:
     """Anonymous file in which each rank of this machine has a record that outlives the rank.
 
     The first byte of a record shows whether a stage runs (`mark_stage`), and whether the rank leaves the stage because
-    of a signal (`mark_leaving`). Leaving during a stage for any other reason counts as a failure. The remaining bytes
-    contain the last heartbeat from the rank's watchdog, if the user has set a limit.
+    of a signal (`mark_leaving`). A rank that exits with status 0 while its record shows a stage counts as failed. The
+    remaining bytes contain the last heartbeat from the rank's watchdog, if the user has set a limit.
 
     Args:
         nproc: Number of ranks.
@@ -58,7 +58,7 @@ class RankBoard:
             os.ftruncate(self._descriptor, self._nproc * BOARD_RECORD)
 
     def is_running(self, local_rank: int) -> bool:
-        """Return whether a rank has begun a stage and has not ended it.
+        """Return whether a stage runs in a rank, or the rank is leaving because of a signal.
 
         Args:
             local_rank: Rank on this machine, from 0.
@@ -76,7 +76,7 @@ class RankBoard:
     def find_silent(self, ended: Collection[int]) -> list[int]:
         """Return the ranks that have not ended if each has been silent for longer than its limit; else an empty list.
 
-        If any rank is alive, it notices the silence of the other ranks and reports their state itself.
+        A rank that still responds reports the silent ranks itself.
 
         Args:
             ended: Local ranks that have ended.
@@ -97,7 +97,7 @@ class RankBoard:
         return ranks if silent == ranks else []
 
     def report(self, local_rank: int, folder_name: str) -> str:
-        """Describe why a rank is silent, and write its stacks to the path that the rank itself would have used.
+        """Describe why a rank is silent, and write its main thread's stack to the file that the rank would have used.
 
         Args:
             local_rank: Rank on this machine, from 0.
@@ -127,7 +127,7 @@ class RankBoard:
 
 
 def _parse(record: bytes) -> dict[str, Any] | None:
-    """Return a rank's last heartbeat, or None if the rank has no limit or is currently writing its record."""
+    """Return a rank's last heartbeat, or None if there is none or the rank is currently writing it."""
     try:
         return dict(json.loads(record[1:].rstrip(b"\0")))
     except ValueError:

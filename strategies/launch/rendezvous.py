@@ -26,16 +26,17 @@ class Nodes:
     Args:
         least: Minimum number of machines needed to start or restart the run.
         most: Maximum number of machines.
-        endpoint: ``HOST:PORT`` of the store that the machines use for their rendezvous. The store runs on the machine
-            with this address.
-        rank: Number of this machine, if the user numbers the machines. The run is then not elastic.
-        local_addr: Address at which the other machines reach this one. Default: the address that connects to the
-            endpoint.
+        endpoint: ``HOST:PORT`` of the store that the machines use for their rendezvous. With the c10d and static
+            backends, the store usually runs on the machine with this address, and the default ports are 29400 and
+            29500.
+        rank: Number of this machine, if the user numbers the machines. The run is then not elastic. Default: no number.
+        local_addr: Address at which the other machines reach this one. Default: the address from which this machine
+            reaches the endpoint. With backends other than c10d and static, torch chooses the default.
         conf: Further settings of torch's rendezvous: ``timeout``, ``join_timeout``, ``read_timeout``, ``is_host``, ...
         backend: Torch's name for the rendezvous backend. Default: ``"static"`` with a ``rank``, otherwise ``"c10d"``.
 
     Raises:
-        ValueError: If the numbers contradict each other, or the endpoint is empty.
+        ValueError: If a number is out of range, if the numbers contradict each other, or if the endpoint is empty.
     """
 
     least: int
@@ -75,8 +76,9 @@ class Nodes:
         """Return the addresses with which this machine joins the rendezvous.
 
         Raises:
-            ValueError: If the endpoint is invalid or cannot be reached, ``local_addr`` is not an address of this
-                machine, or the network interface for gloo cannot be determined.
+            ValueError: If the endpoint is invalid, cannot be resolved or has no route from this machine, if
+                ``local_addr`` cannot be resolved or is not an address of this machine, or if the network interface for
+                gloo must be set but cannot be determined.
         """
         if self.backend not in _PORTS:  # etcd and user-registered backends interpret it themselves
             return Place(self.endpoint, self.local_addr, owner=False, interface=None)
@@ -103,9 +105,10 @@ class Place:
     Attributes:
         endpoint: ``HOST:PORT`` of the store, with the host as a numeric address. For backends other than c10d and
             static, the user's endpoint, unchanged.
-        local_addr: Address of this machine; None if torch determines it.
-        owner: Whether the endpoint's address belongs to this machine.
-        interface: Network interface of ``local_addr``, for gloo. None if it is unknown or the user has set one.
+        local_addr: Address of this machine; None if torch chooses it.
+        owner: Whether the endpoint's address belongs to this machine; False for backends other than c10d and static.
+        interface: Network interface of ``local_addr``, for gloo. None if it is unknown, if the user has set one, on
+            systems other than Linux, and for backends other than c10d and static.
     """
 
     endpoint: str
@@ -122,18 +125,22 @@ class Job:
         nproc: Number of ranks on this machine.
         command: The program and its arguments.
         run_id: Name of the run, the same on all machines.
-        grace: Seconds from a forwarded signal to SIGKILL, for ranks that have not noted it. Default: 30.
-        failure_grace: Seconds from SIGTERM to SIGKILL for the other ranks once a rank has failed. Default: 2.
+        grace: Seconds from a forwarded signal to SIGKILL. The countdown restarts as long as a rank is leaving because
+            of the signal. Default: 30.
+        failure_grace: Seconds from SIGTERM to SIGKILL for the other ranks once a rank has failed, unless a rank is
+            leaving because of a signal. Default: 2.
         nodes: Machines of the run and their rendezvous. Default: this machine alone.
         max_restarts: Maximum number of restarts of all ranks after a failure. Default: 0.
         monitor_interval: Seconds between checks for reports of other machines. Default: 0.1.
-        log_dir: Folder for the ranks' output, if ``redirects`` or ``tee`` request files.
+        log_dir: Folder for the files that ``redirects`` and ``tee`` request. Default: none.
         redirects: Torchrun's ``--redirects``, the streams to write to files: ``"0"`` for none, ``"1"`` for standard
-            output, ``"2"`` for standard error, ``"3"`` for both. ``"0:1,1:3"`` sets a value for each local rank.
-        tee: Torchrun's ``--tee``, with the same values as ``redirects``. The streams are also printed to the terminal.
+            output, ``"2"`` for standard error, ``"3"`` for both. ``"0:1,1:3"`` sets a value for each listed local rank.
+            Default: ``"0"``.
+        tee: Torchrun's ``--tee``, with the same values as ``redirects``. These streams are written to files and to the
+            terminal. Default: ``"0"``.
 
     Raises:
-        ValueError: If a number is out of range, or options contradict each other.
+        ValueError: If a number is out of range, if options contradict each other, or if ``log_dir`` is missing.
     """
 
     nproc: int
@@ -213,7 +220,9 @@ def _find_source_address(target: str, port: int) -> str:
 
 
 def _choose_interface(address: str) -> str | None:
-    """Return the interface for gloo, which otherwise uses the address of the host's name, often a loopback address.
+    """Return the network interface to set for gloo; None if none has to be set.
+
+    Otherwise, gloo would use the address of the host's name, which is often a loopback address.
 
     Raises:
         ValueError: If the interface must be set and cannot be determined.

@@ -31,12 +31,14 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
 
     Args:
         nproc: Number of ranks.
-        grace: Seconds that the ranks have to save and exit after a SIGTERM or SIGINT. Default: 30.
+        grace: Seconds from a forwarded signal to SIGKILL; see `supervise`. Default: 30.
 
     Raises:
         SystemExit: When the ranks have ended, with the status that `supervise` returns.
-        ValueError: If there is no script to run again, as in a prompt, a notebook, `python -c` or a test runner, or if
-            this is not the main thread. In these cases, no process is started.
+        ValueError: If there is no script to run again, as in a prompt, a notebook, `python -c` or a test runner, if
+            ``nproc`` is not a positive integer, or if this is not the main thread. In these cases, no process is
+            started.
+        OSError: If the interpreter cannot be started.
     """
     if (config := _get_hydra_config()) is not None:
         os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it again in each rank
@@ -58,30 +60,32 @@ def supervise(
 ) -> int:
     """Run a command in `nproc` processes of this machine, with torchrun's variables, and wait for all of them.
 
-    The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to
-    every rank, except signals that the supervisor itself ignores, so `nohup` stays effective. The ranks may then save.
-    After a SIGTERM, SIGUSR1 or SIGHUP, further signals of these three kinds have no effect. After a SIGINT, any further
-    signal sends the ranks a second SIGINT and kills them one second later. In all other cases, a second signal kills
-    them immediately. When a rank fails, the other ranks are ended. Every launch listens on a separate port, which the
-    system picks. `TREADLE_SUPERVISOR` passes this process's ID to each rank for `die_with_parent`. If `OMP_NUM_THREADS`
-    is not set, it becomes the number of CPUs of this process divided by `nproc`.
+    The calling process is a supervisor and not a rank. Once the ranks have started, it forwards SIGTERM, SIGUSR1,
+    SIGINT, SIGHUP and SIGQUIT to every rank, except signals that the supervisor itself ignores, so `nohup` stays
+    effective. The ranks may then save. After a SIGTERM, SIGUSR1 or SIGHUP, further signals of these three kinds have no
+    effect. After a SIGINT, any further signal sends the ranks a second SIGINT and kills them one second later. In all
+    other cases, a second signal kills them immediately. When a rank fails, the other ranks are ended. Every launch
+    listens on a separate port, which the system picks. The variable ``TREADLE_SUPERVISOR`` contains this process's ID,
+    for `die_with_parent`. If `OMP_NUM_THREADS` is not set, it becomes the number of CPUs of this process divided by
+    `nproc`, rounded down but at least 1.
 
     Args:
         nproc: Number of ranks, at least 1.
         argv: The program and its arguments. Default: this script with its flags and arguments.
         run_id: Name of this run, `TORCHELASTIC_RUN_ID` in the ranks. Default: a random name.
-        grace: Seconds from a forwarded signal to SIGKILL for ranks that have not noted the signal; see `mark_leaving`.
-            Default: 30.
-        failure_grace: Seconds from SIGTERM to SIGKILL for the other ranks once a rank has failed. Default: 2, because
-            they can only wait for the failed rank.
+        grace: Seconds from a forwarded signal to SIGKILL. The countdown restarts as long as a rank is leaving because
+            of the signal; see `mark_leaving`. Default: 30.
+        failure_grace: Seconds from SIGTERM to SIGKILL for the other ranks once a rank has failed, unless a rank is
+            leaving because of a signal. Default: 2, because they can only wait for the failed rank.
 
     Returns:
-        0 if every rank exited with 0 outside of a Trainer's stages; exiting with 0 during a stage counts as 1.
-        Otherwise, the status of the rank that failed first, which is 128 + n if signal n killed it. If this process
+        0 if every rank exited with 0 outside of a Trainer's stages. On Linux, exiting with 0 during a stage counts as
+        1. Otherwise, the status of the rank that failed first, which is 128 + n if signal n killed it. If this process
         received signal n, the result is 128 + n regardless of the ranks' later statuses; for SIGUSR1, it is 143.
 
     Raises:
-        ValueError: If `nproc` is not a positive number, no script can be run again, or this is not the main thread.
+        ValueError: If ``nproc`` is not a positive integer, if ``argv`` is None and no script can be run again, or if
+            this is not the main thread.
         OSError: If the program cannot be started.
     """
     command = [] if argv is None else [str(part) for part in argv]
@@ -94,16 +98,19 @@ def supervise_job(job: Job) -> int:
     """Run a job as `supervise` does. The job may span several machines, each with its own supervisor.
 
     If the job has ``nodes``, the ranks get ``GLOO_SOCKET_IFNAME``, the network interface at which the other machines
-    reach this one. It is set only on Linux, with the static or c10d backend, and if it is not set yet.
+    reach this one. It is set only on Linux, with the static or c10d backend, if it is not set yet and the interface is
+    known.
 
     Args:
         job: Job to run.
 
     Returns:
-        The status that `supervise` describes. The rank that failed first may be on any machine.
+        The status that `supervise` describes. The rank that failed first may be on any machine. If the connection to
+        another machine fails, the status is 1.
 
     Raises:
-        ValueError: If the endpoint or local address of `job.nodes` cannot be used, or if this is not the main thread.
+        ValueError: If a setting of the job is invalid, if the endpoint of the machines cannot be used, or if this is
+            not the main thread.
         OSError: If the program cannot be started.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -149,7 +156,8 @@ def build_relaunch_command(nproc: int) -> list[str]:
         nproc: Number of requested ranks, for the error message.
 
     Returns:
-        The interpreter and its flags, the script's absolute path or `-m` and the module's name, and the arguments.
+        The interpreter and its flags, the script's absolute path or `-m` and the module's name, and the arguments,
+        which include the output folder if the script uses Hydra.
 
     Raises:
         ValueError: If no script can be run again.
@@ -177,7 +185,7 @@ def build_relaunch_command(nproc: int) -> list[str]:
 def _add_hydra_overrides(arguments: list[str]) -> list[str]:
     """Return a script's arguments, with the output folder of this process if the script uses Hydra.
 
-    Otherwise, each rank would create its own output folder.
+    Without this argument, each rank would create its own output folder.
     """
     config = _get_hydra_config()
     if config is None:
@@ -222,7 +230,7 @@ def _find_target() -> list[str] | None:
 
 
 def _read_arguments(target: list[str]) -> list[str]:
-    """Return the arguments that the interpreter received, because the script may have changed `sys.argv`."""
+    """Return the script's original arguments, which may differ from `sys.argv` if the script has changed it."""
     original_argv, name = sys.orig_argv, target[1] if target[0] == "-m" else sys.argv[0]
     # It is missing if a debugger is in between; then `sys.argv` is what the debugger left for the script.
     return original_argv[original_argv.index(name) + 1 :] if name in original_argv else sys.argv[1:]

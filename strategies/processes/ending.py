@@ -13,7 +13,7 @@ from . import scratch
 
 
 def end_at_once(status: int) -> None:
-    """End this process and its data workers immediately, from any thread.
+    """End this process and its `multiprocessing` children, such as data workers, within seconds, from any thread.
 
     Args:
         status: Exit status of this process.

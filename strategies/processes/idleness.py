@@ -13,9 +13,9 @@ _MOST_WORK = 0.03  # CPU seconds per second; receiving 100 MB/s needs more
 class Idleness:
     """Timer that measures how long this process has been idle. Each measurement takes about a millisecond.
 
-    A process is idle if it has used almost no CPU time between two measurements. In addition, no thread may be running,
-    ready to run, or waiting for a disk at either measurement. By CPU time alone, a process that gets no CPU on a busy
-    machine would also count as idle.
+    The process counts as idle since the timer's creation or the last measurement at which it had used CPU time or
+    another thread was running, ready to run, or waiting for a disk. CPU time counts if it exceeds 3 % of the time since
+    the previous measurement. By CPU time alone, a process that gets no CPU on a busy machine would also count as idle.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Idleness:
         self._used = time.process_time()
 
     def measure(self) -> float:
-        """Return the number of seconds for which the process has been idle."""
+        """Return the number of seconds for which the process has been idle, up to this measurement."""
         now, used = time.monotonic(), time.process_time()
         if used - self._used > _MOST_WORK * (now - self._looked) or _is_running():
             self._since = now

@@ -37,7 +37,9 @@ def find_source_address(target: str, port: int = 9) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface whose first address is ``address``; None if no interface matches.
+    """Return the name of the network interface that has ``address``; None if no interface matches.
+
+    An IPv4 address must be the first one of its interface.
 
     Args:
         address: Numeric IPv4 or IPv6 address.
@@ -73,7 +75,8 @@ def is_named_loopback() -> bool:
 def name_gloo_interface(meeting_host: str) -> None:
     """Set gloo's network interface to the one that reaches the other machines, if gloo would use a loopback address.
 
-    This sets the variable ``GLOO_SOCKET_IFNAME``. A value that the user has set is kept.
+    This sets the variable ``GLOO_SOCKET_IFNAME`` on Linux, unless it is already set, ``meeting_host`` is a loopback
+    address, or no interface is found.
 
     Args:
         meeting_host: Name or address of the rendezvous host, the value of MASTER_ADDR.

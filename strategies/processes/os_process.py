@@ -34,7 +34,7 @@ def identify_host() -> str:
 
 
 def read_start_time(pid: int) -> str | None:
-    """Return a process's start time in clock ticks since boot; "" if it is unknown, None if the process has ended.
+    """Return a process's start time in clock ticks since boot; "" if it is unknown, None if the process does not run.
 
     Args:
         pid: The process ID.
@@ -52,6 +52,8 @@ def read_start_time(pid: int) -> str | None:
 
 def kill_session(leader: int) -> None:
     """Kill the leader of a session, if it still runs, and all other processes of the session in any process group.
+
+    On systems without ``/proc``, only the leader's process group is killed.
 
     Args:
         leader: Process ID of the leader.
@@ -76,10 +78,11 @@ def die_with_parent(supervisor_pid: int, number: signal.Signals = signal.SIGKILL
 
     For a rank, the signal is SIGKILL, because a supervisor that was itself killed can no longer end a rank that ignores
     a gentler signal or never handles it. An interrupted checkpoint is never published. A process that is not a child of
-    the supervisor, such as a program started by a rank, inherits ``TREADLE_SUPERVISOR`` but is not affected.
+    the supervisor, such as a program started by a rank, inherits ``TREADLE_SUPERVISOR``. It is ended only if the
+    supervisor no longer exists at the time of this call.
 
     Args:
-        supervisor_pid: The supervisor's process ID, passed in `TREADLE_SUPERVISOR`.
+        supervisor_pid: The supervisor's process ID, passed in ``TREADLE_SUPERVISOR``.
         number: Signal that this process receives. Default: SIGKILL.
     """
     if sys.platform != "linux":

@@ -17,7 +17,7 @@ _signaled: list[int] = []  # contains this process once it has received a signal
 
 
 def mark_stage(running: bool) -> None:
-    """Report to the supervisor that a stage runs in this rank or has ended. Exiting during a stage is a failure.
+    """Report to the supervisor that a stage runs in this rank or has ended. Exiting during a stage counts as a failure.
 
     Args:
         running: True when the stage begins, False when it ends.

@@ -1,10 +1,11 @@
 """Temporary files of ranks. The last process of a job, or the next start, removes those of killed ranks.
 
-Each rank has a folder in ``treadle-<user>-<namespace>`` in the system's temp folder, named after its launcher, its
-process and the process's start time. The folder contains multiprocessing's sockets, which data workers use, and a link
-to each unfinished directory, such as that of a checkpoint being written. The last process of a job to leave a machine
-also removes these directories. The last process is the supervisor or, without a supervisor, the last rank. A later job
-removes the sockets only, because the directory may belong to another job by then.
+Each rank has a folder in ``treadle-<user>-<namespace>`` in the system's temp folder. The folder's name contains the
+process IDs of the launcher and of the rank, and the rank's start time. The folder contains multiprocessing's sockets,
+which data workers use, and a link to each unfinished directory, such as that of a checkpoint being written. The last
+process of a job to leave a machine also removes these directories. The last process is the supervisor or, without a
+supervisor, the last rank. A later job removes the sockets only, because the directory may belong to another job by
+then.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _Entry:
 
     @property
     def is_alive(self) -> bool:
-        """True if the rank is still running."""
+        """True unless the rank is known to have ended."""
         return read_start_time(self.pid) in ("", self.began)
 
 
@@ -58,9 +59,10 @@ _leaving = threading.Lock()
 
 
 def open_scratch(job: int) -> None:
-    """Create this rank's folder, make multiprocessing use it, and remove the files that ranks of ended jobs left.
+    """Create this rank's folder, let multiprocessing use it if possible, and remove the folders that ended ranks left.
 
-    Does nothing if the system has no user IDs, or if another user owns the parent folder or can write to it.
+    Does nothing if the folder exists already, if the system has no user IDs, or if another user owns the parent folder
+    or can write to it.
 
     Args:
         job: Process ID of the process that started the ranks of this machine.
@@ -123,7 +125,12 @@ def forget_unfinished(directory: Path) -> None:
 
 
 def leave() -> None:
-    """Remove this process's folder and, if this is the last process of its job, the files that killed ranks left."""
+    """Remove this process's folder and, if this is the last process of its job, all files that the job left.
+
+    If the process has registered unfinished directories, its folder remains until the last process removes both,
+    because other processes may still write into these directories. A process without a folder removes its own
+    unfinished directories.
+    """
     with _leaving:  # the main thread and a watchdog's thread may call this
         if not _opened or _opened[0].pid != os.getpid():
             for directory, identity in [] if _opened else list(_unfinished.items()):  # there is only one process
@@ -152,7 +159,10 @@ def _leave_at_exit() -> None:
 def leave_on_sigterm() -> None:
     """Install a SIGTERM handler that removes this rank's folder. Launchers send SIGTERM once another rank has failed.
 
-    Call this only once a rank fails, because a Python handler, unlike the system's default, has to wait for C code.
+    Does nothing outside the main thread, without a folder, or if SIGTERM already has a handler.
+
+    Call this only when this rank fails or ends, because a Python handler, unlike the system's default, has to wait for
+    C code.
     """
     handled = threading.current_thread() is threading.main_thread()
     if handled and _opened and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -177,7 +187,7 @@ def sweep(job: int | None = None, all_ended: bool = False) -> None:
 
     Args:
         job: Job that ends on this machine, identified as in `open_scratch`. Its unfinished directories are also
-            removed. None if a job begins.
+            removed. Default: None, for a job that begins.
         all_ended: Whether all ranks of the job have been ended, although a killed one may still exist. Default: False.
     """
     for entry in _list_entries():
@@ -193,7 +203,7 @@ def sweep(job: int | None = None, all_ended: bool = False) -> None:
 
 
 def _remove_unfinished(directory: Path, identity: _Identity) -> None:
-    """Remove a directory unless another one has replaced it in the meantime."""
+    """Remove a directory, unless it no longer exists or another one has replaced it."""
     if _identify(directory) == identity:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -215,7 +225,7 @@ def _find_link(identity: _Identity) -> Path | None:
 def _find_root() -> Path | None:
     """Return the folder that contains the folders of this user's ranks; None if it cannot be used.
 
-    Process IDs are unique within a namespace, and containers may share a temp folder.
+    The folder's name contains the namespace of the process IDs, because containers may share a temp folder.
     """
     if not hasattr(os, "getuid"):
         return None
@@ -227,7 +237,7 @@ def _find_root() -> Path | None:
 
 
 def _is_own(root: Path) -> bool:
-    """Return whether no other user can write to the folder, or the folder does not exist yet."""
+    """Return whether only this user, the owner, can write to the folder, or the folder does not exist yet."""
     try:
         status = root.lstat()
     except OSError:

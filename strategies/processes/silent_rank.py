@@ -32,7 +32,7 @@ class Dumps:
             self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Close the file. Later requests are ignored."""
+        """Close the file. If this is called in the main thread, later requests are ignored."""
         if self._descriptor is not None and _DUMP is not None:
             faulthandler.unregister(_DUMP)
             with contextlib.suppress(ValueError):  # not in the main thread
@@ -55,7 +55,7 @@ def explain_silence(pid: int | None) -> str:
 
 
 def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
-    """Make a process of this machine write its main thread's stack into a file.
+    """Make a process of this machine write its main thread's stack, and copy the stack into a file.
 
     Args:
         pid: The process ID.
@@ -63,7 +63,7 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
         file: File that receives a copy of the stack.
 
     Returns:
-        Text with the current line of the main thread; "" if there is no stack.
+        Text with the current file and line of the main thread; "" if there is no stack.
     """
     if _DUMP is None or not dumps:
         return ""
@@ -89,7 +89,7 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
 def _signal_main_thread(pid: int, number: int) -> None:
     """Send a signal to a process's main thread, whose ID is that of the process.
 
-    With `os.kill`, Linux would choose the thread.
+    With `os.kill`, Linux would choose the thread. It is used only if the C library has no ``tgkill``.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "tgkill"):  # glibc before 2.30

@@ -28,7 +28,7 @@ _COUNTING = (
 
 
 class BeforeValidation:
-    """Copy of the state that a validation changes: RNG state, dataloader positions, buffers, counts, callback states.
+    """Copy of the state that a validation changes, such as RNG state, dataloader positions, buffers and metric objects.
 
     Args:
         trainer: The running Trainer.
@@ -75,7 +75,7 @@ class BeforeValidation:
         return False
 
     def restore(self) -> None:
-        """Restore everything that was copied."""
+        """Restore the copied state, except callback states, whose copies are saved in the next checkpoint."""
         trainer = self._trainer
         for entry in () if trainer.metrics.evaluation is None else trainer.metrics.evaluation.entries:
             if entry.metric is not None:
@@ -105,7 +105,7 @@ def _restore_buffers(copies: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def sum_parameters(task: nn.Module) -> list[Tensor]:
-    """Return the sum of each parameter, to detect changes. The sums stay on the device until they are compared.
+    """Return the sum of this process's shard of each parameter, to detect changes. The sums stay on the device.
 
     Args:
         task: Task whose parameters are summed.

@@ -176,7 +176,8 @@ class LastStep:
             trainable_only: Omit frozen weights.
 
         Raises:
-            ValueError: If a weight is not finite.
+            ValueError: If a weight is not finite, or ``path`` has content that is not a checkpoint.
+            TypeError: If a state is not plain data.
             OSError: If the checkpoint cannot be written.
         """
         trainer, task, state = self._trainer, self._task, self._state

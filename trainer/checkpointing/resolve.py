@@ -44,12 +44,12 @@ class SearchReport:
     """Findings of a search for a checkpoint. Rank zero fills in the report and sends it to all ranks.
 
     Attributes:
-        steps_reached: Number of optimizer steps that the run had taken when it ended, as recorded in its folder; 0 if
-            unknown.
+        steps_reached: Number of optimizer steps of the run, as last recorded in its folder; 0 if unknown, and in stages
+            other than ``fit``.
         skipped: One sentence for each checkpoint that cannot be used.
         other_runs: Paths of the checkpoints from other runs, latest first, grouped by a text that states how they
             differ from this run.
-        searched: Directories that were searched.
+        searched: Directories that were searched, or a text about another place.
     """
 
     steps_reached: int = 0
@@ -66,7 +66,7 @@ class SearchReport:
         return "; ".join(texts)
 
     def describe_searched(self) -> str:
-        """Return the directories that were searched, as text."""
+        """Return the directories or places that were searched, as text."""
         return ", ".join(self.searched) or "the loggers' directory"
 
 
@@ -93,8 +93,9 @@ class CheckpointResolver:
         the choice, and warnings name the skipped checkpoints.
 
         Raises:
-            ValueError: If no checkpoint matches ``ckpt_path``, the checkpoint is damaged, or the stage is not ``fit``
-                and ``ckpt_path`` is ``"auto"``.
+            ValueError: If ``ckpt_path`` is invalid for the stage, selects no intact checkpoint, or needs a
+                `ModelCheckpoint` that the Trainer does not have. With ``"auto"``, a directory without checkpoints is
+                not an error.
             TypeError: If ``ckpt_path`` is neither a string nor a path.
         """
         trainer, ckpt_path = self.trainer, self.ckpt_path
@@ -155,7 +156,7 @@ class CheckpointResolver:
         return f"a checkpoint's directory, {words}"
 
     def _check_is_checkpoint(self, path: AnyPath) -> None:
-        """Raise a ValueError if a path is not a checkpoint."""
+        """Raise a ValueError if a path is a file, does not exist, or is a folder of checkpoints."""
         checkpoint.find_again(path)
         if path.is_file():
             raise ValueError(

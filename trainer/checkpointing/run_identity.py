@@ -39,7 +39,10 @@ _MAY_DIFFER = re.compile("|".join((_LENGTHS, _STEPS, _BATCHES, _HARDWARE, _PLACE
 
 
 def class_name(cls: type) -> str:
-    """Return a class's full name, the same whether its file runs as a script or is imported.
+    """Return a class's full name.
+
+    For a class of the running script, the module is the name of the script or of the ``-m`` module; in a notebook, it
+    is ``__main__``.
 
     Args:
         cls: Class of a task.
@@ -53,9 +56,10 @@ def class_name(cls: type) -> str:
 
 
 def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:
-    """Return the plain hyperparameters of the task and data module before the first stage, by dotted name.
+    """Return the plain hyperparameters of the task and data module as of the first call, by dotted name.
 
-    A finder or ``setup`` may change them later, but neither has run yet in a restarted script.
+    The first call precedes ``setup`` and the searches of the first stage, which may change hyperparameters. The names
+    of the data module's hyperparameters begin with ``data.``.
 
     Args:
         task: The user's task.
@@ -88,11 +92,12 @@ def _iterate_plain_values(value: Any, name: str = "", depth: int = 0) -> Iterato
 
 
 def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
-    """Return the differences that show that a checkpoint is from another run, one per line; empty if from this run.
+    """Return descriptions of the differences that show that a checkpoint is from another run; an empty list if none do.
 
-    The task's class, the hyperparameters of the task and the data module, and (with ``strict_loading``) the names and
-    shapes of the parameters are compared. Hyperparameters that an ordinary resume may change, such as the batch size,
-    are ignored.
+    The task's class is compared first, then the hyperparameters of the task and the data module, and then, with
+    ``strict_loading``, the names and shapes of the weights, as far as the model is built. The first of these steps that
+    finds a difference is the last. Hyperparameters that an ordinary resume may change, such as the batch size, are
+    ignored.
 
     Args:
         trainer: Trainer with the task and the data module.

@@ -81,12 +81,12 @@ class Bundle:
         self.load(state_dict)
 
     def state_layout(self) -> Any:
-        """Return tensors with the sharding of the state, without calling user-defined hooks."""
+        """Return a state whose tensors are sharded like the saved ones; an empty dict if no ``like`` was passed."""
         return self.like()
 
 
 class TrainerCheckpointer:
-    """Saver and loader of the Trainer's own parts of a checkpoint: counters, logged values, callbacks, data module.
+    """Saver and loader of the Trainer's own parts of a checkpoint, such as counters and the states of callbacks.
 
     Args:
         trainer: Trainer whose state is saved and restored.
@@ -121,8 +121,9 @@ class TrainerCheckpointer:
             blocking: Wait until the checkpoint is written. Default: True.
 
         Raises:
-            ValueError: If an optimizer step is in progress and ``weights_only`` is False, or if at least one process
-                holds a weight that is not finite. Nothing is then written or removed.
+            ValueError: If an optimizer step is in progress and ``weights_only`` is False, or for a reason that
+                `Accelerator.save_state` lists.
+            TypeError, OSError: See `Accelerator.save_state`.
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
         path, *also = map(str, paths)
@@ -156,7 +157,7 @@ class TrainerCheckpointer:
             )
 
     def refuse_broken_weights(self, task: TaskModule, path: AnyPath) -> None:
-        """Raise a ValueError if this process's shard of the weights contains NaN or infinity.
+        """Raise a ValueError if this process's shard of the weights contains NaN, or infinity in a trained parameter.
 
         No run could resume from such a checkpoint.
 
@@ -209,7 +210,11 @@ class TrainerCheckpointer:
         return parts
 
     def register(self) -> None:
-        """Register the Trainer's own state with the accelerator, which then saves it in every checkpoint."""
+        """Register the Trainer's own state with the accelerator, which then saves it in every full checkpoint.
+
+        Raises:
+            ValueError: If two callbacks with a state have the same ``state_key``.
+        """
         trainer, metrics, world = self._trainer, self._trainer.metrics, self._trainer.accelerator.data_world
         collect_callback_states(trainer.callbacks)  # so that a duplicate name is an error now, not at the first save
         states = TrainerStates(
@@ -235,9 +240,9 @@ class TrainerCheckpointer:
         return CallbackStates(callbacks=callback_states, added=self._added or {})
 
     def _collect_callback_layouts(self) -> CallbackStates:
-        """Return tensors with the sharding of the callbacks' states.
+        """Return the callbacks' states and the tensors of `Callback.added_layout`, of which only the sharding is used.
 
-        Hooks are not called, because they might change state.
+        The checkpoint hooks are not called, because they might change state.
         """
         callbacks = self._trainer.callbacks
         layouts = {name: value for callback in callbacks for name, value in callback.added_layout().items()}
@@ -295,7 +300,7 @@ class TrainerCheckpointer:
         return {"epoch": self._trainer.progress.epoch, "global_step": self._trainer.progress.step}
 
     def _get_hparams(self) -> dict[str, Any]:
-        """Return the task's hyperparameters."""
+        """Return the task's hyperparameters; an empty dict without a task."""
         task = self._trainer.task
         return {} if task is None or not task.hparams else dict(task.hparams)
 
@@ -328,7 +333,7 @@ class TrainerCheckpointer:
             opened: Opened checkpoint to load the weights from.
 
         Raises:
-            ValueError: If the weights do not fit the task.
+            ValueError: If the checkpoint is damaged, or the weights do not fit the task.
         """
         accelerator = self._trainer.accelerator
         by_task = overrides(task, "load_state_dict")  # a custom load_state_dict may accept more

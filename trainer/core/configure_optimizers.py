@@ -63,7 +63,7 @@ class SchedulerConfig:
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
 
     def check_monitor(self) -> None:
-        """Raise a ValueError if a plateau scheduler has no ``monitor``. Call it only if the loop steps schedulers."""
+        """Raise a ValueError if a plateau scheduler lacks a ``monitor``, which automatic optimization requires."""
         if self.reduce_on_plateau and self.monitor is None:
             raise ValueError(
                 f"the scheduler {type(self.scheduler).__name__} needs a monitor. Return "
@@ -78,7 +78,7 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
         returned: The result of ``configure_optimizers``.
 
     Raises:
-        TypeError, ValueError: If the form is invalid; the message states the result and the valid forms.
+        TypeError, ValueError: If the result is invalid.
     """
     if returned is None:
         return [], []
@@ -183,10 +183,11 @@ def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) ->
 
 
 def endless(scheduler: Any) -> str | None:
-    """Return the name of a scheduler's length argument that is infinite; None if all are finite.
+    """Return the name of a scheduler's length argument that is infinite; None if there is none.
 
-    The search covers torch's schedulers, including combined ones, and the closure of a ``LambdaLR``'s function, which
-    holds ``num_training_steps`` for transformers' ``get_cosine_schedule_with_warmup``.
+    The search covers ``total_steps``, ``T_max``, ``total_iters`` and ``T_0`` of torch's schedulers, also inside a
+    ``SequentialLR`` or ``ChainedScheduler``. It also covers the values that a ``LambdaLR``'s functions capture, such as
+    ``num_training_steps`` in transformers' ``get_cosine_schedule_with_warmup``.
 
     Args:
         scheduler: Scheduler to search.

@@ -66,7 +66,9 @@ class TransferHooks:
 
 
 class DataModule(HyperparametersMixin, TransferHooks):
-    """Datasets and dataloaders of a task. ``prepare_data`` runs on one process per machine, ``setup`` on every process.
+    """Datasets and dataloaders of a task.
+
+    By default, ``prepare_data`` runs on one process of each machine. ``setup`` runs on every process.
 
     Attributes:
         trainer: The Trainer that uses the data module, or None.
@@ -166,10 +168,11 @@ class DataModule(HyperparametersMixin, TransferHooks):
         """Build a data module from existing datasets. Map-style training datasets are shuffled.
 
         Args:
-            train_dataset: Dataset for training, or several in lists, tuples and dicts.
-            val_dataset: Dataset or datasets for validation, in the same forms.
-            test_dataset: Dataset or datasets for testing, in the same forms.
-            predict_dataset: Dataset or datasets for prediction, in the same forms.
+            train_dataset: Dataset for training, or several in an iterable or a dict, which may be nested. Default:
+                none.
+            val_dataset: Dataset or datasets for validation, in the same forms. Default: none.
+            test_dataset: Dataset or datasets for testing, in the same forms. Default: none.
+            predict_dataset: Dataset or datasets for prediction, in the same forms. Default: none.
             batch_size: Batch size of each dataloader. Also passed to ``__init__`` if that accepts this argument.
                 Default: 1.
             num_workers: Worker processes of each dataloader. Also passed to ``__init__`` if that accepts this argument.
@@ -211,20 +214,23 @@ class DataModule(HyperparametersMixin, TransferHooks):
         """Build the data module from the hyperparameters in a checkpoint and load its state. Saved code never runs.
 
         Args:
-            checkpoint_path: A Treadle checkpoint; a Lightning ``.ckpt``; or the URL of a file, with ``sha256``.
+            checkpoint_path: Path or URL of a Treadle checkpoint or a Lightning ``.ckpt``.
             map_location: Accepted for compatibility with Lightning; a data module's tensors stay on the CPU.
             hparams_file: Path of a logger's ``hparams.yaml`` or ``.csv``, which replaces the saved hyperparameters.
             weights_only: Accepted for compatibility with Lightning; code in a file never runs.
-            sha256: Expected SHA-256 digest of the file, verified before the file is parsed.
+            sha256: Expected SHA-256 digest of the file, verified before the file is parsed. Required for an ``http``,
+                ``https`` or ``file`` URL.
             kwargs: Arguments of ``__init__``, which override the saved ones.
 
         Returns:
             The data module with its saved state.
 
         Raises:
-            TypeError: If a required argument of ``__init__`` is neither saved nor passed.
-            ValueError: If the path is not a checkpoint, the checkpoint is damaged or harmful, or the file contains only
-                weights.
+            TypeError: If an argument has the wrong type, or a required argument of ``__init__`` is neither saved nor
+                passed.
+            ValueError: If the checkpoint or ``hparams_file`` cannot be loaded, the checkpoint contains only weights, or
+                ``sha256`` is missing or wrong.
+            OSError: If a download fails, or ``hparams_file`` cannot be opened.
         """
         from .loading import build_datamodule, warn_of_code
 

@@ -38,8 +38,9 @@ class Exports(nn.Module):
         """Convert ``forward`` to an ONNX program. Requires the packages onnx and onnxscript.
 
         Args:
-            file_path: Path of the ONNX file, or a file that is open for binary writing; None writes no file.
-            input_sample: Input of ``forward``: a tensor, a tuple of arguments, or a dict of keywords. Default:
+            file_path: Path of the ONNX file, or a file that is open for binary writing; None writes no file. Default:
+                None.
+            input_sample: Input of ``forward``: a tensor, a tuple or list of arguments, or a dict of keywords. Default:
                 ``example_input_array``.
             kwargs: Keyword arguments of ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` makes the batch
                 size dynamic.
@@ -50,7 +51,8 @@ class Exports(nn.Module):
         Raises:
             ModuleNotFoundError: If a package is missing; the message names it.
             ValueError: If ``dynamo`` is not True, the task has no ``forward``, no input is available, the model is
-                sharded or not built, or the shapes of the program's outputs differ from those of the model.
+                sharded or not built, or the shapes of the program's outputs differ from those of the model. Errors of
+                ``forward`` and ``torch.onnx.export`` are raised unchanged.
         """
         require("to_onnx", "onnx", "onnxscript", extra="onnx")
         if (dynamo := kwargs.pop("dynamo", True)) is not True:
@@ -79,6 +81,7 @@ class Exports(nn.Module):
 
         Args:
             file_path: Path of the ``.pt2`` file, which ``torch.export.load(file).module()`` loads; None writes no file.
+                Default: None.
             input_sample: See `to_onnx`.
             kwargs: Keyword arguments of ``torch.export.export``: ``dynamic_shapes={"x": {0: torch.export.Dim.AUTO}}``.
 
@@ -88,7 +91,7 @@ class Exports(nn.Module):
         Raises:
             ValueError: If ``file_path`` does not end in ``.pt2``, the task has no ``forward``, no input is available,
                 the model is sharded or not built, or the shapes of the program's outputs differ from those of the
-                model.
+                model. Errors of ``forward`` and ``torch.export.export`` are raised unchanged.
         """
         if file_path is not None and Path(file_path).suffix != ".pt2":
             raise ValueError(f"file_path={os.fspath(file_path)!r} must end in .pt2, the suffix that torch expects.")
@@ -106,15 +109,17 @@ class Exports(nn.Module):
         return program
 
     def to_safetensors(self, file_path: str | Path) -> None:
-        """Write the weights, under their names in ``state_dict``, to one safetensors file. The write is atomic.
+        """Write the tensors in ``state_dict`` to one safetensors file. The write is atomic.
 
-        Tied weights are written once, and the header lists them. `load_weights` loads the file.
+        The names are those in ``state_dict``, without the prefix that ``torch.compile`` adds. Tied weights are written
+        once, and the header lists them. `load_weights` loads the file.
 
         Args:
             file_path: Path or URL of the file.
 
         Raises:
             ValueError: If the model is sharded or not built.
+            TypeError: If safetensors does not support a tensor, for example a sparse one.
         """
         _refuse_shards(self, "to_safetensors")
         if not is_url(file_path):
@@ -134,11 +139,11 @@ class Exports(nn.Module):
         """Convert ``forward`` to TorchScript, which torch has deprecated in favor of `to_torch_export`.
 
         Args:
-            file_path: Path of the file, which ``torch.jit.load`` loads; None writes no file.
+            file_path: Path of the file, which ``torch.jit.load`` loads; None writes no file. Default: None.
             method: ``"script"`` compiles the source of ``forward``, ``"trace"`` records one call. Default:
                 ``"script"``.
-            example_inputs: Input of ``forward`` for ``"trace"``: a tensor, a tuple of arguments, or a dict of keywords.
-                Default: ``example_input_array``.
+            example_inputs: Input of ``forward`` for ``"trace"``: a tensor, a tuple or list of arguments, or a dict of
+                keywords. Default: ``example_input_array``.
             kwargs: Keyword arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 
         Returns:
@@ -146,7 +151,7 @@ class Exports(nn.Module):
 
         Raises:
             ValueError: If the method is unknown, the task has no ``forward``, a trace has no input, or the model is
-                sharded or not built.
+                sharded or not built. Errors of torch are raised unchanged.
         """
         warn(
             "to_torchscript: TorchScript is deprecated in torch and no longer maintained. Use to_onnx, or "
@@ -238,7 +243,7 @@ def _collect_tensors(output: Any) -> list[Tensor]:
 
 
 def _check_shapes(method: str, expected: list[Any], actual: list[Any]) -> None:
-    """Raise a ValueError unless the number and the shapes of the outputs match; a symbolic size matches any number."""
+    """Raise a ValueError unless the number and shapes of the outputs match. Unknown shapes and symbolic sizes match."""
     fits = len(expected) == len(actual) and all(
         have is None
         or (len(want) == len(have) and all(not isinstance(n, int) or n == m for n, m in zip(have, want, strict=True)))

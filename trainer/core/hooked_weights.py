@@ -25,7 +25,10 @@ class HookedWeights:
         self._before = {name: (value, _get_version(value)) for name, value in weights.items()}
 
     def get_edited(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the weights as the hooks left them; None if they did not drop, add, replace or change any.
+        """Return the weights as the hooks left them; None if no edit is detected.
+
+        Replaced, removed, added and reordered entries are detected. In-place changes are detected in tensors that are
+        not inference tensors.
 
         Args:
             checkpoint: The dict that was passed to the hooks.

@@ -1,4 +1,4 @@
-"""Hooks that a task can override. Callbacks have most of them too, under the same names and at the same times."""
+"""Hooks that a task can override. Callbacks have most of them too, under the same names."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class TaskHooks:
     def configure_model(self) -> None:
         """Build layers that ``__init__`` did not build, in place.
 
-        A sharding strategy shards the layers as they are built; see `Accelerator.init_module`. The hook may be called
-        more than once, so return immediately if the layers exist.
+        With a sharding strategy, no process allocates the full layers; see `Accelerator.init_module`. The hook may be
+        called more than once, so return immediately if the layers exist.
         """
 
     def configure_callbacks(self) -> Any:
         """Return callbacks that belong to this task. They replace the Trainer's callbacks of the same class.
 
         Returns:
-            A `Callback`, or a list of them. Default: an empty list.
+            A `Callback`, several in a list or another iterable, or None. Default: an empty list.
         """
         return []
 
@@ -52,7 +52,7 @@ class TaskHooks:
         """Run once the model and the optimizers are set up."""
 
     def on_fit_end(self) -> None:
-        """Run at the end of ``fit``, after `on_train_end`."""
+        """Run at the end of ``fit``, after `on_train_end`, unless an error or a signal ends ``fit``."""
 
     def on_exception(self, exception: BaseException) -> None:
         """React to an exception on this process. Call no collectives: other ranks may not reach them.
@@ -68,16 +68,16 @@ class TaskHooks:
         """Run after the sanity check."""
 
     def on_train_start(self) -> None:
-        """Run before the first epoch."""
+        """Run before training begins or, in a resumed run, continues."""
 
     def on_train_end(self) -> None:
-        """Run after the last epoch."""
+        """Run at the end of training, unless an error or a signal ends ``fit``."""
 
     def on_train_epoch_start(self) -> None:
-        """Run before each epoch."""
+        """Run before each epoch, and before the rest of an epoch that a resumed run continues."""
 
     def on_train_epoch_end(self) -> None:
-        """Run after each epoch, once its validation and its schedulers' steps are done."""
+        """Run after each epoch, complete or not; a complete one ends with its validation and its schedulers' steps."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Run before each micro-batch, once it is on the device.
@@ -91,41 +91,50 @@ class TaskHooks:
         """
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Run after each micro-batch. After the last one of an accumulation group, the optimizer has already stepped.
+        """Run after each micro-batch; for the last one of an accumulation group, after the optimizer step.
 
         Args:
             outputs: Dict with the detached ``"loss"`` and any other entries that ``training_step`` returned; empty if
-                it returned None.
+                it returned None. With manual optimization, a result that is neither a tensor nor a dict is passed
+                unchanged.
             batch: Batch on the device.
             batch_idx: Index of the micro-batch in the epoch.
         """
 
     def on_before_backward(self, loss: Any) -> None:
-        """Run after the loss is computed and before its backward pass.
+        """Run before each backward pass.
 
         Args:
-            loss: Unscaled loss that ``training_step`` returned.
+            loss: Unscaled loss that ``training_step`` returned or, with manual optimization, passed to
+                ``manual_backward``.
         """
 
     def on_after_backward(self) -> None:
-        """Run after the gradients of a micro-batch are accumulated."""
+        """Run after each backward pass, once its gradients are accumulated."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Run before each optimizer step, once its gradients are complete and unscaled, before the Trainer clips them.
+
+        With automatic optimization and an optimizer that needs a closure, the hook runs in each closure call.
 
         Args:
             optimizer: Optimizer that is about to step.
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Run before the Trainer resets the gradients. Does not run with manual optimization.
+        """Run before the gradients are reset after an optimizer step. Does not run with manual optimization.
+
+        If the optimizer needs a closure, the hook runs at the start of each closure call instead.
 
         Args:
             optimizer: Optimizer whose gradients are reset.
         """
 
     def on_step_end(self) -> None:
-        """Run after each optimizer step, even a skipped one, the schedulers' steps and, if one is due, a validation."""
+        """Run after each optimizer step (even a skipped one), its schedulers' steps and, if due, the validation.
+
+        With manual optimization, the hook runs after each batch.
+        """
 
     def on_validation_start(self) -> None:
         """Run before each validation."""

@@ -42,19 +42,19 @@ class HyperparametersMixin:
     ) -> None:
         """Keep the arguments of ``__init__`` in ``self.hparams``, with their original types.
 
-        Checkpoints and loggers get the arguments that are plain data: numbers, text, lists, dicts, paths, dates,
+        Checkpoints and loggers get the arguments that are data, such as numbers, text, lists, dicts, paths, dates,
         tensors, enum members, dataclasses and OmegaConf containers. They do not get other arguments, such as a module
-        or a function; one warning names those.
+        or a function. When checkpoints are saved, a warning names each of these except for defaults of ``__init__``.
 
         Args:
-            args: Names of the arguments to keep, or one dict, namespace, dataclass or OmegaConf configuration to keep
-                instead. Default: all arguments.
+            args: Names of the arguments to keep, or one dict, namespace, dataclass or ``DictConfig`` to keep instead.
+                Default: all arguments except ``*args``.
             ignore: Name of an argument to omit, or several names. Default: none.
             frame: Stack frame of ``__init__``. Default: the caller's frame.
             logger: Whether loggers get the hyperparameters. Default: True.
 
         Raises:
-            TypeError: If an object does not hold hyperparameters by name.
+            TypeError: If ``args`` contains anything other than names or one object that holds hyperparameters by name.
             ValueError: If ``args`` names an argument that ``__init__`` does not have, or the method is called outside
                 of ``__init__`` without an object.
         """
@@ -102,7 +102,11 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """Copy of `hparams` as of the last call of `save_hyperparameters`, without later changes."""
+        """Copy of `hparams` as of the last call of `save_hyperparameters`; empty before the first call.
+
+        Later changes are not included, except for those made in place to tensors, arrays and objects that checkpoints
+        cannot store.
+        """
         return _take_snapshot(self.__dict__.get("_hparams_initial", AttributeDict()))
 
     def stored_hparams(self) -> Stored:
@@ -112,7 +116,7 @@ class HyperparametersMixin:
         )
 
     def plain_hparams(self) -> dict[str, Any]:
-        """Return `hparams` as sent to loggers: dicts, lists, text and numbers, without values that cannot be stored."""
+        """Return `hparams` in the form that loggers receive, without values that checkpoints cannot store."""
         return plain({name: readable(value) for name, value in self.stored_hparams().values.items()})
 
     def check_hparams(self, stored_form: Stored) -> None:

@@ -75,8 +75,9 @@ def build(
         The task with the loaded weights.
 
     Raises:
-        TypeError: If ``map_location`` is not a device, or a required argument is missing.
-        ValueError: If the source cannot be loaded.
+        TypeError: If an argument has the wrong type, or a required argument of the constructor is missing.
+        ValueError: If the source or ``hparams_file`` cannot be loaded, or the weights do not fit the task.
+        OSError: If a download fails, or ``hparams_file`` cannot be opened.
     """
     if map_location is not None and not isinstance(map_location, str | int | torch.device):
         raise TypeError(f"map_location={map_location!r:.100} must be a device. Remove it to load the task on the CPU.")
@@ -124,8 +125,9 @@ def build_datamodule(
         The data module with its saved state.
 
     Raises:
-        TypeError: If a required argument is missing.
-        ValueError: If the source cannot be loaded, or holds weights only.
+        TypeError: If an argument has the wrong type, or a required argument of the constructor is missing.
+        ValueError: If the source or ``hparams_file`` cannot be loaded, or the source holds only weights.
+        OSError: If a download fails, or ``hparams_file`` cannot be opened.
     """
     file_hparams = None if hparams_file is None else read_hparams_file(hparams_file)
     document: dict[str, Any] = {}
@@ -158,21 +160,25 @@ def build_datamodule(
 def load_checkpoint(
     checkpoint_path: Source, map_location: Any = None, weights_only: bool | None = None, *, sha256: str | None = None
 ) -> dict[str, Any]:
-    """Load a checkpoint as the dict that Lightning stores in its file. Use it instead of ``torch.load(path)``.
+    """Load a checkpoint as a dict like that in a Lightning file. Call this function instead of ``torch.load(path)``.
 
     Args:
         checkpoint_path: A Treadle checkpoint, such as ``trainer.checkpoint_callback.best_model_path``, or any other
             source of weights that `load_weights` accepts.
         map_location: Device of the weights. Default: the CPU.
         weights_only: Accepted for compatibility with ``torch.load``; code in a file never runs.
-        sha256: Expected SHA-256 digest of a file, verified before the file is parsed.
+        sha256: Expected SHA-256 digest of a file, verified before the file is parsed. Required for an ``http``,
+            ``https`` or ``file`` URL.
 
     Returns:
-        Dict with the weights under ``state_dict``, by their names in the task. If the checkpoint has them, it also
-        holds ``epoch``, ``global_step``, ``hyper_parameters`` and the entries that ``on_save_checkpoint`` added.
+        Dict with the weights under ``state_dict``, by name. If the checkpoint has them, the dict also holds other
+        entries, such as ``epoch``, ``global_step``, ``hyper_parameters`` and those that ``on_save_checkpoint`` added.
 
     Raises:
-        ValueError: If the path is not a checkpoint, or the checkpoint is damaged or harmful.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the source is missing, damaged, harmful or in an unsupported format, or ``sha256`` is missing or
+            wrong. Errors of torch, such as for an unavailable device, are raised unchanged.
+        OSError: If a download fails.
 
     Example:
         >>> import tempfile
@@ -217,6 +223,7 @@ def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[s
 
     Raises:
         TypeError: If neither the checkpoint nor ``given`` has a required argument; the message names the argument.
+        ValueError: If the checkpoint cannot be read.
     """
     with open_source(source) as opened_source:
         saved, document = opened_source.checkpoint, {}
@@ -241,7 +248,7 @@ def _edit_weights(task: TaskModule, source: Opened, saved: OpenCheckpoint, check
 
 
 def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return the first model's state in a checkpoint, by name: memory-mapped weights and any extra state.
+    """Return the first model's state in a checkpoint, by name: its weights and any extra state.
 
     Args:
         opened: Opened checkpoint to read from.
@@ -301,7 +308,7 @@ def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
 
 
 def _read_parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the file's entries except for the weights, and the type of each value that is not data, by place."""
+    """Return the file's entries except for ``state_dict``, and the type of each value that is not data, by place."""
     raw = file.reader.container(file.document)
     parts: dict[str, Any] = {}
     dropped: dict[str, str] = {}
@@ -437,7 +444,8 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
 
     Raises:
         ValueError: If the file is missing, has an unsupported format, is too large, or contains anything other than
-            plain data.
+            plain data by name.
+        OSError: If the file cannot be opened.
     """
     path = Path(path)
     ending = path.suffix.lower()

@@ -166,7 +166,10 @@ class _ForwardedArguments:
 
 
 def _find_forwarded(init: Any) -> _ForwardedArguments | None:
-    """Return the arguments passed with ``**kwargs`` to ``super().__init__``; None if ``**kwargs`` has another use."""
+    """Return the arguments passed with ``**kwargs`` to ``super().__init__``.
+
+    None if there is no ``**kwargs``, if it has another use, or if the source of the function is not available.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(init)))
     except (OSError, TypeError, SyntaxError):
@@ -199,7 +202,8 @@ def described(target: Any) -> dict[str, str]:
     """Return the descriptions of the arguments in a docstring of Google or Sphinx style.
 
     Args:
-        target: Class or function that has the docstring.
+        target: Class or function that has the docstring. For a class, the docstrings of ``__init__`` and of the base
+            classes are also searched.
 
     Returns:
         Descriptions by name, for the arguments that have one.

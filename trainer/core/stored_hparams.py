@@ -1,8 +1,9 @@
 """Hyperparameters as data: the form that checkpoints store and loggers receive, and the arguments rebuilt from it.
 
 ``hparams`` holds the user's objects unchanged. The stored form holds only data: OmegaConf containers, dataclasses and
-enum members become a `Record` of their content. Reading this form imports nothing and builds a dataclass only if the
-constructor's own annotation or default names that class or a base class, so a checkpoint cannot choose code to run.
+enum members become a `Record` of their content. Reading this form imports no module that the data names. It builds a
+dataclass only if an annotation allows that class or a base class, or the default has that class or a base class. A
+checkpoint therefore cannot choose code to run.
 """
 
 from __future__ import annotations
@@ -71,9 +72,10 @@ class Stored:
     """Hyperparameters in the form that checkpoints store, and the names of those that cannot be stored.
 
     Attributes:
-        values: Values by name that `codec.encode` accepts; a mapping that can be stored only in part is reduced to that
-            part.
-        left_out: Place and type of each value that could not be stored, by name.
+        values: Values by name, which checkpoints can store. A mapping that can be stored only in part is reduced to
+            that part.
+        left_out: Place, and type or another reason, of the first value in each hyperparameter that could not be stored,
+            by the hyperparameter's name.
     """
 
     values: dict[str, Any]
@@ -99,7 +101,7 @@ def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
 
 
 def make_config(values: Any) -> Any:
-    """Return values as a ``DictConfig``, or unchanged if OmegaConf cannot hold one of them.
+    """Return values as an OmegaConf container, or unchanged if OmegaConf does not support them.
 
     Args:
         values: Dict of values, or any other value.
@@ -158,7 +160,7 @@ def class_name(kind: type) -> str:
 
 
 def readable(value: Any) -> Any:
-    """Return a stored value in readable form: records are replaced by their content.
+    """Return a stored value in readable form: records are replaced by their content, and enum members by text.
 
     Args:
         value: Value in its stored form.
@@ -324,12 +326,12 @@ class CannotRebuild(ValueError):
 
 
 def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: bool = False) -> Any:
-    """Rebuild an argument from its stored form. Nothing is imported, and only classes in ``annotation`` are called.
+    """Rebuild an argument from its stored form. No module that the stored form names is imported.
 
     Args:
         value: Stored form of the argument.
-        annotation: Annotation of the argument in the constructor. It allows the classes that it names and, for
-            dataclasses, their subclasses.
+        annotation: Annotation of the argument in the constructor. A dataclass is built only if the annotation names it
+            or one of its base classes. Within a dataclass, the annotations of its fields apply.
         default: Default of the argument, whose class is treated as if the annotation named it.
         home: Name of the module that defines the constructor's class. An enum class is looked up here if the module
             named in the checkpoint does not have it, for example because that module was a script.
@@ -421,7 +423,7 @@ class _Rebuilder:
             raise CannotRebuild(f"{add_article(kind.__qualname__)}, which cannot be rebuilt: {error}") from error
 
     def _interpret(self, value: Any, allowed: tuple[type, ...]) -> Any:
-        """Convert a value to a type of the annotation, unless it already has one."""
+        """Convert a value to a type of the annotation, unless it already has one or no type fits."""
         if type(value) in allowed or not allowed:
             return value
         for kind in allowed:

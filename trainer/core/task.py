@@ -79,16 +79,16 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         A dict may also hold ``"weight"``: the number of items, such as tokens, over which the loss is averaged, if
         these are not the batch's samples. The gradient of the optimizer step is then the mean over these items on all
-        processes.
+        processes. Optimizers that need a closure do not support a weight, and manual optimization ignores it.
 
         Args:
             args: The batch, then its index ``batch_idx``; ``batch_idx`` may be omitted from the signature.
             kwargs: Not used by the Trainer, which passes all arguments by position.
 
         Returns:
-            The loss as a 0-d tensor, or a dict that holds it as ``"loss"``. On a single process without a loss scaler,
-            None is accepted with a warning, and the batch contributes no gradient. Any value is accepted with
-            ``automatic_optimization=False``.
+            The loss as a tensor with one element, or a dict that holds it as ``"loss"``. None is accepted with a
+            warning on a single process, unless a loss scaler or an optimizer that needs a closure is used; the batch
+            then contributes no gradient. Any value is accepted with ``automatic_optimization=False``.
         """
         raise NotImplementedError
 
@@ -96,7 +96,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Process one validation batch and log its metrics.
 
         Args:
-            args: The batch, then ``batch_idx`` and, with several dataloaders, ``dataloader_idx``.
+            args: The batch, ``batch_idx`` and ``dataloader_idx``. With a single dataloader, the signature may omit the
+                last one or two.
             kwargs: Not used by the Trainer, which passes all arguments by position.
 
         Returns:
@@ -108,7 +109,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Process one test batch and log its metrics.
 
         Args:
-            args: The batch, then ``batch_idx`` and, with several dataloaders, ``dataloader_idx``.
+            args: The batch, ``batch_idx`` and ``dataloader_idx``. With a single dataloader, the signature may omit the
+                last one or two.
             kwargs: Not used by the Trainer, which passes all arguments by position.
 
         Returns:
@@ -120,7 +122,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Return the predictions for one batch. Default: ``self(batch)``.
 
         Args:
-            args: The batch, then ``batch_idx`` and, with several dataloaders, ``dataloader_idx``.
+            args: The batch, ``batch_idx`` and ``dataloader_idx``. With a single dataloader, the signature may omit the
+                last one or two.
             kwargs: Not used by the Trainer, which passes all arguments by position.
         """
         return self(args[0])
@@ -179,11 +182,11 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         Args:
             optimizer: Optimizer whose gradients are clipped.
-            gradient_clip_val: Maximum norm or absolute value; None or 0 disables clipping.
+            gradient_clip_val: Maximum norm or absolute value; None or 0 disables clipping. Default: None.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
 
         Raises:
-            RuntimeError: If the task has no Trainer.
+            RuntimeError: If clipping is enabled and the task has no Trainer.
             ValueError: If clipping is enabled and the algorithm is unknown.
         """
         if not gradient_clip_val:
@@ -221,8 +224,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             batch_idx: Index of the accumulation group's last micro-batch.
             optimizer: Optimizer to step. Its gradients are complete, reduced over the ranks and clipped, unless it
                 needs a closure.
-            optimizer_closure: Function that returns the step's loss. For an optimizer that needs a closure (L-BFGS), it
-                first recomputes loss and gradients.
+            optimizer_closure: Function that returns the detached loss of the last micro-batch. For an optimizer that
+                needs a closure (L-BFGS), the function recomputes the gradients of all micro-batches of the step and
+                returns their mean loss over all processes.
         """
         optimizer.step(closure=optimizer_closure)
 
@@ -278,13 +282,14 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             on_step: Log the value of single steps. Default: True in training batches.
             on_epoch: Log the value of the epoch. Default: True outside of training batches.
             reduce_fx: Reduction over the batches of an epoch and over processes: ``"mean"``, ``"sum"``, ``"min"``,
-                ``"max"``, or torch's function of this name. Default: ``"mean"``.
+                ``"max"``, or a function with one of these names, such as ``torch.max``. Default: ``"mean"``.
             enable_graph: Accepted for compatibility with Lightning; values are always detached.
             sync_dist: Accepted for compatibility with Lightning; values are always reduced over all processes.
             sync_dist_group: Accepted for compatibility with Lightning and ignored.
             add_dataloader_idx: Append ``/dataloader_idx_N`` to the name if there are several evaluation dataloaders.
                 Default: True.
-            batch_size: Weight of the value in the mean of an epoch. Default: the number of samples in the batch.
+            batch_size: Weight of the value in the mean of an epoch. Default: the number of samples in the batch; 1
+                outside of a batch.
             metric_attribute: Accepted for compatibility with Lightning; metrics are not restored by attribute.
             rank_zero_only: Accepted for compatibility with Lightning and ignored. Log the same names on every process.
 
@@ -319,7 +324,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             self.log(name, value, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank zero, without disturbing the progress bar.
+        """Print on rank zero, without disturbing the progress bar. Without a Trainer, every process prints.
 
         Args:
             args: Positional arguments of ``print``.
@@ -341,11 +346,13 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
                 their scale. If False and the world size is larger than 1, the result has no gradients. Default: False.
 
         Returns:
-            ``data`` with each tensor or number as a tensor of shape ``(world_size, ...)``. With one process, no
-            dimension is added.
+            ``data`` with each tensor or number as a tensor of shape ``(world_size, ...)``, where ``world_size`` counts
+            the processes of ``group``. With one process, no dimension is added.
 
         Raises:
-            ValueError: On every process, if the number, shapes or dtypes of the tensors differ.
+            ValueError: On every process, if the number, shapes or dtypes of the tensors differ. Also if this process is
+                not in ``group``.
+            RuntimeError: If the task has no Trainer.
         """
         world = self.trainer.accelerator.world
         if group is not None and world.size > 1:
@@ -387,6 +394,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         Args:
             optimizer: Optimizer whose parameters keep their gradients.
+
+        Raises:
+            RuntimeError: See `toggle_optimizer`.
         """
         self.toggle_optimizer(optimizer)
         try:
@@ -401,7 +411,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             optimizer: Optimizer whose parameters keep their gradients.
 
         Raises:
-            RuntimeError: If an optimizer is already toggled.
+            RuntimeError: If an earlier call has disabled gradients and `untoggle_optimizer` has not enabled them again,
+                or the task has no Trainer.
         """
         parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if self._toggled:
@@ -452,24 +463,27 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Build the task from the hyperparameters in a checkpoint and load its weights. Saved code never runs.
 
         Args:
-            checkpoint_path: A Treadle checkpoint; a Lightning ``.ckpt``, whose ``hyper_parameters`` are passed to
-                ``__init__`` if it accepts them; any other source of weights that `load_weights` accepts; or the URL of
-                a file, with ``sha256``.
+            checkpoint_path: Path or URL of a Treadle checkpoint; of a Lightning ``.ckpt``, whose ``hyper_parameters``
+                are passed to ``__init__`` if it accepts them; or of any other source of weights that `load_weights`
+                accepts.
             map_location: Device of the task. Default: the CPU.
             hparams_file: Path of a logger's ``hparams.yaml`` or ``.csv``, which replaces the saved hyperparameters.
             strict: Whether the weights must match exactly. Default: the task's ``strict_loading``.
             weights_only: Accepted for compatibility with Lightning; code in a file never runs.
-            sha256: Expected SHA-256 digest of the file, verified before the file is parsed.
+            sha256: Expected SHA-256 digest of the file, verified before the file is parsed. Required for an ``http``,
+                ``https`` or ``file`` URL.
             kwargs: Arguments of ``__init__``, which override the saved ones.
 
         Returns:
             The task with the loaded weights.
 
         Raises:
-            TypeError: If ``map_location`` is not a device, or a required argument of ``__init__`` is neither saved nor
+            TypeError: If an argument has the wrong type, or a required argument of ``__init__`` is neither saved nor
                 passed.
-            ValueError: If the path is not a checkpoint, the checkpoint is damaged or harmful, or the weights belong to
-                another model.
+            ValueError: If the checkpoint or ``hparams_file`` cannot be loaded, the weights belong to another model, or
+                ``sha256`` is missing or wrong. Errors of torch, such as for an unavailable device, are raised
+                unchanged.
+            OSError: If a download fails, or ``hparams_file`` cannot be opened.
         """
         from .loading import build, warn_of_code
 
@@ -514,7 +528,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def on_gpu(self) -> bool:
-        """True if the parameters are on a CUDA device."""
+        """True if `device` is a CUDA device."""
         return self.device.type == "cuda"
 
     @property
@@ -529,7 +543,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def global_step(self) -> int:
-        """Number of optimizer steps taken; 0 without a Trainer."""
+        """Number of optimizer steps taken, or of batches with a step in manual optimization; 0 without a Trainer."""
         return 0 if self._trainer is None else self._trainer.global_step
 
     @property

@@ -24,7 +24,7 @@ class Curve:
     """Values of one metric over the optimizer steps.
 
     A curve that reaches `MOST_POINTS` points drops every second one and records later ones at half the rate. The curve
-    of a long run is therefore coarser, not longer, so memory and checkpoints stay small. Loggers get every value.
+    of a long run is therefore coarser, not longer, so memory and checkpoints stay small. Loggers are not affected.
 
     Attributes:
         steps: Optimizer steps of the points.
@@ -46,7 +46,7 @@ class Curve:
         return f"Curve({len(self)} points, last {self.last})"
 
     def add(self, step: int, value: float) -> None:
-        """Add a value, which replaces an earlier value of the same step.
+        """Add a value, which replaces the latest one if both have the same step.
 
         Args:
             step: Number of optimizer steps.
@@ -96,17 +96,18 @@ class Curve:
 class History(Mapping[str, Curve]):
     """Curves of a run by name: ``trainer.history["train_loss"].values``.
 
-    Every value logged with ``logger=True`` has a curve, even without a logger, except for single batches of
-    evaluations. A resumed run continues the curves and rates of its checkpoint; times and throughput are those of this
-    process.
+    A value that ``self.log`` sends to the loggers is also added to the curve with its name, even if there is no logger.
+    Values of single evaluation batches have no curve. A resumed run continues the curves and rates of its checkpoint;
+    times and throughput are those of this process.
 
     Args:
         cursor: The accelerator's cursor, which counts the seconds that this process has waited for batches.
 
     Attributes:
-        rates: Learning rates for the next step, recorded every ``log_every_n_steps``, under the names of
-            `LearningRateMonitor`.
-        throughput: Samples per second of training over all processes, without validations and checkpoints.
+        rates: Learning rates for the next step, under the names of `LearningRateMonitor`. They are recorded when
+            training begins and every ``log_every_n_steps``.
+        throughput: Samples per second of training over all processes, measured every ``log_every_n_steps``. The time of
+            validations and checkpoints does not count.
         spent: Seconds by activity: ``"setup"``, ``"training"``, ``"validation"``, ``"checkpoints"``, ``"test"``,
             ``"predict"``.
         waits: Seconds by activity in which the process waited for batches; ``spent`` includes them. An accelerator may
@@ -155,7 +156,7 @@ class History(Mapping[str, Curve]):
         _add(self.curves, row, step)
 
     def begin(self, progress: Progress, rates: Mapping[str, float]) -> None:
-        """Record the first learning rates and the start of training, from which `measure` counts samples and time.
+        """Record the start of training, from which `measure` counts, and the learning rates if none are recorded yet.
 
         Args:
             progress: Counters of the run.
@@ -226,7 +227,9 @@ class History(Mapping[str, Curve]):
             setattr(self, name, {key: _load_curve(state) for key, state in state_dict[name].items()})
 
     def plot(self, *names: str, show: bool = False) -> Figure:
-        """Draw curves with matplotlib and return the figure: one plot for names with the same ending (``..._loss``).
+        """Draw curves with matplotlib and return the figure, with one plot for each quantity.
+
+        For example, ``train_loss`` and ``val_loss`` share a plot.
 
         A notebook displays the figure once, as the value of the cell. With an inline backend, the figure is closed in
         pyplot, which would otherwise display it again.
@@ -239,7 +242,7 @@ class History(Mapping[str, Curve]):
             The figure.
 
         Raises:
-            KeyError: If a name was not logged.
+            KeyError: If a name was not logged. Learning rates are drawn only by default, not by name.
             ModuleNotFoundError: If matplotlib is not installed.
         """
         try:

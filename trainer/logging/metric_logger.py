@@ -1,4 +1,4 @@
-"""Destinations of logged values: the dictionaries that users read, and the loggers."""
+"""Destinations of logged values: the dictionaries that users read, the loggers, and the history."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Logbook:
     Args:
         world: All processes.
         data_world: Processes over which values are reduced.
-        loggers: Loggers that receive the values, on rank zero. A logger that fails is disabled with a warning, because
-            a tracking service must not end a training run.
+        loggers: Loggers that receive the values, on rank zero. A logger that fails is disabled with a warning, unless
+            it is strict, because a tracking service must not end a training run.
         history: History that receives the values, on all processes.
 
     Attributes:
@@ -120,7 +120,7 @@ class Logbook:
         return values
 
     def write_batches(self, metrics: Metrics, counts: list[int], step: int, *, keep_counting: bool) -> None:
-        """Send the loggers the values that single batches of an evaluation logged. Call it on all processes.
+        """Send the values that single batches of an evaluation logged to the loggers. Call it on all processes.
 
         The x-axis is the index of the batch in its dataloader, because the step is constant in an evaluation. The row
         includes the number of optimizer steps.
@@ -164,7 +164,10 @@ class Logbook:
                     self.logged_values[name] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the reduced values. A scheduler or a monitoring callback may need one before it is logged again."""
+        """Return the reduced values, the names of the latest validation, and the counts of validation batches.
+
+        A scheduler or a monitoring callback may need a value before it is logged again.
+        """
         values, watch = dict(self.callback_values), self.watch.state_dict()
         return {"values": values, "watch": watch, "evaluated": list(self.evaluated)}
 
@@ -197,7 +200,7 @@ class Logbook:
         self.write_row(self._epoch_row, step, epoch)
 
     def write_row(self, row: dict[str, float], step: int, epoch: int) -> None:
-        """Send a row of reduced values, and the epoch, to the loggers.
+        """Send a row of reduced values to the loggers, with the epoch, and to the history. An empty row is not sent.
 
         Args:
             row: Values by name.
@@ -313,8 +316,8 @@ class Logbook:
         """Return the run's folder. Call it on rank zero only.
 
         This is the folder of the first logger that has one. If none has one (MLflow, for example), a folder is created
-        below ``root``, once for this logbook, so that no two runs share it. Without a logger, or if the folder cannot
-        be created, it is ``root`` itself.
+        below ``root``, once for this logbook, so that no two runs share it. Without a logger, with ``fast_dev_run``, or
+        if the folder cannot be created, it is ``root`` itself.
 
         Args:
             root: The Trainer's ``default_root_dir``.

@@ -34,7 +34,7 @@ class Steps:
         task: The user's task.
         model: The task as prepared by the accelerator.
         hooks: Dispatch table of the overridden hooks.
-        schedules: Schedulers that step after optimizer steps.
+        schedules: Schedulers of the task, some of which step after optimizer steps.
         wants_to_stop: Function that returns whether this process requests a stop.
 
     Attributes:
@@ -210,7 +210,7 @@ class Steps:
         agreement.leaves = 0
 
     def may_leave(self) -> bool:
-        """Return whether any rank has a hook that may return -1. Call it on all ranks, once."""
+        """Return whether one of several ranks has a hook that may return -1. Call it on all ranks, once."""
         return not self.alone and self.accelerator.world.any(any(map(_is_users, self.hooks.on_train_batch_start)))
 
     def vote_to_leave(self, index: int) -> None:
@@ -316,8 +316,7 @@ class Steps:
             batch: The last micro-batch of the step.
 
         Raises:
-            ValueError: If ``on_nonfinite="raise"``; the message names the step, the samples, and the ranks or the
-                parameter.
+            ValueError: If ``on_nonfinite="raise"``; the message names the step and, where known, the cause.
         """
         step, epoch, last = self.agreement.place
         found = self.describe_not_finite(last, batch)

@@ -81,7 +81,7 @@ class ClosureSteps(Steps):
                 hook(for_hooks(output), micro_batches[number][0], first + number)
 
     def _evaluate(self, micro_batches: list[tuple[Any, Any]], first: int) -> list[tuple[Any, Tensor]]:
-        """Compute the reduced and clipped gradients of the whole group, and return the results of ``training_step``."""
+        """Compute the reduced and clipped gradients of the whole group, and return each batch's result and loss."""
         accumulation, optimizer = self.accumulation, self.optimizer
         assert optimizer is not None
         for hook in self.hooks.on_before_zero_grad:

@@ -23,7 +23,7 @@ _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 
 
 class Sources:
-    """Dataloaders of one stage. Each kind is created once, on first use.
+    """Dataloaders of one stage. Each kind is created on first use; `reload` creates those of hooks again.
 
     Args:
         task: The user's task.
@@ -71,7 +71,9 @@ class Sources:
         """Prepared training dataloader, created on first use.
 
         Raises:
-            ValueError: If neither the user nor a hook provides a training dataloader.
+            TypeError: If the training dataloader is not an iterable of batches.
+            ValueError: If neither the user nor a hook provides a training dataloader, or the dataloader or its limit is
+                invalid.
         """
         if self._train is None:
             source = self._find("train")
@@ -92,7 +94,8 @@ class Sources:
             kind: ``"val"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            ValueError: If the processes have different numbers of dataloaders.
+            TypeError: If a dataloader is not an iterable of batches.
+            ValueError: If the processes have different numbers of dataloaders, or a dataloader or its limit is invalid.
         """
         if kind not in self._evaluation:
             sources = list(_split_sources(self._find(kind)))
@@ -286,7 +289,7 @@ def _refuse_non_loaders(kind: str, source: Any) -> None:
 
 
 def _split_sources(source: Any) -> Iterable[Any]:
-    """Return the evaluation dataloaders in order; a combination that is not sequential counts as one."""
+    """Return the evaluation dataloaders in order; a combination that is not sequential or has limits counts as one."""
     if source is None or (isinstance(source, list | tuple | Mapping) and not source):
         return []
     if is_collection(source):

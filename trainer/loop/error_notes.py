@@ -101,7 +101,7 @@ def place(trainer: Trainer, stage: str, error: BaseException) -> str:
 
 
 def _describe_batch(next_batch: int, within_fit: bool, frames: Sequence[FrameType]) -> Iterator[str]:
-    """Yield descriptions of the batch that was being processed or read; none between batches."""
+    """Yield descriptions of the validation within ``fit`` and of the batch in which the error occurred, if any."""
     codes = [frame.f_code for frame in frames]
     kind = ""
     if within_fit and EvaluationLoop.run.__code__ in codes:

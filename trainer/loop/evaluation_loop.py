@@ -39,7 +39,7 @@ class Evaluation:
     Attributes:
         metrics: Logged values by name, in one dict for each dataloader.
         predictions: Results of ``predict_step`` on this process: a list for each dataloader, with one result for each
-            batch.
+            batch; the lists are empty if predictions are not collected.
     """
 
     metrics: list[dict[str, float]]
@@ -91,7 +91,8 @@ class EvaluationLoop:
         Raises:
             ValueError: If a dataloader is empty on all processes, unless within ``fit``; or if there are several
                 dataloaders, and a step or a hook does not accept ``dataloader_idx``.
-            Preempted: If a signal ended the run. Within ``fit``, the state before the validation is saved.
+            Preempted: If a signal ended the run. Within ``fit``, except in the sanity check, the run is first saved as
+                of before the validation, if a callback saves full checkpoints.
             KeyboardInterrupt: If Ctrl-C ended the run.
         """
         if self.within_fit and not self.trainer.sanity_checking:
@@ -185,7 +186,10 @@ class EvaluationLoop:
         raise _LeftEarly  # raised outside of the loop: a traceback would keep the iterator alive
 
     def _check_empty(self, index: int, loader: Loader) -> None:
-        """Raise an error, or warn within ``fit``, if a dataloader yielded no batch."""
+        """Raise a ValueError if a dataloader yielded no batch on any process.
+
+        Within ``fit``, warn instead, unless the dataloader's length is 0, about which ``fit`` has already warned.
+        """
         trainer = self.trainer
         if trainer.accelerator.world.all(index < 0):
             reason = explain_empty(loader, trainer.world_size)
@@ -197,7 +201,7 @@ class EvaluationLoop:
                 warn(message)
 
     def _try_to_leave(self) -> bool:
-        """Return whether the run can be saved within the validation; otherwise, the run ends after the validation."""
+        """Return whether the run can end within this evaluation; if not, the run ends after the validation."""
         if self._before is None or self._before.try_to_leave():
             return True
         self.trainer.preemption.departure.stay()
@@ -250,7 +254,7 @@ def _warn_of_shared_metrics(training: Metrics, validation: Metrics) -> None:
 
 
 def check_step(task: TaskModule, stage: str) -> None:
-    """Raise a ValueError if the task has no step for a stage.
+    """Raise a ValueError if the task has no step for a stage. For ``"predict"``, ``forward`` is sufficient.
 
     Args:
         task: Task to check.
@@ -296,7 +300,9 @@ def _split_by_loader(values: dict[str, float], loaders: int) -> list[dict[str, f
 
 
 def predictions_in_order(evaluation: Evaluation, world: World) -> list[Any]:
-    """Return every process's predictions in the dataset's order, one per batch; a list for each of several dataloaders.
+    """Return the predictions of all processes, one per batch; a list for each of several dataloaders.
+
+    The predictions are in the dataset's order if Treadle shards the dataset.
 
     Args:
         evaluation: Result of the evaluation on this process.

@@ -111,7 +111,7 @@ class FitLoop:
             random_state: RNG state of a resumed run; None keeps the current state of the process.
 
         Raises:
-            ValueError: If the training dataloader yields no batch.
+            ValueError: If the training dataloader yields no batch. Errors of the run itself are raised unchanged.
         """
         trainer, progress = self.trainer, self.progress
         self.started = time.monotonic() - progress.seconds
@@ -237,7 +237,7 @@ class FitLoop:
     # -- between two steps ---------------------------------------------------------------------------------------
 
     def _end_of_step(self) -> bool:
-        """Log, validate, step the schedulers and save between two steps. Return whether the epoch ends here."""
+        """Log, validate, step the schedulers and save between two steps. Return whether to end the epoch early."""
         trainer, progress = self.trainer, self.progress
         if self.steps.skip_rest:
             return True
@@ -282,7 +282,11 @@ class FitLoop:
         yield from groups
 
     def _compute_validation_interval(self) -> int | None:
-        """Return the number of micro-batches between validations within an epoch; None to validate only at its end."""
+        """Return the number of micro-batches between validations; None if there are none before the end of an epoch.
+
+        Raises:
+            ValueError: If the interval does not fit the length of the training dataloader.
+        """
         trainer = self.trainer
         interval, total = self.trainer.val_check_interval, self.total
         if not trainer.has_validation:

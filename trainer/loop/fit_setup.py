@@ -129,10 +129,13 @@ class Fit:
         return model, random_state
 
     def _reload_dataloaders(self) -> bool:
-        """Recreate the dataloaders of a resumed run, with ``progress.epoch`` as it was when the run last created them.
+        """Recreate the dataloaders of a resumed run that reloads them.
+
+        In their hooks, ``current_epoch`` is the epoch that begins if a reload is due. Otherwise, it is the epoch in
+        which the saved run created its dataloaders.
 
         Returns:
-            Whether the dataloaders are new ones for the epoch that begins.
+            Whether a reload is due, so that the dataloaders start at their first batch.
         """
         trainer, sources = self.trainer, self.sources
         every, progress = trainer.reload_dataloaders_every_n_epochs, trainer.progress
@@ -206,8 +209,9 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
         The model as wrapped by the strategy.
 
     Raises:
-        ValueError: If the task has no ``training_step`` or ``configure_optimizers``, or a schedule has an infinite
-            length.
+        TypeError: If the result of ``configure_optimizers`` is invalid.
+        ValueError: If the task has no ``training_step`` or ``configure_optimizers``, the strategy does not support the
+            task, or the result of ``configure_optimizers`` is invalid, for example a schedule of infinite length.
     """
     accelerator = trainer.accelerator
     _check_steps(task)
@@ -281,8 +285,8 @@ def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimi
 
     Raises:
         TypeError: If the result has an invalid form.
-        ValueError: If the optimizers or schedulers do not fit the task, such as several optimizers with automatic
-            optimization.
+        ValueError: If the result has an invalid form, or the optimizers or schedulers do not fit the task, such as
+            several optimizers with automatic optimization.
     """
     optimizers, schedulers = parse_optimizers(task.configure_optimizers())
     check_ownership(task, optimizers, schedulers)
@@ -307,7 +311,7 @@ def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimi
 
 
 def _warn_of_evaluation_mode(task: TaskModule) -> None:
-    """Warn about trainable modules in evaluation mode. Modes are not changed, since frozen modules may need them."""
+    """Warn about modules in evaluation mode that are not frozen. Modes are not changed, as a task may need them."""
     parts = [(name, part) for name, part in task.named_modules() if not (part.training or _is_frozen(part))]
     names = [name or type(task).__name__ for name, part in parts]
     if names:

@@ -1,4 +1,4 @@
-"""Dispatch table of the overridden hooks, built once per run, so that hooks without an override add no overhead."""
+"""Dispatch table of the overridden hooks, built once per stage, so that hooks without an override add no overhead."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Hooks:
         without_loader_index: Hooks of evaluation batches without an argument ``dataloader_idx``, by name.
 
     Raises:
-        ValueError: If the task or a callback defines a hook of Lightning that Treadle never calls, such as
-            ``training_epoch_end``.
+        ValueError: If the task or a callback defines ``training_epoch_end``, ``validation_epoch_end``,
+            ``test_epoch_end`` or ``configure_sharded_model``, which Treadle never calls.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, callbacks: Iterable[Callback]) -> None:
@@ -127,7 +127,7 @@ def _check_uncalled_hooks(owner: object, valid_names: set[str]) -> None:
     """Warn about methods that look like hooks and are never called.
 
     Raises:
-        ValueError: If a method has the name of a hook that Lightning calls or rejects.
+        ValueError: If a method has one of the names in `_LOST`.
     """
     kind = type(owner)
     for name in dir(kind):

@@ -74,7 +74,7 @@ class Schedules:
 
 
 def _explain(scheduler: Any, error: Exception) -> None:
-    """Raise a ValueError if a scheduler cannot step because its optimizer has more groups than when it was built."""
+    """Raise a ValueError if a scheduler cannot step because parameter groups were added to its optimizer."""
     parts = [scheduler, *getattr(scheduler, "_schedulers", ())]  # including those of a SequentialLR
     rate_count = min((len(part.base_lrs) for part in parts if hasattr(part, "base_lrs")), default=0)
     group_count = len(getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))

@@ -1,4 +1,4 @@
-"""End of a stage by a signal; a ``fit`` is saved first."""
+"""End of a stage by a signal; a ``fit`` is saved first if a callback saves it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def save_and_leave(trainer: Trainer) -> NoReturn:
     """Save the run between two steps and end it. Call it on all ranks.
 
-    Ctrl-C saves if ``save_on_exception`` is set; every other signal saves with the first callback that saves full
-    checkpoints.
+    After Ctrl-C, each callback with ``save_on_exception`` saves. After any other signal, only the first callback that
+    saves full checkpoints saves.
 
     Args:
         trainer: The running Trainer.

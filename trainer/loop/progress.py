@@ -22,15 +22,15 @@ class Phase(Enum):
 class Progress:
     """Counters of a run and its phase, which together are the position that a checkpoint stores.
 
-    No other position is stored, because checkpoints are saved between optimizer steps. Within an epoch, the loop sets
-    ``phase`` directly, because a method would add a call to each step.
+    No position within an optimizer step is stored, because checkpoints are saved between steps.
 
     Attributes:
         epoch: Number of completed epochs.
-        step: Number of optimizer steps taken; skipped steps do not count.
+        step: Number of optimizer steps taken, without skipped steps. In manual optimization, the number of batches in
+            which an optimizer stepped, or of all batches if there is no optimizer.
         batch: Number of micro-batches done in the current epoch, on this process.
         batches: Number of micro-batches done in all epochs, on this process.
-        samples: Number of samples trained on, over all processes.
+        samples: Number of training samples processed, over all processes.
         validated: Value of ``batches`` when a validation was last due, even if ``check_val_every_n_epoch`` skipped it.
         skipped: Number of optimizer steps that a float16 overflow, or a loss or gradient that is not finite, prevented.
         seconds: Training time in seconds, for ``max_time``.
@@ -70,12 +70,12 @@ class Progress:
 
     @property
     def epoch_is_trained(self) -> bool:
-        """True if the epoch's last step, its validation and its schedulers' steps are done."""
+        """True if the epoch's steps, validation and scheduler steps are done, or a hook has ended the epoch early."""
         return self.phase is Phase.EPOCH_TRAINED or self.phase is Phase.EPOCH_END
 
     @property
     def epoch_is_over(self) -> bool:
-        """True if a complete epoch is ending, as opposed to one that a limit cut short."""
+        """True if the epoch is ending, as opposed to one that a limit cut short and that a resumed run continues."""
         return self.phase is Phase.EPOCH_END
 
     # -- transitions ---------------------------------------------------------------------------------------------

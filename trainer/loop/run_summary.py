@@ -123,7 +123,7 @@ class RunSummary:
         return f"manual optimization: training_step steps the optimizers; {per_epoch}{until}{done}"
 
     def announce_interrupt(self, stage: str, place: str) -> None:
-        """Announce where Ctrl-C ended a stage; for ``fit``, also the latest checkpoint and how to resume from it.
+        """Announce where Ctrl-C ended a stage; for ``fit``, also the latest checkpoint, if any, and how to resume.
 
         Args:
             stage: Name of the stage.

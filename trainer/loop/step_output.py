@@ -14,14 +14,14 @@ _RULE = "It must return the loss (a tensor), or a dict with the loss under 'loss
 
 
 def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
-    """Return the loss and the weight from the dict that ``training_step`` returned; the weight is None if not set.
+    """Return the loss and the weight (None if not set) in a result of ``training_step`` that is not a tensor.
 
     Args:
         output: Result of ``training_step``.
         may_skip: Accept None as a micro-batch without gradients, like Lightning, with a warning. Default: False.
 
     Raises:
-        ValueError, TypeError: If the result is invalid; the message states the result and the valid forms.
+        ValueError, TypeError: If the result is invalid, or is None and ``may_skip`` is False.
     """
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -70,7 +70,7 @@ def check_loss(loss: Tensor) -> None:
 
 
 def _check_weight(weight: Any) -> None:
-    """Raise a ValueError if a weight is not a single number of at least 0. The sign of a tensor is not checked."""
+    """Raise a ValueError if a weight is not a finite number of at least 0. Of a tensor, only the size is checked."""
     number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < float("inf")
     if not number and not (isinstance(weight, Tensor) and weight.numel() == 1):
         weight_text = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
@@ -82,6 +82,8 @@ def _check_weight(weight: Any) -> None:
 
 def for_hooks(output: Any) -> Any:
     """Return the ``outputs`` for the hooks after a batch: a dict with the detached loss and other results.
+
+    None becomes an empty dict. Any other value that is neither a tensor nor a mapping is returned unchanged.
 
     Args:
         output: Result of ``training_step``.

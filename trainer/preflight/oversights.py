@@ -1,4 +1,4 @@
-"""Warnings at the start of ``fit`` about likely oversights that do not make the run fail."""
+"""Checks at the start of ``fit`` for likely oversights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _OF_VALIDATION = {"val", "valid", "validation", "eval"}
 
 
 def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
-    """Warn about trainable parameters that are in no optimizer, and about modules that are not registered.
+    """Warn about trainable parameters that are in none of the optimizers, and about modules that are not registered.
+
+    The first warning is omitted if the optimizers have no parameters or there are none.
 
     Args:
         trainer: Trainer with the prepared optimizers.
@@ -53,7 +55,9 @@ def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
 
 
 def hidden_modules(task: nn.Module) -> Iterator[str]:
-    """Yield the places of trainable modules and parameters in plain lists and dicts, which torch does not register.
+    """Yield the places of trainable modules and parameters in lists, tuples and dicts, which torch does not register.
+
+    Long or deeply nested containers are skipped.
 
     Args:
         task: Task whose attributes are searched.

@@ -32,9 +32,11 @@ def check_storable(trainer: Trainer, task: TaskModule) -> None:
         task: The user's task.
 
     Raises:
-        TypeError: On all processes, if a state is not data. The message names the owner of the state, the place and
-            type of the value, and the fix.
-        ValueError: On all processes, if a state contains itself, or two callbacks have the same ``state_key``.
+        TypeError: If a state of this process is not data. The message names the owner of the state, the place and type
+            of the value, and the fix.
+        ValueError: If a state of this process contains itself or is nested too deeply, or two callbacks have the same
+            ``state_key``.
+        PeerFailed: If only another process has such a state.
     """
     if not any(callback.saves for callback in trainer.checkpoint_callbacks):
         return

@@ -33,9 +33,9 @@ _MOST_POINTS = 256  # a curve keeps twice as many points, for display; the logge
 class RunFolder:
     """Folder of one run, which only one job at a time can hold.
 
-    All processes of the job create this object, and rank zero writes to the folder.
+    All processes of the job create this object. Rank zero records the run, and the other ranks record only errors.
 
-    Use it in a ``with`` block, whose outcome is recorded as the outcome of the run.
+    Use the object in a ``with`` block, whose outcome is recorded as the outcome of the run.
 
     .. code-block:: text
 
@@ -97,9 +97,10 @@ class RunFolder:
             The folder, held by this job.
 
         Raises:
-            ValueError: If the name is not valid for a folder.
-            TypeError: If the name is not a string.
+            ValueError: If the name is not valid for a folder, or the URL or a flag in ``settings`` is invalid.
+            TypeError: If the name is not a string, or a flag in ``settings`` has the wrong type.
             OSError: If the folder cannot be created; the message states its path.
+            SystemExit: If this call has launched processes; raised when they have ended.
         """
         check_name(name)
         world = _open_world(settings)
@@ -114,9 +115,11 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path, settings: Mapping[str, Any] | None = None) -> RunFolder:
-        """Continue the run of an existing folder. Its files change only if the new session reaches training.
+        """Continue the run of an existing folder.
 
-        A waiting run (see `prepare`) begins like a new one.
+        If the Trainer of `flags` begins neither a training epoch nor another stage, the end of the ``with`` block
+        restores the earlier ``run.json`` and the other files that describe the run. A waiting run (see `prepare`)
+        begins like a new one.
 
         Args:
             path: Path or URL of the folder.
@@ -126,8 +129,11 @@ class RunFolder:
             The folder, held by this job.
 
         Raises:
-            ValueError: If the path is not a run's folder, or another job holds the folder.
+            ValueError: If the path is not a run's folder, another job holds the folder, or a flag in ``settings`` is
+                invalid.
+            TypeError: If a flag in ``settings`` has the wrong type.
             OSError: If the folder cannot be written to.
+            SystemExit: If this call has launched processes; raised when they have ended.
         """
         world = _open_world(settings)
         lock: RunLock | RemoteLock | None = None
@@ -162,6 +168,7 @@ class RunFolder:
             facts: Metadata of the run by name, as in `record`.
 
         Raises:
+            ValueError: If the folder's name is not a number.
             OSError: If the folder cannot be written.
         """
         path.mkdir(parents=True, exist_ok=True)
@@ -205,15 +212,17 @@ class RunFolder:
         """Return the flags of a Trainer that writes everything to this folder: ``Trainer(**folder.flags(settings))``.
 
         A `RunRecord` is added. A logger, a `ModelCheckpoint` and a `RunReport` are added if they are missing and no
-        flag disables them. Callbacks in ``settings`` are kept and write to this folder, unless they have a directory.
-        If no `ModelCheckpoint` keeps the latest checkpoint, the first one also keeps a ``last.ckpt``, unless it has
-        ``save_last=False``.
+        flag disables them. Callbacks in ``settings`` are kept; a `ModelCheckpoint` or `RunReport` among them writes to
+        this folder, unless it has a directory. If no `ModelCheckpoint` keeps the latest checkpoint, the first one that
+        saves full checkpoints also keeps a ``last.ckpt``, unless it has ``save_last=False``.
 
         Args:
             settings: Flags of the Trainer to complete. Default: none.
 
         Raises:
-            ValueError: If ``default_root_dir`` is another directory, or a callback writes to another run's folder.
+            ValueError: If ``default_root_dir`` is another directory, a callback writes to another run's folder, or a
+                callback is listed twice.
+            TypeError: If ``callbacks`` contains anything other than callbacks.
         """
         from ...callbacks.reporting import RunRecord
 
@@ -259,7 +268,7 @@ class RunFolder:
         return callbacks
 
     def _place(self, callback: ModelCheckpoint | RunReport) -> Any:
-        """Return the directory of a callback, or raise a ValueError if it is the folder of another run."""
+        """Return the directory of a callback, or raise a ValueError if it is, or is in, another run's folder."""
         if callback.dirpath is not None:
             place = _resolve_path(callback.dirpath)
             for folder in (place, place.parent):
@@ -335,7 +344,10 @@ class RunFolder:
             self.release()
 
     def discard(self) -> None:
-        """Remove the folder, unless it contains more than the files of a new run."""
+        """Remove the folder, unless it contains more than descriptions of the run and the lock.
+
+        On ranks other than zero, do nothing.
+        """
         files = (*DESCRIPTIONS, LOCK)
         if self.lock is not None and set(os.listdir(self._files)) <= set(files):
             self.release()
@@ -347,7 +359,7 @@ class RunFolder:
                 self.path.rmdir()
 
     def _put_back(self, earlier: Mapping[str, bytes]) -> None:
-        """Restore the files that the folder had when it was opened."""
+        """Restore the files that the folder had when it was opened, and release the folder."""
         if self.lock is not None:
             for name in DESCRIPTIONS:
                 if name in earlier:
@@ -372,7 +384,8 @@ class RunFolder:
     ) -> None:
         """Record how the block ended, unless the end is recorded, and release the folder. Errors are not suppressed.
 
-        If a continued run did not reach training, its files are restored instead.
+        If the Trainer of a continued run began neither a training epoch nor another stage, the run's files are restored
+        instead.
         """
         from ...callbacks.reporting import describe_error
 
@@ -513,7 +526,7 @@ def _thin_curve(steps: Any, values: Any) -> dict[str, Any]:
 
 
 def _make_plain(value: Any) -> Any:
-    """Return values as data for strict JSON, in which numbers that are not finite become text."""
+    """Return values as data for strict JSON. Numbers that are not finite, and objects of other types, become text."""
     if isinstance(value, Mapping):
         return {str(name): _make_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

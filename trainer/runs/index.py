@@ -1,4 +1,4 @@
-"""Content of run folders. Files are not trusted: only data is read, and unreadable files are reported."""
+"""Content of run folders. Files are not trusted, so only data is read."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def began(self) -> float:
-        """Start time in seconds since 1970; if unknown, the time of the folder's last change, or 0 for a URL."""
+        """Start time in seconds since 1970; if unknown, the time of the folder's last change, or 0 without one."""
         if (began := self.facts.get("began")) is not None:
             return float(began)
         try:
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def best(self) -> Mapping[str, Any] | None:
-        """Best value: ``metric``, ``value``, and ``checkpoint`` if one was saved. None if no best value is recorded."""
+        """Best value: ``metric`` and ``value``, and ``mode`` and ``checkpoint`` if recorded. None if there is none."""
         return self.facts.get("best")
 
     @property
@@ -103,7 +103,10 @@ class Run:
         return self.facts.get("metrics", {})
 
     def summary(self) -> dict[str, Any]:
-        """Return the entries of the record, with the run's path, name, number, state and duration, as plain data."""
+        """Return the entries of the record as plain data, with the run's path, name, number, state and duration.
+
+        If the record cannot be read, the result also has the key ``problem``.
+        """
         identity = {"path": str(self.path), "name": self.name, "number": self.number, "state": self.state}
         return {
             **self.facts,
@@ -121,6 +124,7 @@ def read(path: str | AnyPath) -> Run:
 
     Raises:
         ValueError: If the path is not a run's folder.
+        OSError: If the object store reports an error.
     """
     path = absolute(path)
     if not path.is_dir():
@@ -162,7 +166,7 @@ def find(directory: AnyPath) -> list[Run]:
         directory: Directory or URL to search.
 
     Raises:
-        ValueError: If the directory does not exist or cannot be read.
+        ValueError: If the directory cannot be read, or a local directory does not exist.
     """
     try:
         names = _list_names(directory)
@@ -186,7 +190,7 @@ def _list_names(folder: AnyPath) -> list[str]:
 
 
 def _list_numbered(folder: AnyPath) -> list[AnyPath]:
-    """Return the subfolders of a folder whose names are numbers."""
+    """Return the paths in a folder whose names are numbers; an empty list if the folder cannot be read."""
     try:
         return [folder / name for name in _list_names(folder) if name.isascii() and name.isdigit()]
     except OSError:
@@ -194,7 +198,7 @@ def _list_numbered(folder: AnyPath) -> list[AnyPath]:
 
 
 def _read_or_none(path: AnyPath) -> Run | None:
-    """Return a run, or None if the folder is not a run folder."""
+    """Return a run, or None if the path is not a run's folder or cannot be read."""
     try:
         return read(path)
     except (ValueError, OSError):
@@ -202,7 +206,7 @@ def _read_or_none(path: AnyPath) -> Run | None:
 
 
 def locate(reference: str | None, directory: AnyPath, name: str | None = None) -> AnyPath:
-    """Return the path of the run that a command refers to.
+    """Return the path of the run, or of something in its folder, that a command refers to.
 
     Args:
         reference: A number, a name and number (``"digits/3"``), or a path to a run's folder or to something in it, such
@@ -211,7 +215,7 @@ def locate(reference: str | None, directory: AnyPath, name: str | None = None) -
         name: Consider only runs with this name. Default: None.
 
     Raises:
-        ValueError: If no run or several runs match.
+        ValueError: If no run or several runs match, the directory cannot be read, or a URL is invalid.
     """
     is_number = reference is not None and reference.isascii() and reference.isdigit()
     if reference is not None and not is_number:
@@ -275,7 +279,7 @@ def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
 
 
 def _parse_points(curve: Any) -> tuple[Points, int]:
-    """Return the finite points of a saved curve, and the number of points that are not finite."""
+    """Return the points of a saved curve, without infinite, NaN and huge ones, and the number of points left out."""
     steps, values = curve["steps"], curve["values"]
     points = [(s, float(v)) for s, v in zip(steps, values, strict=True) if _is_number(s) and _is_number(v)]
     points = sorted((step, value) for step, value in points if abs(step) <= LARGEST and abs(value) <= LARGEST)

@@ -1,4 +1,4 @@
-"""Lock on a run folder for one job, released when the job ends for any reason."""
+"""Lock on a run folder for one job, which becomes free after the job has ended for any reason."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Holder:
         host: Hostname of the machine.
         pid: Process ID.
         since: Time at which the process took the lock, in seconds since 1970.
-        place: Hostname, boot ID and PID namespace; each container has a different namespace.
-        began: Start time of the process, which distinguishes it from a later process with the same PID.
+        place: Hostname and, if known, boot ID and PID namespace. A container usually has a namespace of its own.
+        began: Start time of the process, which distinguishes it from a later process with the same PID; "" if unknown.
         token: Random ID of this lock, which is different for each attempt to take it.
         by: ``"system"`` for a file system lock, ``"beat"`` for a lock that heartbeats keep alive.
     """
@@ -75,8 +75,9 @@ class Holder:
     def is_alive(self, file: AnyPath) -> bool:
         """Return whether the process is alive.
 
-        A process on another machine or in another container counts as alive if its last heartbeat is less than
-        `SILENCE` seconds old. If its lock has no heartbeats, the process is assumed to be alive.
+        A process that cannot be checked, such as one on another machine or in another container, counts as alive if its
+        last heartbeat is less than `SILENCE` seconds old. If the lock has no heartbeats, or their age is unknown, the
+        process is assumed to be alive.
 
         Args:
             file: Path of the lock file, whose age is read if the process runs elsewhere.
@@ -121,9 +122,9 @@ class RunLock:
 
     If the file system has locks (`flock`; Linux supports it over NFS too), the system releases the lock when the
     process ends, for any reason. Otherwise, a thread updates the file every `BEAT` seconds. A dead holder is detected
-    immediately from the same machine and container, and after `SILENCE` seconds from anywhere else. A file system whose
-    locks are valid on one machine only (Lustre's ``localflock``, NFS with ``local_lock``) does not protect against jobs
-    on other machines.
+    immediately from the same machine and container (on Windows, after `SILENCE` seconds), and after `SILENCE` seconds
+    from anywhere else. A file system whose locks are valid on one machine only (Lustre's ``localflock``, NFS with
+    ``local_lock``) does not protect against jobs on other machines.
 
     Args:
         folder: Folder to lock; the lock is a file in it.
@@ -132,7 +133,7 @@ class RunLock:
         holder: This process, as written to the file.
 
     Raises:
-        ValueError: If another job holds the lock; the message names it.
+        ValueError: If another job holds the lock or is taking it over.
         OSError: If the file cannot be written.
     """
 
@@ -217,7 +218,7 @@ class RunLock:
         threading.Thread(target=self._beat, name="treadle-run-lock", daemon=True).start()
 
     def _take_over(self, part: Path) -> None:
-        """Replace a lock that no process holds with ``part``. Only one of several jobs that try succeeds."""
+        """Replace a lock that no process holds with ``part``. At most one of several jobs that try succeeds."""
         before = read_holder(self.file)
         if before is not None and before.is_alive(self.file):
             raise make_in_use_error(self.folder, self.file, before)
@@ -268,7 +269,7 @@ def encode_holder(holder: Holder) -> bytes:
 
 
 def read_holder(file: AnyPath) -> Holder | None:
-    """Return the holder in a lock file; None if the file is empty, missing or not a lock file.
+    """Return the holder in a lock file; None if the file is empty, missing, unreadable or not a lock file.
 
     Args:
         file: Path of the lock file.
@@ -285,7 +286,7 @@ def read_holder(file: AnyPath) -> Holder | None:
 
 
 def _read_start(file: AnyPath, most: int = 65536) -> bytes:
-    """Return the beginning of a file."""
+    """Return the beginning of a local file, or a whole object of at most ``most`` bytes."""
     if isinstance(file, RemotePath):
         return file.read_bytes(most)
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would block
@@ -296,7 +297,7 @@ def _read_start(file: AnyPath, most: int = 65536) -> bytes:
 
 
 def _describe_place() -> str:
-    """Return the hostname, the machine's boot ID and the PID namespace as one identifier."""
+    """Return the hostname and, if known, the machine's boot ID and the PID namespace as one identifier."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())

@@ -36,10 +36,10 @@ class BatchSizeSearch:
         """Find the batch size and set it.
 
         Raises:
-            ValueError: If the attribute does not exist or is not used, the user passed dataloaders, which cannot be
-                rebuilt, or ``keep_global_batch`` is combined with manual optimization or with an attribute that is not
-                a positive integer.
-            MemoryError: If no size fits.
+            ValueError: If the attribute does not exist or is not used; if the user passed dataloaders, which cannot be
+                rebuilt; if ``keep_global_batch`` is combined with manual optimization or with an attribute that is not
+                a positive integer; or if a copy of the task cannot be created or run.
+            MemoryError: If none of the sizes that were tried fits.
         """
         trainer, finder, kind = self.trainer, self.finder, KIND_OF_STAGE[str(self.trainer.stage)]
         name = finder.batch_arg_name

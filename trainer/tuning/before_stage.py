@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def run_searches(trainer: Trainer) -> None:
     """Run the finders among the callbacks: batch sizes first, because a learning rate suits only one batch size.
 
-    The stage is set up, but the model is not built or placed yet.
+    The stage is set up, but the model is not built or placed yet. With ``fast_dev_run``, no search runs. In a resumed
+    ``fit``, the results are restored from the checkpoint instead.
 
     Args:
         trainer: Trainer whose stage is set up.

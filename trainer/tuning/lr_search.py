@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LRSearch:
-    """Learning rate search that takes steps with rising rates until the loss diverges.
+    """Learning rate search that takes steps with rising rates until all rates are tried or the loss diverges.
 
     Args:
         trainer: The Trainer, before ``fit`` begins.
@@ -34,7 +34,8 @@ class LRSearch:
         """Find a learning rate and set it.
 
         Raises:
-            ValueError: If the attribute does not exist, the task uses manual optimization, or it has no optimizer.
+            ValueError: If the attribute does not exist, the task uses manual optimization, it has no optimizer, or a
+                copy of it cannot be created or trained.
         """
         trainer, finder = self.trainer, self.finder
         name, task = self._choose_attribute_name(), trainer.task
@@ -88,7 +89,7 @@ class LRSearch:
 
 
 def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
-    """Warn if ``configure_optimizers`` builds the same optimizers for every value of the attribute."""
+    """Warn if ``configure_optimizers`` sets the same learning rates for two values of the attribute."""
     assert inner.task is not None
     rates = []
     for value in (rate, 2 * rate):

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
     """Create a Trainer with the settings of ``trainer`` and a built copy of its task, within a context.
 
-    The Trainer has no callbacks and writes nothing. The original task is never changed. Afterwards, the RNG state, the
-    accelerator, and the generators, samplers and datasets that were read are restored. Nothing may be prepared in the
-    accelerator before the search.
+    The Trainer has no callbacks, writes nothing and ignores values that are not finite. The values of the original
+    task's tensors do not change. Afterwards, the RNG state, the accelerator, and the generators, samplers and datasets
+    that were read are restored. Nothing may be prepared in the accelerator before the search.
 
     Args:
         trainer: The Trainer, before its stage begins.
@@ -122,7 +122,7 @@ def _copy_datamodule(trainer: Trainer) -> DataModule | None:
 
 
 def _copy_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
-    """Return a full copy of the task that shares only datasets, dataloaders and the Trainer with the original."""
+    """Return a copy of the task that shares only data and the Trainer, with its parts, with the original."""
     task, name = trainer.task, type(trainer.task).__name__
     assert task is not None
     if any(map(is_sharded, task.parameters())):

@@ -31,7 +31,9 @@ def take_trial_steps(
         The index of each step when it is done.
 
     Raises:
-        ValueError: If an epoch has no batch to train on.
+        ValueError: If an epoch has no batch to train on, or the task cannot be trained, for example because it has no
+            ``training_step``.
+        TypeError: If ``configure_optimizers`` returns a result of an invalid form.
     """
     task = inner.task
     assert task is not None

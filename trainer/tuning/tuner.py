@@ -53,8 +53,8 @@ class Tuner:
 
         Args:
             model: Task to find a learning rate for.
-            train_dataloaders: The training dataloader, or a data module.
-            val_dataloaders: The validation dataloader, or several.
+            train_dataloaders: The training dataloader, or a data module. Default: see `Trainer.fit`.
+            val_dataloaders: The validation dataloader, or several. The search does not use them.
             dataloaders: Must be None; pass ``train_dataloaders``.
             datamodule: Data module to use instead of dataloaders.
             method: ``"fit"``, the only method with a learning rate. Default: ``"fit"``.
@@ -64,13 +64,16 @@ class Tuner:
             mode: See `LearningRateFinder`. Default: ``"exponential"``.
             early_stop_threshold: See `LearningRateFinder`. Default: 4.0.
             update_attr: See `LearningRateFinder`. Default: True.
-            attr_name: See `LearningRateFinder`.
+            attr_name: See `LearningRateFinder`. Default: ``""``, which selects ``lr`` or ``learning_rate``.
 
         Returns:
             The learning rates and losses of the search, with ``suggestion()``; None with ``fast_dev_run``.
 
         Raises:
-            ValueError: If the Trainer already has a `LearningRateFinder`, or an argument is invalid.
+            ValueError: If the Trainer already has a `LearningRateFinder`, an argument is invalid, or the search cannot
+                train a copy of the task.
+            TypeError: If an argument has the wrong type.
+            Exception: Any error that the task or its data raises.
         """
         if method != "fit":
             raise ValueError(f"method={method!r} of lr_find must be 'fit', the only method that uses a learning rate.")
@@ -104,7 +107,7 @@ class Tuner:
             train_dataloaders: A data module. Dataloaders raise an error, because they cannot be rebuilt.
             val_dataloaders: The validation dataloader, or several.
             dataloaders: A data module, for a ``method`` other than ``"fit"``.
-            datamodule: Data module, if the task does not define the dataloaders.
+            datamodule: Data module whose dataloaders are used instead of the task's.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``. Default: ``"fit"``.
             mode: See `BatchSizeFinder`. Default: ``"power"``.
             steps_per_trial: See `BatchSizeFinder`. Default: 3.
@@ -119,7 +122,11 @@ class Tuner:
             The batch size; None with ``fast_dev_run``.
 
         Raises:
-            ValueError: If the Trainer already has a `BatchSizeFinder`, or an argument is invalid.
+            ValueError: If the Trainer already has a `BatchSizeFinder`, an argument is invalid, or the search cannot run
+                a copy of the task.
+            TypeError: If an argument has the wrong type.
+            MemoryError: If none of the sizes that were tried fits.
+            Exception: Any error that the task or its data raises.
         """
         choose("method", method, KIND_OF_STAGE)
         finder = BatchSizeFinder(
