@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...common.validation import check_int
 from ..launch import supervisor
 from ..processes import die_with_parent, open_scratch
 from .collective_debug import DebugWorld
@@ -49,6 +50,7 @@ def open_world(
         ValueError: If the arguments contradict the environment or the machine.
         SystemExit: If this call has run the script again. It is raised when the new processes have ended.
     """
+    check_int("num_nodes", num_nodes, 1)
     kind = device_type(accelerator)
     launched = LaunchEnvironment.read()
     device_indices = parse_devices(kind, devices)

@@ -455,7 +455,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             checkpoint_path: A Treadle checkpoint; a Lightning ``.ckpt``, whose ``hyper_parameters`` are passed to
                 ``__init__`` if it accepts them; any other source of weights that `load_weights` accepts; or the URL of
                 a file, with ``sha256``.
-            map_location: Device of the task. Default: the CPU.
+            map_location: Device of the task; see `load_checkpoint`. Default: the CPU.
             hparams_file: Path of a logger's ``hparams.yaml`` or ``.csv``, which replaces the saved hyperparameters.
             strict: Whether the weights must match exactly. Default: the task's ``strict_loading``.
             weights_only: Accepted for compatibility with Lightning; code in a file never runs.
@@ -466,8 +466,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             The task with the loaded weights.
 
         Raises:
-            TypeError: If ``map_location`` is not a device, or a required argument of ``__init__`` is neither saved nor
-                passed.
+            TypeError: If ``map_location`` has the wrong type, or a required argument of ``__init__`` is neither saved
+                nor passed.
             ValueError: If the path is not a checkpoint, the checkpoint is damaged or harmful, or the weights belong to
                 another model.
         """
