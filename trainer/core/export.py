@@ -66,7 +66,7 @@ class Exports(nn.Module):
         assert program is not None
         shapes = [None if value.shape is None else list(value.shape) for value in program.model.graph.outputs]
         _check_shapes("to_onnx", [list(t.shape) for t in _collect_tensors(expected)], shapes)
-        if is_url(file_path):
+        if isinstance(file_path, str) and is_url(file_path):
             content = program.model_proto.SerializeToString()
             _write(file_path, lambda file: Path(file).write_bytes(content))
         elif isinstance(file_path, str | os.PathLike):
