@@ -33,7 +33,7 @@ from ._checkpointing import (
     remove,
 )
 from .checkpoint import Checkpoint
-from .monitored_metric import MODES, make_never_logged_error, read_logged_metrics
+from .monitored_metric import MODES, checks_at_epoch_end, make_never_logged_error, read_logged_metrics
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -445,8 +445,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
         # With one validation per epoch its value is known when the epoch ends, and the checkpoint is a whole epoch's.
-        once = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
-        return once or not trainer.has_validation
+        return checks_at_epoch_end(trainer)
 
     def _trigger_by_epoch(self, trainer: Trainer) -> None:
         """Trigger a save if ``every_n_epochs`` requests one in this epoch."""

@@ -119,8 +119,9 @@ def checks_at_epoch_end(trainer: Trainer) -> bool:
     Args:
         trainer: The running Trainer.
     """
-    once = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
-    return once or not trainer.has_validation
+    interval = trainer.val_check_interval  # 1.0 is an epoch, 1 is a batch
+    whole = isinstance(interval, float) and interval == 1.0 and trainer.val_check_seconds is None
+    return (whole and trainer.check_val_every_n_epoch == 1) or not trainer.has_validation
 
 
 def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = True) -> float | None:

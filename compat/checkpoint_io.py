@@ -98,7 +98,7 @@ class TorchCheckpointIO(CheckpointIO):
             FileNotFoundError: If the file does not exist.
         """
         if Path(path).is_dir():
-            return load_checkpoint(path, map_location if isinstance(map_location, str | torch.device) else None)
+            return load_checkpoint(path, map_location)
         if not Path(path).is_file():
             raise FileNotFoundError(f"the checkpoint {str(path)!r} does not exist.")
         checkpoint: dict[str, Any] = torch.load(

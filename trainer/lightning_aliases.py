@@ -9,6 +9,7 @@ import torch
 
 from ..callbacks import EarlyStopping
 from ..strategies import Precision
+from ..strategies.distributed import parse_devices
 from .core import TaskModule
 from .logging import tensors_by_name
 from .loop_aliases import DataConnectorView, EvaluationLoopView, FitLoopView, LoggerConnectorView
@@ -48,8 +49,15 @@ class LightningAliases:
 
     @property
     def device_ids(self) -> list[int]:
-        """Indices of this machine's processes, from 0, which are the device indices unless ``devices`` lists others."""
-        return list(range(self.num_devices))
+        """Indices of the GPUs of this machine's processes; on other devices, the processes' local ranks."""
+        world, device = self._trainer.accelerator.world, self._trainer.strategy.root_device
+        if device.index is not None and world.local_size == 1:
+            return [device.index]
+        chosen = parse_devices(device.type, self._trainer.changed_flags.get("devices", "auto"))
+        # A launcher may have assigned other GPUs than the flag's.
+        if device.index is not None and chosen is not None and chosen[world.local_rank] == device.index:
+            return chosen
+        return list(range(world.local_size))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:

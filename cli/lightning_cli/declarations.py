@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, get_type_hints
 
 from ...common.messages import add_article
@@ -308,3 +309,15 @@ def read_return_annotation(function: Callable[..., Any]) -> Any:
         return get_type_hints(function).get("return")
     except NameError:  # imported for type checkers only
         return None
+
+
+def resolve_skipped(skip: Iterable[str | int] | None, arguments: Iterable[str]) -> frozenset[str]:
+    """Return the names of the arguments to skip.
+
+    Args:
+        skip: Names, and numbers of leading arguments, to skip; None for none.
+        arguments: The names of all arguments, in order.
+    """
+    named = frozenset(name for name in skip or () if isinstance(name, str))
+    leading = sum(number for number in skip or () if isinstance(number, int))
+    return named | frozenset(islice(arguments, leading))

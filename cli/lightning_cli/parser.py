@@ -20,11 +20,20 @@ from ...common.version import __version__
 from ...trainer import Trainer
 from ...trainer.core import REQUIRED, Argument, DataModule, TaskModule, described, signature
 from ..commands import report_error
-from ..config import ConfigError, Value, parse, resolve_references
+from ..config import ConfigError, Value, resolve_references
 from ..config.instantiate import ObjectRecipe, Recipe
 from .checker import SettingsChecker, look_up, make_arguments, make_config, supply
 from .command_line import check_option_names, choose_subcommand, read_command_line
-from .declarations import ClassGroup, Declared, Link, Option, find_owner, order_by_links, read_return_annotation
+from .declarations import (
+    ClassGroup,
+    Declared,
+    Link,
+    Option,
+    find_owner,
+    order_by_links,
+    read_return_annotation,
+    resolve_skipped,
+)
 from .help import format_help
 from .linking import apply_link, remove_target
 from .namespace import Namespace
@@ -37,11 +46,11 @@ from .settings import (
     make_default,
     make_settings,
     merge,
-    normalize,
     parse_value,
     place,
     read_named_file,
     read_settings,
+    read_text,
 )
 from .subcommands import Subcommands
 from .writing import drop_equal, drop_none, dump_yaml, escape_references, to_plain
@@ -206,10 +215,8 @@ class LightningArgumentParser:
         Returns:
             The dotted keys of the arguments.
         """
-        left_out = frozenset(name for name in skip or () if isinstance(name, str))
-        skipped_positions = sum(number for number in skip or () if isinstance(number, int))
         takes = signature(theclass)
-        left_out |= frozenset(list(takes.arguments)[:skipped_positions])
+        left_out = resolve_skipped(skip, takes.arguments)
         if nested_key is None:
             words = described(theclass)
             for name, argument in takes.arguments.items():
@@ -286,14 +293,14 @@ class LightningArgumentParser:
             theclass: The class that has the method.
             themethod: Name of the method whose arguments are added.
             nested_key: Prefix of the dotted keys. Default: None, the top level.
-            skip: Names of arguments to skip.
+            skip: Names of arguments to skip. A number skips that many leading arguments.
             **unused: Accepted and ignored.
 
         Returns:
             The names of the arguments that were added.
         """
-        takes = signature(getattr(theclass, themethod))
-        words, left_out = described(getattr(theclass, themethod)), {"self", *(skip or ())}
+        takes, words = signature(getattr(theclass, themethod)), described(getattr(theclass, themethod))
+        left_out = {"self"} | resolve_skipped(skip, (name for name in takes.arguments if name != "self"))
         added = [name for name in takes.arguments if name not in left_out]
         for name in added:
             key = f"{nested_key}.{name}" if nested_key else name
@@ -497,8 +504,7 @@ class LightningArgumentParser:
         Args:
             cfg_str: The configuration, in YAML.
         """
-        parsed = parse(cfg_str, "text")
-        return self._guard(lambda: self._finish_any(merge(self.start(), normalize(parsed or Value({}, "text")))))
+        return self._guard(lambda: self._finish_any(merge(self.start(), read_text(cfg_str))))
 
     def _parse_object(self, settings: Any, base: Any) -> Namespace:
         given = vars(settings) if isinstance(settings, argparse.Namespace) else settings

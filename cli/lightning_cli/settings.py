@@ -18,7 +18,7 @@ from typing import Any
 
 from ...common.messages import announce
 from ...trainer.core import REQUIRED, Argument, signature
-from ..config import COMMAND_LINE, ConfigError, Value, expand_class_name, parse_override_value, read
+from ..config import COMMAND_LINE, ConfigError, Value, expand_class_name, parse, parse_override_value, read
 from ..config.instantiate import catalog
 
 Path = tuple[str | int, ...]
@@ -174,6 +174,18 @@ def read_settings(file: str | FilePath) -> Value:
         ConfigError: If the file cannot be read or is not valid; the error names the file, and the line of invalid YAML.
     """
     return normalize(read(file))
+
+
+def read_text(text: str) -> Value:
+    """Return the normalized values of a YAML text.
+
+    Args:
+        text: The settings, in YAML. An empty text has none.
+
+    Raises:
+        ConfigError: If the text is not valid YAML; the error names the line.
+    """
+    return normalize(parse(text, "text") or Value({}, "text"))
 
 
 def read_named_file(value: Value) -> Value:

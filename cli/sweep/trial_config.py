@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...strategies.distributed import parse_devices
 from ..commands import dump_yaml
 from ..config import COMMAND_LINE, ConfigError, Value, resolve, to_plain
 from ..config.instantiate import check
@@ -87,15 +88,24 @@ class TrialConfigs:
         """Return the number of processes per trial and the GPUs that trials may use.
 
         Returns:
-            ``devices`` of the configuration if it is a positive integer, otherwise 1; and the GPUs as in
-            ``CUDA_VISIBLE_DEVICES``, or None without GPUs or if the accelerator is ``"cpu"`` or ``"mps"``.
+            The number of devices that ``devices`` of the configuration selects. ``"auto"`` and -1 select every GPU of
+            a trial's share. Then the GPUs as in ``CUDA_VISIBLE_DEVICES``, or None without GPUs or if the accelerator is
+            ``"cpu"`` or ``"mps"``.
+
+        Raises:
+            ValueError: If ``devices`` is invalid.
+            TypeError: If ``devices`` has the wrong type.
         """
         flags = self._get_flags()
-        devices = flags.get("devices")
-        count = devices if isinstance(devices, int) and devices > 0 else 1
-        if flags.get("accelerator") in ("cpu", "mps"):
-            return count, None
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            return count, [name for name in visible.split(",") if name] or None
-        return count, [str(number) for number in range(torch.cuda.device_count())] or None
+        gpus: list[str] | None = None
+        if flags.get("accelerator") not in ("cpu", "mps"):
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            if visible is None:
+                gpus = [str(number) for number in range(torch.cuda.device_count())] or None
+            else:
+                gpus = [name for name in visible.split(",") if name] or None
+        devices = flags.get("devices", "auto")
+        if gpus and devices in ("auto", -1, "-1"):
+            return max(1, len(gpus) // self.sweep.processes), gpus
+        # "cpu", because a trial sees only its own GPUs and checks their indices itself.
+        return len(parse_devices("cpu", devices) or [0]), gpus

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.byte_sizes import parse_bytes
 from ...common.messages import nearest, warn
 from ...engine.big_models import (
     compute_module_sizes,
@@ -18,7 +19,6 @@ from ...engine.big_models import (
     find_station,
     is_accelerator,
     look_up_device,
-    parse_bytes,
     resolve,
     set_tensor,
 )

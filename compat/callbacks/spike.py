@@ -34,9 +34,9 @@ class SpikeDetection(Callback):
     """Callback that ends training with a `TrainingSpikeException` when a batch's loss spikes on any rank.
 
     The indices of that batch and of the previous one, which may have damaged the weights, are added to ``bad_batches``
-    and written to a JSON file. A loss spikes if it is worse than the previous loss and differs from the running mean by
-    at least ``atol`` and by at least ``rtol`` times the mean. To read the loss, the callback waits for the device in
-    every batch. `SpikeWatch` detects spikes without waiting.
+    and to a JSON file, which keeps the indices that earlier runs wrote. A loss spikes if it is worse than the previous
+    loss and differs from the running mean by at least ``atol`` and by at least ``rtol`` times the mean. To read the
+    loss, the callback waits for the device in every batch. `SpikeWatch` detects spikes without waiting.
 
     Args:
         mode: ``"min"`` if a lower loss is better, ``"max"`` if a higher one is.
@@ -112,7 +112,10 @@ class SpikeDetection(Callback):
         if path.suffix != ".json":
             path = path / "skip_batches.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.bad_batches, indent=4), encoding="utf-8")
+        # A run that is restarted after a spike continues from a checkpoint that does not know this spike.
+        earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        bad_batches = [*earlier, *(index for index in self.bad_batches if index not in earlier)]
+        path.write_text(json.dumps(bad_batches, indent=4), encoding="utf-8")
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .empty_init import init_empty_weights, init_on_device
     from .hooks import Loan, make_stand_in, move
     from .load_checkpoint import load_checkpoint_and_dispatch, load_checkpoint_in_model
-    from .memory import get_max_memory, is_accelerator, parse_bytes, resolve
+    from .memory import get_max_memory, is_accelerator, resolve
     from .model_hooks import (
         CpuOffload,
         ModelHook,

@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from ...common.byte_sizes import parse_bytes
 from ...common.messages import join_words, nearest
 
 Device = int | str | torch.device
 """Device in a device map: an accelerator's number, ``"cpu"``, ``"disk"``, or anything that ``torch.device`` accepts."""
-
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("KMGTP", 1)
-    for suffix, base in (("B", 1000), ("IB", 1024))
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-
-
-def parse_bytes(size: int | str, argument: str = "size") -> int:
-    """Parse a size such as ``"1GB"`` (10**9 bytes) or ``"1.5GiB"`` (1.5 * 2**30 bytes), and return it in bytes.
-
-    Args:
-        size: A number of bytes, or text with a unit.
-        argument: The name of the argument, for the error.
-
-    Raises:
-        ValueError: If the size is negative or cannot be parsed.
-    """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    # Some would read "Gb" as bits, others as a typing error for bytes.
-    if match is None or match[2].upper() not in _UNITS or match[2].endswith("b"):
-        raise ValueError(
-            f"{argument}={size!r} is not a size. Pass a number of bytes, or a number with KB, MB, GB, TB, KiB, MiB, "
-            "GiB or TiB, such as '1.5GiB'."
-        )
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def format_bytes(size: int) -> str:

@@ -72,7 +72,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Hook that runs several hooks one after the other. Their ``no_grad`` attributes are ignored.
+    """Hook that runs several hooks one after the other. Gradients are disabled if one of the hooks disables them.
 
     Args:
         hooks: The hooks, in the order in which they run.
@@ -80,6 +80,7 @@ class SequentialHook(ModelHook):
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
+        self.no_grad = any(hook.no_grad for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Prepare the module with each hook in turn.

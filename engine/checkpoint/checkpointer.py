@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ...common.byte_sizes import parse_bytes
 from ...common.messages import named_ranks, warn
 from ...common.remote_path import AnyPath, RemotePath, absolute
 from ...strategies import World
@@ -314,7 +315,7 @@ class Checkpointer:
             max_shard_size: The maximum size of a file, in bytes or as text. Default: ``"10GB"``.
             safe_serialization: Write safetensors; False writes torch's format. Default: True.
         """
-        limit = export.parse_byte_size(max_shard_size)
+        limit = parse_bytes(max_shard_size, "max_shard_size", minimum=1)
         if any(map(is_sharded, model.parameters())):
             self._accelerator.world.meet("accelerator.save_model")
         weights = self._accelerator.get_state_dict(model)

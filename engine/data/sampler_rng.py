@@ -342,10 +342,13 @@ def warn_unrestored_generators(owner: Any, generators: list[Any], states: list[A
         generators: The generators of the dataset in this run.
         states: The states of the checkpoint's generators.
     """
-    warn(
-        f"{type(owner).__name__} has {format_count(len(generators), 'separate generator')}, but the checkpoint has "
-        f"{len(states)}, so the saved states are not restored."
-    )
+    name = type(owner).__name__
+    if len(states) == len(generators):
+        difference = f"the separate generators of {name} differ in type from those in the checkpoint"
+    else:
+        count = format_count(len(generators), "separate generator")
+        difference = f"{name} has {count}, but the checkpoint has {len(states)}"
+    warn(f"{difference}, so the saved states are not restored.")
 
 
 def _accepts_state(generator: Any, state: Any) -> bool:

@@ -428,8 +428,9 @@ def _select_parts(parts: list[Any], world: World) -> list[Any]:
 def _resolve_reduction(name: str, reduce_fx: Any) -> str:
     """Return the name of the reduction that ``reduce_fx``, a name or a function, refers to."""
     reduction = getattr(reduce_fx, "__name__", reduce_fx)
-    reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction, reduction)
-    if reduction not in _REDUCTIONS:
+    if isinstance(reduction, str):
+        reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction, reduction)
+    if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
         raise ValueError(
             f"reduce_fx={reduce_fx!r} for {name!r} is not one of {', '.join(_REDUCTIONS)}."
             f"{nearest(str(reduction), _REDUCTIONS)} For any other reduction, log a torchmetrics.Metric."

@@ -155,7 +155,7 @@ class Preemption:
         finally:
             self.interrupts = False
         if self._interrupted_at is not None:
-            self._raise_interrupt(None)
+            self._raise_delayed_interrupt()
 
     @contextmanager
     def leaving_at_once(self) -> Iterator[None]:
@@ -179,7 +179,7 @@ class Preemption:
         self._leave_if_caught()
         self._raise_interruption()
         if self._interrupted_at is not None and not (self.interrupts or held):
-            self._raise_interrupt(None)
+            self._raise_delayed_interrupt()
 
     def note_failure(self) -> None:
         """Record that an exception ends the run, so that a signal does not replace it with another exception."""
@@ -284,6 +284,12 @@ class Preemption:
         else:  # the system's default: the process ends
             signal.signal(signal.SIGINT, handler)
             signal.raise_signal(signal.SIGINT)
+
+    def _raise_delayed_interrupt(self) -> None:
+        """Handle a Ctrl-C that was delayed. A handler of the script has been called when it arrived."""
+        handler = self._replaced.get(signal.SIGINT, signal.default_int_handler)
+        if not callable(handler) or handler is signal.default_int_handler:
+            self._raise_interrupt(None)
 
     # -- in user-defined loops -----------------------------------------------------------------------------------
 

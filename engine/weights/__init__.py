@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .save import (
         make_parent,
         nbytes,
-        parse_byte_size,
         refuse_checkpoint,
         save_object,
         write_atomically,

@@ -25,29 +25,7 @@ from ...strategies.distributed import Whole, is_sharded
 from ..checkpoint import MANIFEST, check_tensor, encode, filesystem
 from ..parameter_names import split_tied
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{unit}": base**power
-    for power, letter in enumerate("KMGT", start=1)
-    for unit, base in (("B", 1000), ("IB", 1024))
-}
 _KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
-
-
-def parse_byte_size(size: int | str) -> int:
-    """Parse a size, such as ``"500MB"`` or ``"2GiB"``, and return it in bytes.
-
-    Args:
-        size: A number of bytes, or a text with a decimal or binary unit.
-
-    Raises:
-        ValueError: If ``size`` is not a positive size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).upper().strip())
-    if isinstance(size, bool) or match is None or match[2] not in _UNITS or not float(match[1]):
-        raise ValueError(
-            f"max_shard_size={size!r} must be a positive number of bytes, or text such as '500MB' or '2GiB'."
-        )
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def save_object(obj: Any, f: Any, safe: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...common.validation import check_int
 from ..launch import supervisor
 from ..processes import die_with_parent, open_scratch
 from .collective_debug import DebugWorld
@@ -53,6 +54,7 @@ def open_world(
         RuntimeError: If the other processes do not connect within the timeout.
         SystemExit: If this call has run the script again. It is raised when the new processes have ended.
     """
+    check_int("num_nodes", num_nodes, 1)
     kind = device_type(accelerator)
     launched = LaunchEnvironment.read()
     device_indices = parse_devices(kind, devices)

@@ -2,6 +2,7 @@
 
 import math
 import os
+from datetime import timedelta
 
 import pytest
 import torch
@@ -51,6 +52,9 @@ def test_patience_counts_checks(tmp_path):
     """Two validations an epoch: the third without improvement is in the middle of the second epoch."""
     made = fit(tmp_path, EarlyStopping("val_loss", patience=2), values=[1.0, 2.0, 3.0], val_check_interval=2)
     assert made.global_step == 7
+    for interval in (1, timedelta(microseconds=1)):  # 1 is a batch, 1.0 an epoch
+        made = fit(tmp_path, EarlyStopping("val_loss", patience=2), values=[1.0], val_check_interval=interval)
+        assert made.global_step == 3
     made = fit(tmp_path, EarlyStopping("val_loss", patience=2), values=[1.0], max_epochs=9, check_val_every_n_epoch=2)
     assert made.current_epoch == 6
     end = EarlyStopping("val_loss", patience=2, check_on_train_epoch_end=True)  # no check where nothing was measured

@@ -53,6 +53,8 @@ class Steps(Callback):
         ({"train_time_interval": timedelta(hours=1)}, {}, []),
         ({}, {"max_epochs": -1, "max_steps": 7}, [5, 7]),
         ({}, {"val_check_interval": 2}, [2, 4, 7, 9]),
+        ({}, {"val_check_interval": 1}, list(range(1, 11))),
+        ({}, {"val_check_interval": timedelta(microseconds=1)}, list(range(1, 11))),
         ({}, {"val_check_interval": 2, "accumulate_grad_batches": 2}, [1, 2, 4, 5]),
         ({"save_on_train_epoch_end": True}, {"val_check_interval": 2}, [5, 10]),
         ({"save_on_train_epoch_end": False}, {}, [5, 10]),

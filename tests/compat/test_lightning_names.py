@@ -236,6 +236,15 @@ def test_spikes_end_a_run_with_a_list_of_batches(losses, options, at, tmp_path) 
     )
 
 
+def test_the_list_of_batches_keeps_those_of_earlier_runs(tmp_path) -> None:
+    (tmp_path / "skip_batches.json").write_text("[1, 7]")
+    callback = SpikeDetection(exclude_batches_path=tmp_path)
+    trainer = Trainer(**QUIET, max_epochs=1, limit_train_batches=3, callbacks=callback)
+    with pytest.raises(TrainingSpikeException, match="batch 2"):
+        trainer.fit(Leaping([1.0, 1.1, 9.0]), val_dataloaders=[])
+    assert json.loads((tmp_path / "skip_batches.json").read_text()) == [1, 7, 2]
+
+
 def test_why_a_run_was_stopped() -> None:
     class Task(BoringModel):
         def validation_step(self, batch, batch_idx):

@@ -386,6 +386,12 @@ def test_loaders_and_data_modules():
         trainer().fit(Plain(), datamodule=treadle.DataModule())
 
 
+@pytest.mark.parametrize("samples", [5, [1, 2]])
+def test_samples_are_not_datasets(samples):
+    with says(TypeError, "from_datasets got ", "a dataset must have __getitem__", "torch.utils.data.Dataset"):
+        treadle.DataModule.from_datasets(samples).train_dataloader()
+
+
 class Immovable:
     def to(self):
         return self
@@ -414,6 +420,7 @@ def test_what_is_logged():
         (("x", nn.Linear(1, 1)), {}, TypeError, ["self.log('x')", "Linear"]),
         ((5, 1.0), {}, TypeError, ["name 5", "int"]),
         (("x", 1.0), {"reduce_fx": "median"}, ValueError, ["reduce_fx='median'", "mean, sum, min, max"]),
+        (("x", 1.0), {"reduce_fx": ["mean"]}, ValueError, ["reduce_fx=['mean']", "mean, sum, min, max"]),
         (("x", 1.0), {"prog_bra": True}, TypeError, ["prog_bra"]),
     ]:
 

@@ -86,6 +86,24 @@ def test_the_devices_before_a_run() -> None:
     assert trainer()._accelerator_connector._parallel_devices == [torch.device("cpu")]
 
 
+def test_the_indices_of_listed_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    world = run.accelerator.world
+    for devices, size, rank, index, expected in (
+        ([2, 3], 2, 1, 3, [2, 3]),
+        ("1,3", 2, 0, 1, [1, 3]),
+        (2, 2, 1, 1, [0, 1]),
+        ([2, 3], 2, 1, 0, [0, 1]),  # SLURM shows each task only its own GPU
+        ([3], 1, 0, 3, [3]),
+    ):
+        run.changed_flags["devices"] = devices
+        for name, value in (("local_size", size), ("local_rank", rank), ("device", torch.device("cuda", index))):
+            object.__setattr__(world, name, value)
+        assert run.device_ids == expected
+        assert run._accelerator_connector._parallel_devices == [torch.device("cuda", number) for number in expected]
+
+
 def test_lightnings_names_of_a_strategy() -> None:
     task, run = Watched(), trainer(max_epochs=1)
     assert (run.strategy.model, run.strategy.optimizers) == (None, [])

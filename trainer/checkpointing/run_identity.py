@@ -95,9 +95,9 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
     """Return descriptions of the differences that show that a checkpoint is from another run; an empty list if none do.
 
     The task's class is compared first, then the hyperparameters of the task and the data module, and then, with
-    ``strict_loading``, the names and shapes of the weights, as far as the model is built. The first of these steps that
-    finds a difference is the last. Hyperparameters that an ordinary resume may change, such as the batch size, are
-    ignored.
+    ``strict_loading``, the names and shapes of the weights, as far as the model is built. The comparison ends with the
+    first of these steps that finds a difference. Hyperparameters that an ordinary resume may change, such as the batch
+    size, are ignored.
 
     Args:
         trainer: Trainer with the task and the data module.

@@ -186,6 +186,11 @@ class DataModule(HyperparametersMixin, TransferHooks):
                 return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers)
             if isinstance(dataset, Mapping):
                 return {name: build_loader(part, shuffle) for name, part in dataset.items()}
+            if not isinstance(dataset, Iterable):
+                raise TypeError(
+                    f"from_datasets got {dataset!r:.100}, but a dataset must have __getitem__ or __iter__. Wrap "
+                    "samples in a torch.utils.data.Dataset."
+                )
             loaders = [build_loader(part, shuffle) for part in dataset]
             return honor_type(dataset, loaders) if isinstance(dataset, list | tuple) else loaders
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from ...common.messages import warn
 from ...common.optional import require
-from ...common.remote_path import is_url
+from ...common.remote_path import absolute, is_url
 from ...common.validation import choose
 from ...engine import move_data_to_device, plain_calls, strip_compile_prefix
-from ...engine.weights import save_object
+from ...engine.weights import make_parent, save_object, write_atomically
 from ...strategies.distributed import is_sharded
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class Exports(nn.Module):
         """Convert ``forward`` to an ONNX program. Requires the packages onnx and onnxscript.
 
         Args:
-            file_path: Path of the ONNX file, or a file that is open for binary writing; None writes no file. Default:
-                None.
+            file_path: Path or URL of the ONNX file, or a file that is open for binary writing; None writes no file. With
+                a URL or an open file, the model may have at most 2 GB. Default: None.
             input_sample: Input of ``forward``: a tensor, a tuple or list of arguments, or a dict of keywords. Default:
                 ``example_input_array``.
             kwargs: Keyword arguments of ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` makes the batch
@@ -67,9 +67,12 @@ class Exports(nn.Module):
         assert program is not None
         shapes = [None if value.shape is None else list(value.shape) for value in program.model.graph.outputs]
         _check_shapes("to_onnx", [list(t.shape) for t in _collect_tensors(expected)], shapes)
-        if isinstance(file_path, str | os.PathLike):
+        if isinstance(file_path, str) and is_url(file_path):
+            content = program.model_proto.SerializeToString()
+            _write(file_path, lambda file: Path(file).write_bytes(content))
+        elif isinstance(file_path, str | os.PathLike):
             Path(file_path).parent.mkdir(parents=True, exist_ok=True)
-            program.save(file_path)
+            program.save(file_path)  # weights over 2 GB are stored in a second file, which is named after this one
         elif file_path is not None:
             file_path.write(program.model_proto.SerializeToString())
         return program
@@ -80,8 +83,8 @@ class Exports(nn.Module):
         """Convert ``forward`` to a graph of torch operations with ``torch.export``.
 
         Args:
-            file_path: Path of the ``.pt2`` file, which ``torch.export.load(file).module()`` loads; None writes no file.
-                Default: None.
+            file_path: Path or URL of the ``.pt2`` file, which ``torch.export.load(file).module()`` loads; None writes
+                no file. Default: None.
             input_sample: See `to_onnx`.
             kwargs: Keyword arguments of ``torch.export.export``: ``dynamic_shapes={"x": {0: torch.export.Dim.AUTO}}``.
 
@@ -104,8 +107,7 @@ class Exports(nn.Module):
             "to_torch_export", *([list(t.shape) for t in _collect_tensors(output)] for output in (expected, actual))
         )
         if file_path is not None:
-            Path(file_path).parent.mkdir(parents=True, exist_ok=True)
-            torch.export.save(program, file_path)
+            _write(file_path, lambda file: torch.export.save(program, file))
         return program
 
     def to_safetensors(self, file_path: str | Path) -> None:
@@ -122,8 +124,7 @@ class Exports(nn.Module):
             TypeError: If safetensors does not support a tensor, for example a sparse one.
         """
         _refuse_shards(self, "to_safetensors")
-        if not is_url(file_path):
-            Path(file_path).parent.mkdir(parents=True, exist_ok=True)
+        make_parent(absolute(file_path))
         state = {
             strip_compile_prefix(name): value for name, value in self.state_dict().items() if isinstance(value, Tensor)
         }
@@ -139,7 +140,7 @@ class Exports(nn.Module):
         """Convert ``forward`` to TorchScript, which torch has deprecated in favor of `to_torch_export`.
 
         Args:
-            file_path: Path of the file, which ``torch.jit.load`` loads; None writes no file. Default: None.
+            file_path: Path or URL of the file, which ``torch.jit.load`` loads; None writes no file. Default: None.
             method: ``"script"`` compiles the source of ``forward``, ``"trace"`` records one call. Default:
                 ``"script"``.
             example_inputs: Input of ``forward`` for ``"trace"``: a tensor, a tuple or list of arguments, or a dict of
@@ -167,8 +168,7 @@ class Exports(nn.Module):
                 inputs = {"example_kwarg_inputs": keywords} if keywords else {"example_inputs": args}
                 module = torch.jit.trace(self, **inputs, **kwargs)
             if file_path is not None:
-                Path(file_path).parent.mkdir(parents=True, exist_ok=True)
-                torch.jit.save(module, file_path)
+                _write(file_path, lambda file: torch.jit.save(module, file))
         return module
 
     def to_tensorrt(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -184,6 +184,13 @@ class Exports(nn.Module):
         raise NotImplementedError(
             "to_tensorrt is not supported. Pass the result of to_torch_export to torch_tensorrt.dynamo.compile."
         )
+
+
+def _write(file_path: str | Path, write: Callable[[str], object]) -> None:
+    """Write a file to a path or URL, which holds either the complete file or what it held before."""
+    target = absolute(file_path)
+    make_parent(target)
+    write_atomically(target, write)
 
 
 @contextmanager

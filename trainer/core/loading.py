@@ -51,6 +51,40 @@ def warn_of_code(weights_only: bool | None) -> None:
         )
 
 
+def _resolve_device(map_location: Any) -> torch.device | None:
+    """Return the device to which weights are loaded; None for the CPU. They are read into memory of the host first.
+
+    Args:
+        map_location: A device; or, as in ``torch.load``, a dict whose values name one device, or a function that is
+            called with an empty storage on the CPU and returns a storage on the device.
+
+    Raises:
+        TypeError: If the value has another form.
+        ValueError: If torch cannot use the device.
+    """
+    device = map_location
+    try:
+        if callable(device):
+            storage = device(torch.UntypedStorage(0), "cpu")
+            device = None if storage is None else storage.device
+        elif isinstance(device, Mapping) and len({str(target) for target in device.values()}) == 1:
+            device = next(iter(device.values()))
+        if device is None:
+            return None
+        if isinstance(device, str | int | torch.device):
+            return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # an unknown name, or torch without this kind of device
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"map_location={map_location!r:.100} is not a device that torch can use: {reason}. Remove it to load to "
+            "the CPU."
+        ) from None
+    raise TypeError(
+        f"map_location={map_location!r:.100} must be a device, a function that moves a storage, or a dict whose values "
+        "name one device. Remove it to load to the CPU."
+    )
+
+
 def build(
     cls: type[TaskModule],
     source: Source,
@@ -65,7 +99,7 @@ def build(
     Args:
         cls: Class of the task.
         source: A checkpoint or another source of weights.
-        map_location: Device of the task, or None for the CPU.
+        map_location: Device of the task, in a form that ``torch.load`` accepts, or None for the CPU.
         hparams_file: A logger's file of hyperparameters, which replace the saved ones, or None.
         strict: Whether the weights must match exactly; None uses the task's ``strict_loading``.
         sha256: Expected SHA-256 digest of the file, or None.
@@ -76,11 +110,11 @@ def build(
 
     Raises:
         TypeError: If an argument has the wrong type, or a required argument of the constructor is missing.
-        ValueError: If the source or ``hparams_file`` cannot be loaded, or the weights do not fit the task.
+        ValueError: If the source or ``hparams_file`` cannot be loaded, the weights do not fit the task, or torch cannot
+            use the device.
         OSError: If a download fails, or ``hparams_file`` cannot be opened.
     """
-    if map_location is not None and not isinstance(map_location, str | int | torch.device):
-        raise TypeError(f"map_location={map_location!r:.100} must be a device. Remove it to load the task on the CPU.")
+    device = _resolve_device(map_location)
     file_hparams = None if hparams_file is None else read_hparams_file(hparams_file)
     with open_source(source, sha256) as opened_source:
         saved = opened_source.checkpoint
@@ -106,7 +140,7 @@ def build(
                 # The hook may have changed it.
                 opened_source = Opened(opened_source.place, dict(document["state_dict"]))
         load.load_opened(task, opened_source, task.strict_loading if strict is None else strict)
-    return task if map_location is None else task.to(map_location)
+    return task if device is None else task.to(device)
 
 
 def build_datamodule(
@@ -165,7 +199,8 @@ def load_checkpoint(
     Args:
         checkpoint_path: A Treadle checkpoint, such as ``trainer.checkpoint_callback.best_model_path``, or any other
             source of weights that `load_weights` accepts.
-        map_location: Device of the weights. Default: the CPU.
+        map_location: Device of the weights, in a form that ``torch.load`` accepts: a device; a dict whose values name
+            one device; or a function of a storage and its location, which is ``"cpu"``. Default: the CPU.
         weights_only: Accepted for compatibility with ``torch.load``; code in a file never runs.
         sha256: Expected SHA-256 digest of a file, verified before the file is parsed. Required for an ``http``,
             ``https`` or ``file`` URL.
@@ -176,8 +211,8 @@ def load_checkpoint(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If the source is missing, damaged, harmful or in an unsupported format, or ``sha256`` is missing or
-            wrong. Errors of torch, such as for an unavailable device, are raised unchanged.
+        ValueError: If the source is missing, damaged, harmful or in an unsupported format, ``sha256`` is missing or
+            wrong, or torch cannot use the device.
         OSError: If a download fails.
 
     Example:
@@ -193,6 +228,7 @@ def load_checkpoint(
         ['layer.bias', 'layer.weight']
     """
     warn_of_code(weights_only)
+    device = _resolve_device(map_location)
     with open_source(checkpoint_path, sha256) as opened_source:
         document: dict[str, Any] = {}
         if (saved := opened_source.checkpoint) is not None:
@@ -209,7 +245,7 @@ def load_checkpoint(
         for name, piece in opened_source.weights.items():
             values = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
             piece.fill(values)
-            weights[name] = values if map_location is None else values.to(map_location)
+            weights[name] = values if device is None else values.to(device)
     return document | {"state_dict": weights | opened_source.others}
 
 
@@ -443,10 +479,13 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
         Hyperparameters by name.
 
     Raises:
+        TypeError: If ``path`` is not a path.
         ValueError: If the file is missing, has an unsupported format, is too large, or contains anything other than
             plain data by name.
         OSError: If the file cannot be opened.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"hparams_file={path!r:.100} must be the path of a .yaml, .yml or .csv file.")
     path = Path(path)
     ending = path.suffix.lower()
     if ending not in (".yaml", ".yml", ".csv"):

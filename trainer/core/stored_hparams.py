@@ -201,11 +201,11 @@ class _Flattener:
         """Return the entries of a mapping as data, and record in ``left_out`` those that cannot be stored."""
         flattened = {}
         for key in value:
-            name = self.data(key, place)
-            if type(name) is not str:
-                _check({name: None})
             inside = (*place, str(key))
             try:
+                name = self.data(key, place)
+                if type(name) is not str:
+                    _check({name: None})
                 flattened[name] = self.data(_get_item(value, key), inside)
             except _NoData as error:
                 self.left_out[inside] = str(error)

@@ -466,7 +466,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             checkpoint_path: Path or URL of a Treadle checkpoint; of a Lightning ``.ckpt``, whose ``hyper_parameters``
                 are passed to ``__init__`` if it accepts them; or of any other source of weights that `load_weights`
                 accepts.
-            map_location: Device of the task. Default: the CPU.
+            map_location: Device of the task; see `load_checkpoint`. Default: the CPU.
             hparams_file: Path of a logger's ``hparams.yaml`` or ``.csv``, which replaces the saved hyperparameters.
             strict: Whether the weights must match exactly. Default: the task's ``strict_loading``.
             weights_only: Accepted for compatibility with Lightning; code in a file never runs.
@@ -480,9 +480,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         Raises:
             TypeError: If an argument has the wrong type, or a required argument of ``__init__`` is neither saved nor
                 passed.
-            ValueError: If the checkpoint or ``hparams_file`` cannot be loaded, the weights belong to another model, or
-                ``sha256`` is missing or wrong. Errors of torch, such as for an unavailable device, are raised
-                unchanged.
+            ValueError: If the checkpoint or ``hparams_file`` cannot be loaded, the weights belong to another model,
+                ``sha256`` is missing or wrong, or torch cannot use the device.
             OSError: If a download fails, or ``hparams_file`` cannot be opened.
         """
         from .loading import build, warn_of_code

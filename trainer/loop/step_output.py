@@ -43,8 +43,9 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
         return torch.zeros((), requires_grad=True), None
     if output is None:
         raise ValueError(
-            "training_step returned None, which does not skip a batch with several processes or with a loss scaler "
-            "(float16). Return the loss. To skip a batch, return {'loss': loss, 'weight': 0.0}."
+            "training_step returned None, which does not skip a batch with several processes, a loss scaler (float16) "
+            "or an optimizer that calls training_step itself (L-BFGS). Return the loss. To skip a batch, return "
+            "{'loss': loss, 'weight': 0.0}."
         )
     raise TypeError(f"training_step returned {name_type(output)}. {_RULE}")
 

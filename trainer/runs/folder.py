@@ -171,6 +171,8 @@ class RunFolder:
             ValueError: If the folder's name is not a number.
             OSError: If the folder cannot be written.
         """
+        if not (path.name.isascii() and path.name.isdigit()):
+            raise ValueError(f"path={str(path)!r} must end in the run's number, such as runs/default/1.")
         path.mkdir(parents=True, exist_ok=True)
         named = {"format": 1, "name": path.parent.name, "number": int(path.name), "began": time.time()}
         folder = cls(path, None, {})

@@ -175,6 +175,28 @@ def test_references_are_resolved_on_request(here):
     assert parser.parse_string(text).note == "${x}"
 
 
+def test_an_unreadable_text_ends_as_an_unreadable_file_does(here, capsys):
+    (here / "bad.yaml").write_text("{")
+    with pytest.raises(ConfigError, match=r"text:\d"):
+        make_parser().parse_string("{")
+    for read in (lambda parser: parser.parse_string("{"), lambda parser: parser.parse_path("bad.yaml")):
+        with pytest.raises(SystemExit) as ended:
+            read(make_parser(exit_on_error=True))
+        assert ended.value.code == 2
+        assert "train.py" in capsys.readouterr().err
+
+
+class Methods:
+    def serve(self, port: int, host: str = "here", path: str = "/"):
+        """Serve."""
+
+
+def test_leading_arguments_of_a_method_are_skipped_by_number():
+    for skip, added in ((None, ["port", "host", "path"]), ([1], ["host", "path"]), ({1, "path"}, ["host"])):
+        parser = LightningArgumentParser(exit_on_error=False)
+        assert parser.add_method_arguments(Methods, "serve", "serve", skip=skip) == added
+
+
 def test_what_is_printed_is_read_back(capsys):
     words = ["--model.extra={a: ['1e-3', 1e-3, null]}", "--model.encoder=DeepEncoder", "--model.name=on", "--note=null"]
     with pytest.raises(SystemExit) as ended:

@@ -65,6 +65,8 @@ def test_a_trial_that_has_no_values_yet_gets_the_ones_it_would_have_had():
 
 WORKER = """
 import sys
+import time
+from pathlib import Path
 from optuna.trial import TrialState
 from treadle.cli.sweep.study import Study
 from treadle.cli.sweep.sweep_file import read_sweep
@@ -75,6 +77,9 @@ folder = SweepFolder(sweep)
 with folder.working():
     with folder.deciding():
         study = Study(sweep)
+    Path(f"ready {sys.argv[1]}").touch()
+    while len(list(Path().glob("ready *"))) < 3:  # otherwise the first process may run every trial
+        time.sleep(0.01)
     while True:
         with folder.deciding():
             if len(study.list_trials()) == sweep.trials:
@@ -95,7 +100,7 @@ def test_many_processes_run_each_combination_of_a_grid_once(storage):
     )
     sweep = make(text if storage == "sqlite" else text + "storage: journal\n")
     environment = {**clean_environment(), "OMP_NUM_THREADS": "1"}
-    processes = [subprocess.Popen([sys.executable, "-c", WORKER], env=environment) for _ in range(3)]
+    processes = [subprocess.Popen([sys.executable, "-c", WORKER, str(number)], env=environment) for number in range(3)]
     assert [process.wait(240) for process in processes] == [0, 0, 0]
     trials = Study(sweep).list_trials()
     assert [trial.number for trial in trials] == list(range(48))

@@ -98,6 +98,8 @@ def test_a_hook_may_forbid_gradients(model: Model) -> None:
     hook = AddAfter()
     hook.no_grad = True
     assert not add_hook_to_module(model, hook)(INPUT).requires_grad
+    add_hook_to_module(model, AddAfter(), append=True)
+    assert not model(INPUT).requires_grad
 
 
 def test_when_a_hook_is_told(model: Model) -> None:

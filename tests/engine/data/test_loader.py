@@ -557,6 +557,31 @@ def test_an_evaluation_loader_may_get_another_generator():
             Ranks(lambda g=other: DataLoader(range(8), sampler=Held(g)), 1, state=ranks.state())
 
 
+class Drawing(Dataset):
+    def __init__(self, *generators):
+        self.generators = dict(enumerate(generators))
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    ("generators", "warning"),
+    [
+        ([np.random.default_rng(1)], "the separate generators of Drawing differ in type from those in the checkpoint"),
+        ([], "Drawing has 0 separate generators, but the checkpoint has 1"),
+    ],
+)
+def test_a_datasets_other_generators_are_not_restored(generators, warning):
+    state = Ranks(lambda: DataLoader(Drawing(torch.Generator())), 1).loaders[0].reading_state()
+    loader = Ranks(lambda: DataLoader(Drawing(*generators)), 1).loaders[0]
+    with pytest.warns(UserWarning, match=warning):
+        loader.load_reading_state(state)
+
+
 def test_a_state_between_loading_and_the_first_batch_is_the_same():
     make = dict(sources())["shuffle"]
     ranks = Ranks(make, 2)

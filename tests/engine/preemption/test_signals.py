@@ -76,13 +76,14 @@ def test_ctrl_c_too_where_that_is_asked_for(tmp_path):
     assert (found["status"], len(found["losses"]), (tmp_path / "b").exists()) == (130, 3, False)
 
 
-def test_a_loop_that_never_asks_ends_behind_the_block(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_loop_that_never_asks_ends_behind_the_block(number, tmp_path):
     called = []
-    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    before = signal.signal(number, lambda *_: called.append(1))
     try:
-        found, _ = train(tmp_path / "a", signal.SIGTERM, watches=False)
+        found, _ = train(tmp_path / "a", number, watches=False, interrupts=number == signal.SIGINT)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
     assert (found["status"], called) == (None, [1])
 
 

@@ -467,8 +467,16 @@ def test_a_lightning_checkpoint_becomes_a_task(elsewhere, tmp_path):
             Task.load_from_checkpoint(path, width=6)
         with pytest.warns(UserWarning, match="weights_only=False has no effect"):
             Task.load_from_checkpoint(path, weights_only=False)
-        with pytest.raises(TypeError, match="map_location"):
-            Task.load_from_checkpoint(path, map_location=lambda storage, location: storage)
+        nowhere = torch.UntypedStorage(device="meta")
+        for place in ("meta", {"cuda:0": "meta", "cpu": "meta"}, lambda storage, location: nowhere):
+            assert all(parameter.is_meta for parameter in Task.load_from_checkpoint(path, place).parameters())
+            assert all(tensor.is_meta for tensor in treadle.load_checkpoint(path, place)["state_dict"].values())
+        for place in (lambda storage, location: storage, lambda storage, location: None, {"cuda:0": "cpu"}, None):
+            assert same(Task.load_from_checkpoint(path, map_location=place), content["state_dict"])
+        for place, error in (("gpu", ValueError), ({"cpu": "meta", "cuda:0": "cpu"}, TypeError), (2.5, TypeError)):
+            for load in (Task.load_from_checkpoint, treadle.load_checkpoint):
+                with pytest.raises(error, match="map_location="):
+                    load(path, map_location=place)
 
 
 def test_hyperparameters_as_one_argument(tmp_path):

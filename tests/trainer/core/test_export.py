@@ -2,6 +2,7 @@
 
 import copy
 import io
+import uuid
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from processes import run
 from safetensors import safe_open
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.common.remote_path import RemotePath
 
 import treadle as tl
 
@@ -69,6 +71,17 @@ def test_torch_export_is_loaded_back_and_computes_the_same(net, tmp_path):
     torch.testing.assert_close(loaded(x), expected(net, x))
 
 
+def test_files_at_urls(net, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    url, x = f"memory://{uuid.uuid4().hex}", torch.randn(2, 4)
+    net.to_torch_export(f"{url}/net.pt2")
+    net.to_torchscript(f"{url}/net.pt", method="trace")
+    assert not list(tmp_path.iterdir())
+    for name, load in (("net.pt2", lambda file: torch.export.load(file).module()), ("net.pt", torch.jit.load)):
+        (tmp_path / name).write_bytes((RemotePath(url) / name).read_bytes())
+        torch.testing.assert_close(load(tmp_path / name)(x), expected(net, x))
+
+
 @pytest.mark.parametrize("form", ["tuple", "dict"])
 def test_several_arguments(form, tmp_path):
     task, x, scale = TwoInputs(), torch.randn(3, 4), torch.tensor(2.0)
@@ -96,11 +109,13 @@ def test_onnx_computes_the_same(net, tmp_path):
     before, x = modes(net), torch.randn(2, 4)
     net.to_onnx(tmp_path / "net.onnx", verbose=False)
     assert modes(net) == before
-    stream = io.BytesIO()
+    stream, remote = io.BytesIO(), RemotePath(f"memory://{uuid.uuid4().hex}/net.onnx")
     net.to_onnx(stream, x, verbose=False)
+    net.to_onnx(str(remote), x, verbose=False)
     import onnx
 
-    for program in (onnx.load(tmp_path / "net.onnx"), onnx.load_from_string(stream.getvalue())):
+    written = map(onnx.load_from_string, (stream.getvalue(), remote.read_bytes()))
+    for program in (onnx.load(tmp_path / "net.onnx"), *written):
         session = reference.ReferenceEvaluator(program)
         (found,) = session.run(None, {session.input_names[0]: x.numpy()})
         torch.testing.assert_close(torch.from_numpy(found), expected(net, x), rtol=1e-4, atol=1e-5)

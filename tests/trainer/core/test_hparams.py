@@ -345,6 +345,12 @@ def test_what_it_lacks_can_be_passed(tmp_path):
     assert Whole.load_from_checkpoint(path, net=net).settings == {"lr": 0.3, "net": net}
 
 
+def test_an_entry_whose_key_cannot_be_stored_is_left_out(tmp_path):
+    path = fitted(Whole({object: 1, "lr": 0.3, "nested": {object: 2, "depth": 4}}), tmp_path)
+    with pytest.warns(UserWarning, match="cannot be stored"):
+        assert Whole.load_from_checkpoint(path).settings == {"lr": 0.3, "nested": {"depth": 4}}
+
+
 # -- copies --------------------------------------------------------------------------------------------------------
 
 

@@ -345,6 +345,15 @@ def test_what_a_closure_can_not_do(flags, words):
         trained(Fit(), **flags)
 
 
+def test_a_closure_without_a_loss():
+    class Skips(Fit):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(ValueError, match=r"returned None.*an optimizer that calls training_step itself \(L-BFGS\)"):
+        trained(Skips())
+
+
 # -- steps of one's own ----------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,18 @@ from treadle.trainer.runs.lock import Holder, RunLock, holder
 import treadle
 
 
+def test_a_prepared_folder_is_named_by_its_number(tmp_path):
+    with pytest.raises(ValueError, match=r"path=.*must end in the run's number"):
+        RunFolder.prepare(tmp_path / "run", "", {})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("nodes", ["2", 0, 1.5])
+def test_a_wrong_number_of_machines_is_named(nodes, tmp_path):
+    with pytest.raises(ValueError, match=r"num_nodes=.* must be an integer"):
+        RunFolder.create(tmp_path, "x", {"num_nodes": nodes})
+
+
 class Task(treadle.TaskModule):
     """Learns a constant. `at` is called before each step with the steps so far."""
 
