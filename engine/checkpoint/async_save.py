@@ -23,9 +23,9 @@ from .parts import Files, TensorFile
 
 
 class HostCopies:
-    """Copies of tensors in host memory, in buffers that are reused by the next save.
+    """Copies of tensors in host memory, in buffers that the next save reuses if shapes and dtypes are unchanged.
 
-    Allocating new memory takes ten times as long as the copy itself, because the system clears each page of it first.
+    The reuse saves time, because the system clears each page of newly allocated memory.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class HostCopies:
     def copy_tensors(
         self, files: Files, later: Container[str], optimizers: Iterable[Optimizer]
     ) -> tuple[Files, Copying]:
-        """Copy the tensors in ``files``, or start their copies.
+        """Copy the tensors in ``files`` to host memory. Some copies may complete after this call.
 
         Args:
             files: The content of each file to write.
             later: Names of files whose tensors only a step of ``optimizers`` changes. These tensors are copied during
                 the forward and backward passes: by a thread from host memory, by a separate stream from a GPU. A step
-                that starts before the copy is complete waits for it, on the device that computes the step.
+                that starts before the copies are complete waits for them.
             optimizers: All optimizers in use.
 
         Returns:
@@ -140,7 +140,7 @@ class Copying:
     """Copies of tensors to host memory that are scheduled or in progress.
 
     Args:
-        owner: The owner of the buffers. The reference to it keeps their memory pinned.
+        owner: The owner of the buffers. The reference keeps it alive, because its deletion would unpin their memory.
     """
 
     def __init__(self, owner: HostCopies) -> None:
@@ -209,10 +209,11 @@ class Copying:
             self._pairs = []
 
     def finish(self) -> None:
-        """Wait until all copies are complete.
+        """Perform the remaining copies, and wait until all copies are complete.
 
         Raises:
-            RuntimeError: If something other than an optimizer's step changed a tensor before its copy was complete.
+            RuntimeError: If a change of a tensor by something other than an optimizer's step was detected, so that its
+                copy may be wrong.
         """
         self.make()
         if self._on_device is not None:

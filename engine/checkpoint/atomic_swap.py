@@ -1,14 +1,15 @@
 """Replacement and deletion of a checkpoint. During a replacement, a complete version always exists.
 
-Three directories may exist next to a checkpoint ``last``. ``.last.part`` is the next version until it is complete,
+Three directories may exist next to a checkpoint ``last``. ``.last.part`` is the next version until it is put in place,
 ``.last.old`` is the version that it replaces, and ``.last.gone`` is a version that is being deleted.
 
-A checkpoint's own files are those that its manifest lists. Everything else in its directory, such as a tokenizer or
-another checkpoint, is foreign and is never deleted. Foreign files move into the next version. A checkpoint that
-contains foreign files cannot be deleted.
+A checkpoint's own files are its manifest and the files that the manifest lists. Every other file in the directory of a
+committed checkpoint, such as a tokenizer or a file of another checkpoint, is foreign and is not deleted. Foreign files
+move into the next version. `take_away` refuses to delete a checkpoint that contains foreign files.
 
-While a checkpoint is being deleted, its manifest is named ``unfinished.json``. The directory then no longer counts as a
-checkpoint, but its own files are still known. A file of this name also marks a ``.part`` into which hooks write.
+While the files of a checkpoint are being deleted, its manifest is named ``unfinished.json``. The directory then no
+longer counts as a checkpoint, but its own files are still known. A file of this name also marks a ``.part`` into which
+hooks write.
 """
 
 import itertools
@@ -58,14 +59,14 @@ def beside(target: Path | str, suffix: str) -> Path:
 
 
 def check_target(target: Path) -> None:
-    """Check that a checkpoint may be written to a path. The check is fast and changes nothing.
+    """Check that a checkpoint may be written to a path, without changing any file.
 
     Args:
         target: Path of the checkpoint, which may not exist.
 
     Raises:
-        ValueError: If a foreign file or non-empty directory exists at the path, or next to it under a name that the
-            save needs.
+        ValueError: If something other than a checkpoint or an empty directory exists at the path, or if something that
+            no save has left there has a name next to it that the save needs, such as ``.last.part`` for ``last``.
     """
     if os.path.lexists(target) and not os.path.isfile(target / MANIFEST) and not is_empty(target):
         raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
@@ -79,14 +80,15 @@ def check_target(target: Path) -> None:
 
 
 def swap_in(staging: Path, target: Path) -> None:
-    """Put a complete checkpoint in place, and move foreign files of the previous one into it.
+    """Put a complete checkpoint in place, move foreign files of the previous one into it, and delete the previous one.
 
     Args:
         staging: Directory of the complete checkpoint, next to ``target``.
         target: Final path of the checkpoint.
 
     Raises:
-        OSError: If a disk operation fails. The previous checkpoint is still in place.
+        OSError: If a disk operation fails before the new checkpoint is durably in place. The previous checkpoint is put
+            back if the disk permits. A failure after that point only causes a warning.
     """
     old, gone, aside = beside(target, "old"), beside(target, "gone"), None
     if os.path.lexists(target) and is_empty(target):
@@ -118,13 +120,14 @@ def swap_in(staging: Path, target: Path) -> None:
 
 
 def finish(target: Path) -> str:
-    """Complete or roll back an interrupted replacement whose ``.old`` has a manifest.
+    """Complete or roll back an interrupted replacement whose ``.old`` has a manifest. Keep both versions if the new one
+    is in place but damaged.
 
     Args:
         target: Path of the checkpoint that was being replaced.
 
     Returns:
-        A description of the action taken.
+        A message for the user that describes the outcome.
     """
     part, old = beside(target, "part"), beside(target, "old")
     if os.path.lexists(target):
@@ -149,7 +152,7 @@ def recover(target: Path) -> list[str]:
         target: Path of the checkpoint, which may not exist.
 
     Returns:
-        A description of each action taken.
+        Messages for the user about versions that were completed, restored, removed or kept.
     """
     part, old, gone = (beside(target, suffix) for suffix in ("part", "old", "gone"))
     done = []
@@ -172,8 +175,9 @@ def take_away(path: Path) -> None:
         path: Path of the checkpoint.
 
     Raises:
-        ValueError: If the path is not a checkpoint or contains foreign files, or if a foreign path has the name that
-            the deletion needs, such as ``.last.gone`` for ``last``. In these cases, the checkpoint is not changed.
+        ValueError: If the path is not a checkpoint with a readable manifest, if it contains foreign files, or if a
+            foreign path has the name that the deletion needs, such as ``.last.gone`` for ``last``. In these cases, no
+            file of the checkpoint is deleted.
         OSError: If a disk operation fails.
     """
     listed_files = {*read_manifest(path).names, MANIFEST, UNFINISHED}
@@ -195,14 +199,14 @@ def take_away(path: Path) -> None:
 
 
 def retire(path: Path, target: Path) -> bool:
-    """Delete the remains of a checkpoint. Foreign files move into ``target``, or stay if ``target`` does not exist.
+    """Delete the remains of a checkpoint. Foreign files move into ``target``, or stay if ``target`` is not a directory.
 
     Args:
-        path: Path of the remains. A foreign directory is not changed.
-        target: Path of the checkpoint that replaced the remains.
+        path: Path of the remains. A foreign file or non-empty directory is not changed.
+        target: Path of the checkpoint that receives the foreign files.
 
     Returns:
-        Whether anything was deleted.
+        True if anything was deleted.
     """
     if not _is_left(path):
         return False
@@ -219,7 +223,7 @@ def retire(path: Path, target: Path) -> bool:
 
 
 def is_empty(path: Path) -> bool:
-    """Return whether the path is an empty directory.
+    """Return whether the path is an empty directory, and not a link to one.
 
     Args:
         path: The path to examine.

@@ -38,8 +38,8 @@ def choose_next_target(project: ProjectConfiguration) -> AnyPath:
         project: Configuration with the project's directory and the number of the next checkpoint.
 
     Raises:
-        ValueError: If automatic naming is not configured, or if a checkpoint with the same or a higher number exists,
-            for example because the run was not resumed.
+        ValueError: If automatic naming is not configured, or if the folder already contains the same or a higher
+            number, for example because the run was not resumed.
     """
     folder = _require_folder(project, "save_state", "output_dir")
     numbers = _list_numbers(folder)
@@ -57,7 +57,7 @@ def find_newest(
 ) -> tuple[OpenCheckpoint, list[str]]:
     """Return the intact checkpoint with the highest number, and a message for each one that was skipped.
 
-    No file is deleted, because another process may be saving to the folder. Call this function on all ranks.
+    Damaged checkpoints are not deleted, because another process may be saving to the folder.
 
     Args:
         world: The processes, all of which must call this function.

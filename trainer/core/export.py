@@ -38,8 +38,8 @@ class Exports(nn.Module):
         """Convert ``forward`` to an ONNX program. Requires the packages onnx and onnxscript.
 
         Args:
-            file_path: Path or URL of the ONNX file, or a file that is open for binary writing; None writes no file. With
-                a URL or an open file, the model may have at most 2 GB. Default: None.
+            file_path: Path or URL of the ONNX file, or a file that is open for binary writing; None writes no file.
+                With a URL or an open file, the model may have at most 2 GB. Default: None.
             input_sample: Input of ``forward``: a tensor, a tuple or list of arguments, or a dict of keywords. Default:
                 ``example_input_array``.
             kwargs: Keyword arguments of ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` makes the batch
