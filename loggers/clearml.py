@@ -20,17 +20,18 @@ SUBSETS = ("train", "val", "test", "eval")
 class ClearMLLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to ClearML or writes them to files.
 
-    Install with ``pip install clearml``. The logger has one task, which rank zero begins when something is first
-    logged. The task stays open after a fit, so several fits, and uses of ``logger.experiment`` after them, continue it.
-    It is completed by `finish` or when the process ends, and marked as failed if a fit, validation or test fails. A
-    task that you have already started is used, unless ``task_id`` selects another task.
+    Install with ``pip install clearml``. The logger has one task, which rank zero begins when something is first logged
+    or ``experiment`` is read. The task stays open after a fit, so several fits, and uses of ``logger.experiment`` after
+    them, continue it. The task is completed by `finish` or when the process ends, and marked as failed if a fit,
+    validation, test or prediction fails. A task that you have already started is used, unless ``task_id`` selects
+    another task.
 
     ``train_loss`` becomes the series ``train`` of the plot ``loss``; ``val_``, ``test_`` and ``eval_`` are treated the
-    same way. For other names, plot and series have the same name. A value that is not finite is skipped with a warning,
-    because ClearML would report it as 0.
+    same way. For other names, plot and series have the same name. A value that is not finite is not plotted, because
+    ClearML would report it as 0. The logger warns and adds the value to the task's console log.
 
-    Unlike ``Task.init`` alone, this logger does not seed RNGs, keeps the signal handlers, creates a new task each time,
-    and reports from a thread instead of a fork of the training process.
+    Unlike ``Task.init`` alone, this logger does not seed RNGs, keeps the signal handlers, creates a new task for each
+    logger by default, and reports from a thread instead of a fork of the training process.
 
     Args:
         project_name: Project of the task. Default: ``CLEARML_PROJECT``, or ``"treadle_logs"``.
@@ -42,7 +43,7 @@ class ClearMLLogger(ServiceLogger):
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a fit; ``"all"``
             uploads each one as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``; False uploads
-            none. Default: False.
+            none. Checkpoints at a URL are skipped. Default: False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         **kwargs: Arguments of ``Task.init``: ``task_type``, ``output_uri``, ``auto_connect_frameworks``, ...

@@ -19,28 +19,28 @@ class CometLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to Comet or writes them to archives.
 
     Install with ``pip install comet_ml``. The logger has one experiment, which rank zero begins when something is first
-    logged. The experiment stays open after a fit, so several fits, and uses of ``logger.experiment`` after them,
-    continue it. It ends with the process, with `finish`, or with a failed fit, validation or test, which adds the tag
-    ``failed``. A process has one experiment at a time. A second logger therefore ends the experiment of the first,
-    which is continued when the first logger is used again.
+    logged or ``experiment`` is read. The experiment stays open after a fit, so several fits, and uses of
+    ``logger.experiment`` after them, continue it. The experiment ends with the process, with `finish`, or with a failed
+    fit, validation, test or prediction, which adds the tag ``failed``. A process has one experiment at a time. A second
+    logger therefore ends the experiment of the first, which is continued when the first logger is used again.
 
     Offline, an archive ``KEY-xxxxxx.zip`` is written each time the experiment ends. ``comet upload`` sends all archives
     with the same key to one experiment.
 
     Args:
         api_key: API key of the account. Default: ``COMET_API_KEY``, or Comet's configuration file.
-        workspace: Workspace of the experiment. Default: the account's workspace.
-        project: Project of the experiment. Default: ``"Uncategorized"``, as in Comet.
+        workspace: Workspace of the experiment. Default: ``COMET_WORKSPACE``, or the account's workspace.
+        project: Project of the experiment. Default: ``COMET_PROJECT_NAME``, or ``"Uncategorized"``, as in Comet.
         experiment_key: Key of the experiment to continue, 32 to 50 letters and digits. Default:
             ``COMET_EXPERIMENT_KEY``, or a new one.
         mode: ``"get_or_create"``, ``"get"`` (the experiment must exist) or ``"create"`` (it must not). Default:
-            ``"get_or_create"``.
+            ``COMET_START_MODE``, or ``"get_or_create"``.
         online: Whether data is sent, which requires an API key; False only writes archives. Default:
             ``COMET_START_ONLINE``, or True.
         prefix: Text before every metric's name, as ``prefix_name``. Default: none.
         log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit; ``"all"`` uploads each one
-            as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``; False uploads none. Default:
-            False.
+            as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``; False uploads none.
+            Checkpoints at a URL are skipped. Default: False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         experiment_config: A ``comet_ml.ExperimentConfig``; cannot be combined with ``kwargs``. Default: built from
@@ -109,7 +109,7 @@ class CometLogger(ServiceLogger):
 
     @property
     def save_dir(self) -> str | None:
-        """Directory of the archives; None if it is not set."""
+        """The argument ``offline_directory``, the directory of the archives; None if it was not passed."""
         directory = self._config_options.get("offline_directory")
         return None if directory is None else os.fspath(directory)
 

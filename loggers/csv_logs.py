@@ -22,16 +22,17 @@ STEP = "step"
 class CSVLogger(DirectoryLogger):
     """Logger that writes ``metrics.csv`` and ``hparams.yaml`` to ``save_dir/name/version_N``.
 
-    Each call of `log_metrics` writes one row: the step, and a cell for each metric. A cell may be empty. A new metric
-    adds a column at the end. If ``metrics.csv`` exists, its rows are kept and new ones are appended.
+    Each call of `log_metrics` adds one row: the step, and a cell for each metric. A cell may be empty. A new metric
+    adds a column at the end. If ``metrics.csv`` exists, new rows are appended to it. A last line without a line break,
+    which a crash may have left, is removed first.
 
     Args:
         save_dir: Parent directory of the experiments, or a URL; see `DirectoryLogger`.
         name: Directory of the experiment in ``save_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
         version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        flush_logs_every_n_steps: Maximum number of steps before buffered rows are written. If the process is killed,
-            the buffered rows are lost. Default: 100.
+        flush_logs_every_n_steps: Buffered rows are written once there are this many of them or they span as many steps.
+            If the process is killed, the buffered rows are lost. Default: 100.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
 
@@ -70,7 +71,7 @@ class CSVLogger(DirectoryLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The `MetricsFile` of this version, opened on first access."""
+        """The `MetricsFile` of this version, created on first access; a `NullExperiment` on nonzero ranks."""
         if self._experiment is None:
             self._experiment = MetricsFile(str(self.files_dir), self._flush_every)
         return self._experiment
@@ -101,7 +102,8 @@ class CSVLogger(DirectoryLogger):
             metrics: Initial values of the metrics by which runs are compared. Default: none.
 
         Raises:
-            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None, or a metric is not a number.
+            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None, or ``metrics`` is not a dict of
+                numbers by name.
             ValueError: If a metric is a tensor that does not have exactly one element, or is named ``step``.
         """
         self.save_hyperparams(params)
@@ -139,7 +141,7 @@ class MetricsFile:
 
     Args:
         log_dir: Directory of the file; created if missing.
-        flush_every: Number of steps or rows after which buffered rows are written. Default: 100.
+        flush_every: Number of buffered rows, or of steps that they span, at which they are written. Default: 100.
 
     Attributes:
         waiting: Buffered rows, which are not written yet.
@@ -241,7 +243,7 @@ class MetricsFile:
 
 
 def _parse_cell(cell: str) -> Any:
-    """Return the number in a cell, or the cell's text if another program wrote it."""
+    """Return the number in a cell, or the cell's text if it is not a number."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(cell)

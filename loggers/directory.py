@@ -26,8 +26,8 @@ class DirectoryLogger(Logger):
         save_dir: Parent directory of the experiments, or a URL such as ``s3://bucket/logs``, to which files are
             uploaded as they change. ``~`` and ``$VARIABLES`` are expanded.
         name: Directory of the experiment in ``save_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
-        version: A number N for ``version_N``, or the name of a directory, which may exist already. Default: the next
-            unused number.
+        version: A number N for the directory ``version_N``, or the name of a directory. The directory may exist
+            already. Default: the next unused number.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
 
     Raises:
@@ -98,8 +98,8 @@ class DirectoryLogger(Logger):
     def version(self) -> int | str | None:
         """Version of the experiment.
 
-        If no version was passed, the first access on rank zero claims a number. The Trainer passes it to the other
-        ranks.
+        If no version was passed, the first access on rank zero claims a number. The Trainer passes this number to the
+        other ranks, where the version is None until then.
         """
         if self._version is None and process_rank() == 0:
             self._version = claim_version(self._versions_dir)
@@ -132,12 +132,11 @@ class DirectoryLogger(Logger):
     def save_hyperparams(self, params: Params) -> None:
         """Write hyperparameters, in addition to those of earlier calls, to ``hparams.yaml`` in `log_dir`.
 
-        The file is written immediately, so the hyperparameters are not lost in a crash. It replaces the file of an
-        earlier process.
+        Only rank zero writes the file, immediately, so that the hyperparameters are not lost in a crash. If `log_dir`
+        is a URL, the file is uploaded in the background. The file of an earlier process is replaced.
 
         Args:
-            params: Settings by name, nested or not. A value of a type that YAML does not support is written as its
-                ``str``.
+            params: Settings by name, nested or not. Values are converted to plain data; see `plain`.
 
         Raises:
             TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None.

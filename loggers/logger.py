@@ -22,10 +22,10 @@ def process_rank() -> int:
 
 
 class NullExperiment:
-    """Experiment object that ignores all operations, so that user code does not need ``if rank == 0``.
+    """Experiment object that ignores calls and assignments, so that user code does not need ``if rank == 0``.
 
-    Every attribute, call and item returns the object itself. The object is falsy, empty and a context manager.
-    Assignments to it are ignored.
+    Every attribute, call and item returns the object itself; only special attributes such as ``__array__`` do not
+    exist. The object is falsy, empty and a context manager. Assignments to its attributes and items are ignored.
 
     Example:
         >>> from treadle.loggers import NullExperiment
@@ -69,7 +69,7 @@ class NullExperiment:
 
 
 def rank_zero_experiment(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorate an ``experiment`` getter so that ranks other than zero get a `NullExperiment` without calling it.
+    """Decorate an ``experiment`` getter, which then returns a `NullExperiment` on ranks other than zero.
 
     Write the decorator below ``@property``.
 
@@ -154,7 +154,8 @@ class Logger(ABC):
 
         Args:
             metrics: Values by name.
-            step: Optimizer step of the values. With None, the logger chooses the step. Default: None.
+            step: Optimizer step of the values. For values of single evaluation batches, see `EVALUATED_AT`. With None,
+                the logger chooses the step. Default: None.
         """
 
     @abstractmethod
@@ -188,7 +189,7 @@ class Logger(ABC):
 
     @property
     def saves_each_row(self) -> bool:
-        """Return whether a custom logger overrides ``save``, which is then called after each `log_metrics`."""
+        """True if a custom logger overrides ``save``, which is then called after each `log_metrics`."""
         return type(self).save is not Logger.save and not type(self).save.__module__.startswith("treadle.")
 
     def save(self) -> None:
@@ -196,7 +197,7 @@ class Logger(ABC):
         return None
 
     def finalize(self, status: str) -> None:
-        """Complete the logs of a fit, validation or test. The logger may be used again afterwards.
+        """Complete the logs of a fit, validation, test or prediction. The logger may be used again afterwards.
 
         Args:
             status: ``"success"`` or ``"failed"``.
@@ -204,7 +205,7 @@ class Logger(ABC):
         self.save()
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Handle a checkpoint that is complete on disk, for example by uploading it. Does nothing unless overridden.
+        """Handle a checkpoint that was saved completely, for example by uploading it. Does nothing unless overridden.
 
         Args:
             checkpoint_callback: The callback that saved the checkpoint.

@@ -18,10 +18,11 @@ OLD_NAMES = ("experiment_name", "notes", "logdir")
 class SwanLabLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to SwanLab or writes them to files.
 
-    Install with ``pip install swanlab``. The logger has one run, which rank zero begins when something is first logged.
-    The run stays open after a fit, so several fits, and uses of ``logger.experiment`` after them, continue it. It ends
-    with the process, with `finish`, or as ``crashed`` with a failed fit, validation or test. A run that you have
-    already started is used, unless ``id`` selects another run.
+    Install with ``pip install swanlab``. The logger has one run, which rank zero begins when something is first logged
+    or ``experiment`` is read. The run stays open after a fit, so several fits, and uses of ``logger.experiment`` after
+    them, continue it. The run ends with the process, with `finish`, or as ``crashed`` with a failed fit, validation,
+    test or prediction. A run that you have already started is used, unless ``id`` or ``SWANLAB_RUN_ID`` selects another
+    run.
 
     SwanLab keeps the first value of a metric for each step and ignores later ones. Offline, each start creates a folder
     ``run-TIME-ID``, even for a continued run; ``swanlab sync --id ID FOLDER`` adds a folder to an existing run.
@@ -41,7 +42,7 @@ class SwanLabLogger(ServiceLogger):
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         log_model: Save checkpoints with the run: True saves the kept checkpoints at the end of a fit; ``"all"`` saves
             each one as soon as it is on disk, as does True with ``ModelCheckpoint(save_top_k=-1)``; False saves none.
-            Default: False.
+            Checkpoints at a URL are skipped. Default: False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         **kwargs: Arguments of ``swanlab.init``: ``group``, ``job_type``, ``public``, ``settings``, ``callbacks``, ...

@@ -38,7 +38,7 @@ class TensorBoardLogger(DirectoryLogger):
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``: ``max_queue`` (events), ``flush_secs``
-            (seconds), ``filename_suffix``, ``purge_step``, ``comment``.
+            (seconds), ``filename_suffix``, ``purge_step`` and ``comment``, which has no effect.
 
     Raises:
         TypeError: If an argument has the wrong type, or ``kwargs`` has an unknown name.
@@ -123,15 +123,16 @@ class TensorBoardLogger(DirectoryLogger):
         """Record hyperparameters for TensorBoard's HPARAMS page and in ``hparams.yaml``, both in this run's directory.
 
         Args:
-            params: Settings by name: a dict, a namespace or a dataclass. Nested names are joined by ``/``.
+            params: Settings by name: a dict, a namespace or a dataclass. On the HPARAMS page, nested names are joined
+                by ``/``.
             metrics: Initial values of the metrics by which runs are compared; a single number is the value of
                 ``hp_metric``. Log metrics under the same names during training. Default: ``hp_metric`` = -1, or none if
                 ``default_hp_metric`` is False.
-            step: Optimizer step of these values. Default: 0.
+            step: Optimizer step of ``metrics``. Default: 0.
 
         Raises:
-            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None, a metric is not a number, or
-                the step is not an integer.
+            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None, ``metrics`` is neither a number
+                nor a dict of numbers by name, or the step is not an integer.
             ValueError: If a metric is a tensor that does not have exactly one element, or the step is negative.
         """
         if metrics is None:
@@ -190,6 +191,8 @@ class TensorBoardLogger(DirectoryLogger):
 
     def on_resume(self, step: int) -> None:
         """Make TensorBoard ignore the events of steps after ``step`` in an existing directory.
+
+        If the logger was created with ``purge_step``, that value is used instead.
 
         Args:
             step: Number of optimizer steps taken before the run was saved.

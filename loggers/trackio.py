@@ -15,9 +15,9 @@ class TrackioLogger(ServiceLogger):
 
     Trackio stores one SQLite file per project in ``TRACKIO_DIR``, by default in Hugging Face's cache. With ``space_id``
     or ``server_url``, it sends the data to that Space or server. The logger has one run, which rank zero begins when
-    something is first logged. The run is closed after each fit, validation or test, and reopened when something is
-    logged again. Runs have no status in Trackio, so a failed run gets an alert with the level ``error``. Trackio turns
-    storage errors into warnings, even with ``strict``.
+    something is first logged or ``experiment`` is read. The run is closed after each fit, validation, test or
+    prediction, and reopened when something is logged again. Runs have no status in Trackio, so a failed run gets an
+    alert with the level ``error``. Trackio turns storage errors into warnings, even with ``strict``.
 
     Args:
         project: Project of the run. Default: ``"treadle_logs"``.
@@ -25,12 +25,12 @@ class TrackioLogger(ServiceLogger):
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         log_model: Copy checkpoints to Trackio's artifacts: True copies the kept checkpoints at the end of a fit;
             ``"all"`` copies each one as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``;
-            False copies none. Default: False.
+            False copies none. Checkpoints at a URL are skipped. Default: False.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         **kwargs: Arguments of ``trackio.init``: ``group``, ``space_id``, ``server_url``, ``config``, ...;
             ``resume="allow"`` continues the latest run of this name, if there is one, and ``"must"`` requires one.
-            Default: a new run.
+            Without ``resume``, the logger begins a new run.
 
     Raises:
         ModuleNotFoundError: If Trackio is not installed.
@@ -74,7 +74,7 @@ class TrackioLogger(ServiceLogger):
         return run
 
     def _read_config(self, run: Any) -> dict[str, Any]:
-        """Return the configuration of a continued run, because Trackio would replace it with this process's."""
+        """Return the configuration of a continued local run, because Trackio would replace it with this process's."""
         from trackio import Api
 
         if not run._is_local:

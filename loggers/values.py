@@ -19,10 +19,10 @@ def as_number(name: str, value: Any) -> float:
 
     Args:
         name: Name of the metric, for messages.
-        value: A number, or a tensor or array with one element.
+        value: A real number, or a tensor or array with one element.
 
     Raises:
-        TypeError: If the value is not a number.
+        TypeError: If the value is not a real number.
         ValueError: If a tensor or array does not have exactly one element.
     """
     number = value
@@ -50,7 +50,7 @@ def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float 
         prefix: Text before every name. Default: none.
 
     Raises:
-        TypeError: If ``metrics`` is not a mapping, or a name or a value has the wrong type.
+        TypeError: If ``metrics`` is not a mapping, a name is not a non-empty string, or a value is not a real number.
         ValueError: If a tensor or array does not have exactly one element.
     """
     if not isinstance(metrics, Mapping):
@@ -87,10 +87,10 @@ def as_mapping(params: Any) -> Mapping[str, Any]:
     """Return hyperparameters as a mapping, which is empty for None.
 
     Args:
-        params: A mapping, a namespace, a dataclass or None.
+        params: A mapping, an ``argparse.Namespace``, a dataclass instance or None.
 
     Raises:
-        TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None.
+        TypeError: If ``params`` is not a mapping, a namespace, a dataclass instance or None.
     """
     if params is None:
         return {}
@@ -110,8 +110,9 @@ def plain(value: Any) -> Any:
     """Convert a value to dicts, lists, str, int, float, bool and None. Any other object becomes its ``str``.
 
     Args:
-        value: Any value. Mappings, namespaces and dataclass instances become dicts, and sequences and sets become
-            lists, recursively. A tensor with one element or a NumPy number becomes a Python number.
+        value: Any value. Mappings, namespaces and dataclass instances become dicts with strings as keys, and lists,
+            tuples and sets become lists, recursively. A tensor or array with one real element or a real NumPy number
+            becomes a Python number.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -133,7 +134,7 @@ def check_step(step: Any) -> int:
     """Return a step as an integer.
 
     Args:
-        step: An integer of at least 0; numpy integers are accepted too.
+        step: An integer of at least 0; NumPy integers and integer tensors with one element are accepted too.
 
     Raises:
         TypeError: If the step is not an integer.

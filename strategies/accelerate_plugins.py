@@ -1,4 +1,4 @@
-"""Accelerate's classes for the layout of a model, each translated to the corresponding strategy."""
+"""Accelerate's classes for the layout of a model, and their translation to strategies."""
 
 from __future__ import annotations
 
@@ -36,17 +36,19 @@ class DistributedDataParallelKwargs:
 
     Args:
         dim: Must be 0; torch no longer uses it.
-        broadcast_buffers: Broadcast rank zero's buffers to every process before each forward pass.
+        broadcast_buffers: Broadcast rank zero's buffers to every process before forward passes.
         bucket_cap_mb: Size in MiB of the buffers in which gradients are sent.
         find_unused_parameters: Permit parameters that are not used in a step.
         check_reduction: Must be False; torch no longer uses it.
         gradient_as_bucket_view: Store gradients in the buffers in which they are sent.
         static_graph: Assume that every step computes the same graph.
-        comm_hook: Compression of gradients: ``"no"``, ``"fp16"``, ``"bf16"``, ``"power_sgd"``, or a function for
-            torch's ``register_comm_hook``. ``"batched_power_sgd"`` raises an error, because it is broken in torch.
-        comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``comm_hook`` runs, or
-            ``"no"``.
-        comm_state_option: Arguments of torch's ``PowerSGDState``.
+        comm_hook: Compression of gradients: ``"no"``, ``"fp16"``, ``"bf16"``, ``"power_sgd"``, the corresponding
+            `DDPCommunicationHookType`, or a function for torch's ``register_comm_hook``. ``"batched_power_sgd"`` raises
+            an error, because it is broken in torch.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``comm_hook`` runs, a
+            function that receives the hook and returns a new one, or ``"no"``.
+        comm_state_option: Arguments of torch's ``PowerSGDState``, or the first argument of a function passed as
+            ``comm_hook``.
 
     Example:
         >>> import treadle
@@ -111,7 +113,7 @@ class ParallelismConfig:
         sp_handler: Must be None.
 
     Raises:
-        ValueError: If a size is not a positive integer, or if an unsupported kind of parallelism is requested.
+        ValueError: If a size is neither None nor a positive integer, or if another argument has an unsupported value.
 
     Example:
         >>> import treadle
@@ -174,7 +176,7 @@ class ParallelismConfig:
 
     @property
     def shards(self) -> bool:
-        """True if a model is split over some of the processes rather than only copied."""
+        """True if a model is sharded or tensor parallel, rather than only copied to each process."""
         return self.dp_shard_size > 1 or self.tp_size > 1
 
 
@@ -207,21 +209,21 @@ _ALTERNATIVES = {
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Accelerate's settings for sharded models, with the arguments for FSDP1 and FSDP2. FSDP2 is always used.
+    """Accelerate's settings for sharded models, with the arguments for FSDP1 and FSDP2. Models are sharded with FSDP2.
 
     Args:
-        fsdp_version: 1, 2 or None. The value has no effect, because FSDP2 is always used.
+        fsdp_version: 1, 2 or None. The value has no effect, because Treadle does not use FSDP1.
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"`` or ``"HYBRID_SHARD_ZERO2"`` (shards
             within a machine), ``"NO_SHARD"`` (replicas), or a value of torch's ``ShardingStrategy``. Default:
             ``"FULL_SHARD"``.
         reshard_after_forward: Whether to free gathered weights after the forward pass, a number of processes (see
-            `FSDP`), or a value of ``sharding_strategy``. Default: False for ``"SHARD_GRAD_OP"`` and
-            ``"HYBRID_SHARD_ZERO2"``, otherwise True.
+            `FSDP`), or, if ``sharding_strategy`` is None, a value for that argument. Default: False for
+            ``"SHARD_GRAD_OP"`` and ``"HYBRID_SHARD_ZERO2"``, otherwise True.
         backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None. The value has no effect.
         mixed_precision_policy: Torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
-        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a function. Default:
-            the modules that ``transformer_cls_names_to_wrap`` or ``min_num_params`` selects, or the repeated blocks if
-            neither is set.
+        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a policy of `FSDP` that
+            is not a string. Default: the modules that ``transformer_cls_names_to_wrap`` or else ``min_num_params``
+            selects, or the repeated blocks if neither is set.
         cpu_offload: Keep shards in host memory: a bool, or torch's ``CPUOffload`` or ``CPUOffloadPolicy``.
         ignored_modules: Must be None.
         state_dict_type: Must be None, because checkpoints can be loaded by any strategy.
@@ -309,7 +311,9 @@ class FullyShardedDataParallelPlugin:
                 for the ``HYBRID`` sharding strategies.
 
         Raises:
-            TypeError: If ``mixed_precision_policy`` is neither of torch's two classes.
+            TypeError: If ``mixed_precision_policy`` is neither of torch's two classes, or if ``auto_wrap_policy`` is a
+                bool.
+            ValueError: If `FSDP` rejects a combination of settings.
         """
         if self._sharding == "NO_SHARD":
             return DDP()
@@ -361,9 +365,9 @@ def choose_strategy(
         replicas: Accelerate's settings for replicas.
 
     Raises:
-        ValueError: If the arguments contradict each other, the name is unknown, or the layout does not fit the world
+        ValueError: If an argument is invalid, the arguments contradict each other, or the layout does not fit the world
             size.
-        TypeError: If ``strategy`` is neither a name nor a `Strategy`.
+        TypeError: If ``strategy`` is neither a name nor a `Strategy`, or if a setting of ``plugin`` has the wrong type.
     """
     if parallelism is not None:
         parallelism.check(world)

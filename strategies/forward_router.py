@@ -1,4 +1,4 @@
-"""Module between a wrapper (autocast, DDP) and the user's model."""
+"""Module between a wrapper, such as DDP, and the user's model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Ballot:
 
     Args:
         device: Device on which the votes are allocated, that of the model.
-        dtype: float64 for a float64 model, so that its gradients and the votes share a bucket; otherwise float32, the
-            smallest dtype in which a count of tokens is exact.
+        dtype: float64 for a float64 model, whose gradients are then sent in one buffer with the votes; otherwise
+            float32, in which counts of up to 2**24 tokens are exact. Default: float32.
 
     Attributes:
         value: This process's votes for the next backward pass, of shape ``(BALLOT_SIZE,)``.
@@ -37,7 +37,7 @@ class Ballot:
 
 
 def ballot_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype of votes that share a bucket with the gradients of ``parameters``.
+    """Return the dtype of a `Ballot`: float64 if all ``parameters`` are float64, otherwise float32.
 
     Args:
         parameters: Parameters of the model.
@@ -48,7 +48,7 @@ def ballot_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
 class _Carry(torch.autograd.Function):
     """Autograd function that passes the loss through and makes the votes the gradient of the carrier parameter.
 
-    DDP then sums the votes with the first gradient bucket, so all processes agree without a separate collective.
+    DDP then reduces the votes together with the gradients.
     """
 
     @staticmethod
@@ -73,8 +73,9 @@ class Router(nn.Module):
     Args:
         module: The user's model.
         context: Autocast or default-dtype context from `Precision.context` in which methods run, or None.
-        upcast: Convert half-precision results of ``forward`` to float32, so that a loss computed outside is exact.
-            Results of other methods are not converted, because these compute their own loss.
+        upcast: Convert half-precision results of ``forward`` to float32, so that a loss outside of the model is
+            computed in float32. Results of methods that `routed` selects are not converted, because such methods
+            compute their own loss.
         ballot: Votes to reduce together with the gradients of the step's loss, or None.
     """
 

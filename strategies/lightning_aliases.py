@@ -1,4 +1,4 @@
-"""Lightning's names for attributes of a strategy or its world. Treadle's own code never uses them."""
+"""Lightning's names for attributes and methods of a strategy or its world."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StrategyAliases:
 
     @property
     def model(self) -> nn.Module | None:
-        """The wrapped model that training calls; None before a model is prepared."""
+        """The first prepared model, as training calls it; None before a model is prepared."""
         models, _ = self.prepared
         return models[0] if models else None
 
@@ -86,15 +86,16 @@ class StrategyAliases:
         self.world.barrier()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean or the sum of the tensors of all processes. Must be called on all ranks.
+        """Return the mean or the sum of the tensors of all processes. Must be called on all ranks of the group.
 
         Args:
             tensor: The tensor; any other object is returned unchanged.
             group: A torch process group. Default: all processes.
-            reduce_op: ``"mean"``, ``"avg"`` or ``"sum"``, or torch's ``ReduceOp`` with one of these names.
+            reduce_op: ``"mean"``, ``"avg"`` or ``"sum"`` in lower or upper case, torch's ``ReduceOp.AVG`` or
+                ``ReduceOp.SUM``, or None for the mean. The mean of integers is rounded down. Default: ``"mean"``.
 
         Raises:
-            ValueError: If ``reduce_op`` has any other value.
+            ValueError: If ``reduce_op`` has any other value, or if this process is not in ``group``.
         """
         operation = str(getattr(reduce_op, "name", reduce_op) or "mean").rpartition(".")[2].lower()
         if operation not in ("mean", "avg", "sum"):
@@ -107,7 +108,7 @@ class StrategyAliases:
         return world.all_reduce(tensor.to(self.root_device, copy=True), "sum" if operation == "sum" else "mean")
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return the tensors of all processes, stacked if there are several processes. Must be called on all ranks.
+        """Return the tensors of all processes, stacked if there are several. Must be called on all ranks of the group.
 
         Args:
             tensor: The tensor, with the same shape on all processes.
@@ -115,7 +116,7 @@ class StrategyAliases:
             sync_grads: Must be False. For gradients, call the task's ``all_gather``.
 
         Raises:
-            ValueError: If ``sync_grads`` is True.
+            ValueError: If ``sync_grads`` is True, or if this process is not in ``group``.
         """
         if sync_grads:
             raise ValueError(

@@ -17,7 +17,8 @@ def built_in_place(device: torch.device, dtype: torch.dtype | None, empty: bool)
     Args:
         device: Device on which parameters and buffers are created.
         dtype: The dtype of floating-point parameters and buffers, or None for torch's default.
-        empty: Leave parameters uninitialized, by making functions of ``torch.nn.init`` do nothing.
+        empty: Make functions of ``torch.nn.init`` that support torch's function modes do nothing, such as ``uniform_``,
+            ``normal_`` and ``kaiming_uniform_``. Other initializations still run.
     """
     before = torch.get_default_dtype()
     with ExitStack() as stack:
@@ -31,7 +32,7 @@ def built_in_place(device: torch.device, dtype: torch.dtype | None, empty: bool)
 
 
 class _NoInitialisation(TorchFunctionMode):
-    """Mode in which functions of ``torch.nn.init`` return the tensor unchanged."""
+    """Mode in which functions of ``torch.nn.init`` that support function modes return the tensor unchanged."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

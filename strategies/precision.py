@@ -37,7 +37,7 @@ class Precision:
         compute: Dtype in which autocast computes, or None for no autocast.
         scaled: Whether the loss is scaled against underflow of float16 gradients.
         cached: Whether autocast caches the weights that it has cast.
-        float8: Whether linear layers compute matrix products in float8.
+        float8: Whether linear layers of suitable sizes compute matrix products in float8.
 
     Example:
         >>> from treadle.strategies import Precision
@@ -62,7 +62,7 @@ class Precision:
             argument: Name of the argument that the error message mentions. Default: ``"precision"``.
 
         Raises:
-            ValueError: If the name is unknown. The error names the closest one.
+            ValueError: If ``value`` has another form or is an unknown name.
         """
         if isinstance(value, Precision):
             return value
@@ -85,7 +85,7 @@ class Precision:
         return None if self.storage is None else _DefaultDtype(self.storage)
 
     def warn_if_emulated(self, device: torch.device) -> None:
-        """Warn if a GPU does not support bfloat16 in hardware and emulates it, which is many times slower.
+        """Warn if the precision uses bfloat16 and the GPU only emulates it, which is many times slower.
 
         Args:
             device: Device of the model. Only CUDA devices are checked.
@@ -98,10 +98,11 @@ class Precision:
             )
 
     def cast(self, batch: Any) -> Any:
-        """Return ``batch`` with its floating-point tensors in the storage dtype.
+        """Return ``batch`` with its floating-point tensors in the storage dtype, if any.
 
         Args:
-            batch: A tensor or a nested structure (dict, list, tuple) of tensors.
+            batch: A tensor or a nested structure of tensors, such as a dict or a list. Other objects are left
+                unchanged.
         """
         if self.storage is None:
             return batch
@@ -127,7 +128,7 @@ class _Autocast:
 
 
 class _DefaultDtype:
-    """Context in which new tensors get the storage dtype, like the parameters."""
+    """Context in which new floating-point tensors get the storage dtype by default, like the parameters."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

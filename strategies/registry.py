@@ -1,4 +1,4 @@
-"""Registry of strategies by name. Only this module resolves names."""
+"""Registry of strategies by name."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[
     Args:
         strategy: Registry name or a `Strategy`. Only a `Strategy` can have been created for a device.
         accelerator: One of `ACCELERATORS`, such as ``"auto"`` or ``"cuda"``.
-        devices: The number of devices, their indices, or ``"auto"``.
+        devices: The devices in any form that the Trainer accepts, such as a number, a list of indices or ``"auto"``.
 
     Raises:
         ValueError: If the strategy was created for a device that contradicts ``accelerator`` or ``devices``.
@@ -86,7 +86,7 @@ def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:
         world: Processes of the run. Their number determines the strategy for ``"auto"``.
 
     Raises:
-        ValueError: If the name is unknown. The error names the closest one.
+        ValueError: If the name is unknown. The error lists the known names.
         TypeError: If the value is neither a name nor a strategy.
     """
     if isinstance(strategy, Strategy):

@@ -25,20 +25,25 @@ from .wrap_policy import split_into_blocks
 
 
 class Strategy(StrategyAliases):
-    """Layout of a model over the processes. To add a strategy, subclass this class and register a name.
+    """Layout of a model over the processes. Subclass this class to add a strategy.
 
-    A strategy handles models and processes, but not steps, epochs or files. The default methods suit a full model on
-    one device, either alone or, if a subclass adds the reduction, as one of several replicas.
+    Pass an instance of the subclass as the ``strategy`` of a `Trainer` or `Accelerator`, or register a name for it with
+    `register_strategy`. The default methods suit a full model on one device. A subclass for several replicas must set
+    ``distributed`` and reduce the gradients.
 
     Attributes:
-        name: Registry name, such as ``"ddp"``.
+        name: Name of the strategy in messages and checkpoints, such as ``"ddp"``.
         distributed: Whether the strategy supports more than one process.
         sharded: Whether a process holds only shards of the parameters.
-        has_rank_buffers: Whether each process resumes with its own buffers, rather than with rank zero's.
-        delays_sync: Whether `set_gradient_sync` has an effect. Otherwise, the loop can skip the call.
-        device_mesh: The mesh of processes with named dimensions, if the strategy uses one.
-        requested_device: The device for which the strategy was created, if any.
-        group_options: Options of the process group that were passed to the strategy: ``timeout`` and ``backend``.
+        has_rank_buffers: Whether checkpoints for resuming contain the buffers of every process, not only rank zero's.
+        delays_sync: Whether the loop may call `set_gradient_sync` to reduce gradients only in the last micro-batch of a
+            step.
+        device_mesh: The mesh of processes with named dimensions; None if the strategy uses none or is not attached.
+        requested_device: The device for which the strategy was created, or None.
+        group_options: Options of the process group, ``timeout`` and ``backend``, as far as they were passed to the
+            strategy.
+        world: Processes of the run. Set by `attach`.
+        precision: Precision of the run. Set by `attach`.
 
     Example:
         >>> import treadle
@@ -65,7 +70,7 @@ class Strategy(StrategyAliases):
     precision: Precision
 
     def attach(self, world: World, precision: Precision) -> None:
-        """Attach the strategy to a world and a precision. Called before any other method, and again after `detach`.
+        """Attach the strategy to a world and a precision. Called before any model is wrapped, and again after `detach`.
 
         Args:
             world: Processes of the run, with the rank and device of this process.
@@ -98,22 +103,23 @@ class Strategy(StrategyAliases):
         return self.world
 
     def construction(self, empty: bool = False) -> AbstractContextManager[Any]:
-        """Return a context in which models are created directly on the device and in the storage dtype.
+        """Return a context in which models are created directly on the device and in the storage dtype, if any.
 
         Args:
-            empty: Skip the initialization of parameters, because a checkpoint will be loaded.
+            empty: Skip functions of ``torch.nn.init``, because a checkpoint will be loaded; see `built_in_place`.
+                Default: False.
         """
         return built_in_place(self.world.device, self.precision.storage, empty)
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
-        """Move ``module`` to the device, in the storage dtype, and return the module to call instead.
+        """Move ``module`` to the device, convert it to the storage dtype, if any, and return the module to call.
 
         Args:
             module: The user's model.
             step: Name of the method that returns the training loss, if it is not ``forward``.
 
         Raises:
-            ValueError: If the model was sharded by an earlier run.
+            ValueError: If the strategy does not support the model, for example because an earlier run has sharded it.
         """
         self.place(module)
         context = self.precision.context(self.world.device)
@@ -126,7 +132,7 @@ class Strategy(StrategyAliases):
             module: The user's model.
 
         Raises:
-            ValueError: If the strategy does not support manual optimization.
+            ValueError: If the strategy does not support manual optimization or the model.
         """
         if self.sharded or self.world.size > 1:
             raise ValueError(
@@ -149,13 +155,15 @@ class Strategy(StrategyAliases):
         return None
 
     def place(self, module: nn.Module) -> nn.Module:
-        """Move ``module`` to the device for evaluation, in the storage dtype, and return the module to call.
+        """Prepare ``module`` for evaluation only, and return the module to call.
+
+        By default, the module is moved to the device and converted to the storage dtype, if any.
 
         Args:
             module: The user's model.
 
         Raises:
-            ValueError: If the model was sharded by an earlier run.
+            ValueError: If parameters of the model are sharded, for example by an earlier run.
         """
         if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
             raise ValueError(
@@ -180,7 +188,7 @@ class Strategy(StrategyAliases):
         return split_into_blocks(module, blocks), False
 
     def decisions(self, module: nn.Module) -> list[str]:
-        """Return notes on settings that affect how a wrapped model runs, with alternatives. They are logged once.
+        """Return notes on settings that affect how a wrapped model runs, with alternatives. `Trainer.fit` logs them.
 
         Args:
             module: The user's model.
@@ -221,9 +229,9 @@ class Strategy(StrategyAliases):
         return ((parameter, parameter) for parameter in self.unwrap(module).parameters())
 
     def method(self, wrapped: nn.Module, name: str) -> Callable[..., Any]:
-        """Return a function that runs a method of the user's module inside the ``forward`` of the wrapped module.
+        """Return a function that runs a method of the user's module like its ``forward``.
 
-        The method therefore runs in the precision's context, and its gradients are reduced like those of ``forward``.
+        The method runs in the precision's context, if any, and its gradients are reduced like those of ``forward``.
 
         Args:
             wrapped: Module that `wrap` returned.
@@ -256,7 +264,7 @@ class Strategy(StrategyAliases):
         return next((m for m in (module, module._modules.get("module")) if isinstance(m, Router)), None)
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
-        """Set whether gradients are reduced over the processes in the next forward and backward pass.
+        """Set whether the following forward and backward passes reduce gradients over the processes.
 
         Args:
             module: Module that `wrap` returned.
@@ -278,7 +286,7 @@ class Strategy(StrategyAliases):
             module: Module that `wrap` returned.
 
         Raises:
-            ValueError: If the processes do not keep full replicas, or if the strategy itself averages or sends
+            ValueError: If several processes do not keep full replicas, or if the strategy itself averages or sends
                 parameters.
         """
         if self.world.size > 1:
@@ -291,7 +299,8 @@ class Strategy(StrategyAliases):
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Return a context in which a rank may train the wrapped ``models`` on fewer batches than other ranks.
 
-        Only replicas can continue without a rank. Other strategies change nothing and, with several processes, warn.
+        Only replicas can continue without a rank. If the strategy or its settings do not permit this, the context
+        changes nothing and, with several processes, warns.
 
         Args:
             models: Modules that `wrap` returned.
@@ -318,7 +327,7 @@ class Strategy(StrategyAliases):
         yield
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Copy rank zero's buffers to every process, so that all processes evaluate and save the same model.
+        """Copy rank zero's buffers to every process, so that all processes evaluate the same model.
 
         Args:
             module: Module that `wrap` returned.
@@ -330,8 +339,8 @@ class Strategy(StrategyAliases):
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the total norm of the gradients in place.
 
-        A NaN norm leaves the gradients unchanged. torch would multiply all gradients by NaN, so that the parameter with
-        the NaN could no longer be found.
+        torch would multiply all gradients by a NaN norm, so that the parameter with the NaN could no longer be found.
+        This method does not.
 
         Args:
             parameters: Parameters whose gradients are clipped.
@@ -358,7 +367,7 @@ class Strategy(StrategyAliases):
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         """Return the state of the user's module under its own names. Must be called on all ranks.
 
-        For sharded parameters, it contains this process's shards (torch's ``DTensor``).
+        For sharded parameters, the state contains this process's shards (torch's ``DTensor``).
 
         Args:
             module: Module that `wrap` returned.
@@ -393,9 +402,10 @@ class Strategy(StrategyAliases):
         optimizer.load_state_dict(state)
 
     def reduction_order(self, module: nn.Module) -> list[int]:
-        """Return the parameter indices whose order determines how gradients are summed, to save them in a checkpoint.
+        """Return the order of the parameters, as indices, that determines how gradients are summed.
 
-        The list is empty if the order does not depend on earlier steps.
+        Checkpoints contain the list. It is empty if the sums do not depend on such an order, or before gradients are
+        reduced for the first time.
 
         Args:
             module: Module that `wrap` returned.
@@ -428,7 +438,8 @@ class Strategy(StrategyAliases):
     def agree_on_overflow(self, overflow: Tensor) -> None:
         """Make ``overflow``, which is 1 if float16 gradients overflowed, the same on every process.
 
-        Called before each optimizer step. Does nothing by default, because replicas have the same gradients.
+        Called before an optimizer step if a loss scaler is used. Does nothing by default, because replicas have the
+        same gradients.
 
         Args:
             overflow: The flag, changed in place.
@@ -445,17 +456,20 @@ class Strategy(StrategyAliases):
     # -- for plans, where the model has shapes and no values -----------------------------------------------------
 
     def grid(self, world_size: int) -> dict[str, int]:
-        """Return the numbers of replicas (``replicate``), shards of each (``shard``) and ranks per sample (``tensor``).
+        """Return the numbers of replicas, shards per replica, and ranks per sample.
 
         Args:
             world_size: Number of ranks to arrange.
+
+        Returns:
+            The three numbers, under ``"replicate"``, ``"shard"`` and ``"tensor"``.
         """
         return {"replicate": world_size, "shard": 1, "tensor": 1}
 
     def wrap_without_values(self, module: nn.Module) -> nn.Module:
         """Wrap a module on the meta device as `wrap` would wrap a module with values, and return the module to call.
 
-        Replicas are not wrapped, because torch's reducer does not support fake tensors (torch 2.13).
+        Replicas are not wrapped in torch's DDP, whose reducer does not support fake tensors (torch 2.13).
         `reduction_buckets` returns the buckets that the reducer would send.
 
         Args:
@@ -503,12 +517,12 @@ class Strategy(StrategyAliases):
 
     @property
     def gathers_in_storage_dtype(self) -> bool:
-        """True if shards are gathered in their storage dtype."""
+        """True if the strategy gathers shards and has no setting that selects another dtype for this."""
         return False
 
     @property
     def recomputes_activations(self) -> bool:
-        """True if blocks keep only their inputs for the backward pass."""
+        """True if activations are recomputed in the backward pass."""
         return False
 
     def variant(
@@ -518,11 +532,11 @@ class Strategy(StrategyAliases):
 
         Args:
             replicate: Number of replicas. Each is sharded over its share of the ranks.
-            recompute: Recompute the activations of every block in the backward pass.
+            recompute: True recomputes the activations of every block in the backward pass, and False recomputes none.
             gather: Dtype in which parameters are gathered; gradients are reduced in float32.
 
         Raises:
-            ValueError: If this strategy does not support one of the settings.
+            ValueError: If this strategy does not support one of the settings or its value.
         """
         settings = {
             "replicate shards": replicate,
@@ -539,8 +553,10 @@ class Strategy(StrategyAliases):
     def votes_in_backward(self) -> bool:
         """True if votes that are cast before the next backward pass are part of its gradient reduction.
 
-        In that case, votes cannot depend on the gradients, and the reduced gradients must be the same on every process.
-        Otherwise, votes are summed in a separate exchange, which should start when the gradients are known.
+        Votes are numbers that the processes sum in order to decide together, for example whether to stop. If the votes
+        are part of the reduction, they cannot depend on the gradients, and the reduced gradients must be the same on
+        every process. Otherwise, votes are summed in a separate exchange, which should start when the gradients are
+        known.
         """
         return False
 
@@ -563,11 +579,15 @@ class Strategy(StrategyAliases):
 
 
 class SingleDevice(Strategy):
-    """Strategy for one model on one device: CPU, CUDA or MPS.
+    """Strategy for one process with one device: CPU, CUDA or MPS.
 
     Args:
-        device: The device, such as ``"cuda:1"``, or the index of a GPU. Default: the device that the Trainer's
-            ``accelerator`` and ``devices`` select.
+        device: The device, such as ``"cuda:1"``, or the index of a GPU. Default: the device that the Trainer or the
+            Accelerator selects.
+
+    Raises:
+        RuntimeError: If torch does not accept the device.
+        TypeError: If ``device`` has the wrong type.
 
     Example:
         >>> import treadle
@@ -603,8 +623,9 @@ def make_group_options(timeout: Any, backend: str | None) -> dict[str, Any]:
         backend: Torch's name for the backend, or None.
 
     Raises:
-        TypeError: If the timeout is not a duration.
-        ValueError: If the timeout is a string of another form than ``"DD:HH:MM:SS"``, or is not positive and finite.
+        TypeError: If the timeout has the wrong type, or if a key or value of its dict is invalid.
+        ValueError: If the timeout is a string of another form than ``"DD:HH:MM:SS"``, not positive, not finite, or too
+            long.
     """
     options = {"timeout": None if timeout is None else parse_duration("timeout", timeout), "backend": backend}
     return {name: value for name, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Policies that select submodules, each of which is sharded or recomputed as one unit."""
+"""Policies that select submodules, each of which is sharded, recomputed or compiled as one unit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
 
     Args:
         model: The user's module.
-        policy: ``"auto"`` (the repeated blocks), ``"parts"`` (the repeated blocks and each other submodule, such as an
-            embedding and a head), classes or their names, a minimum number of parameters (not counting those of
-            selected inner modules), or ``f(module) -> bool``. The policy objects of torch and Lightning for FSDP are
-            also accepted.
+        policy: ``"auto"`` (the repeated blocks), ``"parts"`` (the repeated blocks and the other direct parts, such as
+            an embedding and a head), classes or their names, a minimum number of parameters (not counting those of
+            selected inner modules), or ``f(module) -> bool``. torch's ``ModuleWrapPolicy`` and
+            ``size_based_auto_wrap_policy`` are also accepted.
         flag: The argument's name, for errors.
 
     Raises:
@@ -96,10 +96,10 @@ def _has_parameters_to_run(part: nn.Module) -> bool:
 
 
 def split_into_blocks(model: nn.Module, always: bool | None = None) -> list[nn.Module]:
-    """Return the direct parts of ``model``. A part with repeated blocks is replaced by the blocks and its other parts.
+    """Return the direct parts of ``model``, with some parts split into their repeated blocks and their other parts.
 
-    When blocks are compiled, equal ones share one graph, so a transformer of 24 layers compiles in the time of one
-    layer.
+    When blocks are compiled, equal ones share one graph, so a transformer of 24 layers compiles in about the time of
+    one layer.
 
     Args:
         model: The user's module.
@@ -118,7 +118,7 @@ def split_into_blocks(model: nn.Module, always: bool | None = None) -> list[nn.M
 
 
 def describe_kind(module: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is the same for modules with the same computation and different parameters.
+    """Return a key that is equal for modules with the same class, ``repr``, and parameter shapes and dtypes.
 
     Args:
         module: Module to describe.
@@ -127,7 +127,7 @@ def describe_kind(module: nn.Module) -> tuple[Any, ...]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost repeated submodules, that is, layers of one class that have children and are in one list.
+    """Return the outermost repeated submodules: two or more layers of one class that are in one list and have children.
 
     A list is a ``ModuleList``, ``ModuleDict`` or ``Sequential``. Layers without parameters are ignored.
 
@@ -151,7 +151,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _list_inner_first(model: nn.Module) -> list[nn.Module]:
-    """Return the submodules of ``model`` that can be called and have parameters, inner modules first."""
+    """Return the submodules of ``model`` with parameters, inner modules first, except lists and dicts of modules."""
     parts = list(reversed(list(model.modules())))[:-1]
     return [part for part in parts if not isinstance(part, _LISTS) and any(True for _ in part.parameters())]
 
@@ -191,7 +191,10 @@ def _choose_by_size(model: nn.Module, least: int, flag: str) -> list[nn.Module]:
 
 
 def _read_min_size(policy: Any) -> int | None:
-    """Return the ``min_num_params`` of torch's ``size_based_auto_wrap_policy``; None for any other function."""
+    """Return the ``min_num_params`` of torch's ``size_based_auto_wrap_policy``.
+
+    Return None for a function without an argument ``nonwrapped_numel``.
+    """
     parameters = inspect.signature(policy).parameters
     if "nonwrapped_numel" not in parameters:
         return None
@@ -199,7 +202,7 @@ def _read_min_size(policy: Any) -> int | None:
 
 
 def check_policy(policy: Any, flag: str) -> Any:
-    """Validate a policy as far as possible without a model, and return it.
+    """Check that a policy is neither a bool nor an unknown lower-case name, and return it.
 
     Args:
         policy: Policy in any form that `chosen_blocks` accepts.

@@ -75,14 +75,15 @@ class AlignDevicesHook(ModelHook):
     """Hook that moves a module's inputs and its offloaded weights to the device on which the module runs.
 
     Args:
-        execution_device: The device on which the module runs. Default: None, which moves nothing and cannot be used if
-            weights are offloaded.
-        offload: Whether weights are offloaded except during the forward pass.
-        io_same_device: Whether to return the output on the device of the inputs.
+        execution_device: The device on which the module runs. Default: None, which moves neither weights nor inputs,
+            and cannot be used if weights are offloaded.
+        offload: Whether weights are offloaded except during the forward pass. Default: False.
+        io_same_device: Whether to return the output on the device of the first input tensor. Default: False.
         weights_map: Values of offloaded weights by name in the module. Default: the current values, kept on the CPU.
-        offload_buffers: Whether to offload buffers, too, except non-persistent ones.
-        place_submodules: Whether the hook also handles the weights of submodules.
-        skip_keys: Names of keyword arguments, and of entries of the output, that are not moved.
+        offload_buffers: Whether ``offload`` also applies to buffers, except non-persistent ones. Default: False.
+        place_submodules: Whether the hook also handles the weights of submodules. Default: False.
+        skip_keys: Names of keyword arguments, and keys of an output that is a mapping, whose values are not moved.
+            Default: none.
         tied_params_map: See `set_module_tensor_to_device`.
     """
 
@@ -119,13 +120,14 @@ class AlignDevicesHook(ModelHook):
         )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the module's weights to ``execution_device``, or offload them.
+        """Offload the module's weights if ``offload`` is set, and move its other tensors to ``execution_device``.
 
         Args:
             module: The module to which the hook is added.
 
         Raises:
-            ValueError: If ``weights_map`` has no values for an offloaded tensor.
+            ValueError: If ``weights_map`` has no values for an offloaded tensor, or a tensor cannot be moved; see
+                `set_module_tensor_to_device`.
         """
         if str(self.execution_device) == "meta":
             self.tied_params_map = None  # all meta tensors have the same address
@@ -171,7 +173,7 @@ class AlignDevicesHook(ModelHook):
             **kwargs: Keyword inputs of the forward pass.
 
         Raises:
-            ValueError: If weights are offloaded and ``execution_device`` is None.
+            ValueError: If weights are offloaded and ``execution_device`` is None, or if the device is invalid.
         """
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
@@ -203,7 +205,7 @@ class AlignDevicesHook(ModelHook):
         return copies[device]
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Release the offloaded weights and, with ``io_same_device``, move the output to the device of the inputs.
+        """Release the offloaded weights and, with ``io_same_device``, move the output to the first input's device.
 
         Args:
             module: The module that has the hook.
@@ -221,6 +223,8 @@ class AlignDevicesHook(ModelHook):
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore the module's weights on their original devices if ``offload`` is set. Otherwise, do nothing.
+
+        Weights that were on the meta device are not restored.
 
         Args:
             module: The module that has the hook.
@@ -269,11 +273,14 @@ def attach_execution_device_hook(
 ) -> None:
     """Add an `AlignDevicesHook` to ``module`` and each of its submodules that has weights but no hook.
 
+    The weights of a submodule also count as weights of the modules that contain it.
+
     Args:
         module: The module to start from.
         execution_device: The device on which the modules run.
         skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Names of classes. The submodules of a module of such a class do not get hooks.
+        preload_module_classes: Names of classes. The submodules of a module of such a class do not get hooks. Default:
+            none.
         tied_params_map: See `set_module_tensor_to_device`.
     """
     if not hasattr(module, "_hf_hook") and module.state_dict():
@@ -301,13 +308,14 @@ def attach_align_device_hook(
     Args:
         module: The module to start from.
         execution_device: See `AlignDevicesHook`.
-        offload: Whether weights are offloaded except during the forward pass.
-        weights_map: Values of offloaded weights by names that begin with ``module_name``.
-        offload_buffers: Whether buffers are offloaded, too.
-        module_name: The module's name in ``weights_map``.
+        offload: Whether weights are offloaded except during the forward pass. Default: False.
+        weights_map: Values of offloaded weights by names that begin with ``module_name``. Default: the current values,
+            kept on the CPU.
+        offload_buffers: See `AlignDevicesHook`.
+        module_name: The module's name in ``weights_map``. Default: ``""``, for no prefix.
         skip_keys: See `AlignDevicesHook`.
         preload_module_classes: Names of classes whose modules load all offloaded weights of their submodules when
-            called.
+            called. These submodules get no hooks. Default: none.
         tied_params_map: See `set_module_tensor_to_device`.
     """
     whole = offload and type(module).__name__ in (preload_module_classes or ())
@@ -354,14 +362,17 @@ def attach_align_device_hook_on_blocks(
 
     Args:
         module: The model to which hooks are added.
-        execution_device: The device on which the model runs, or a dict of devices by block name.
+        execution_device: The device on which the model runs, or a dict of devices by block name. None is only valid
+            without offloading.
         offload: Whether weights are offloaded except during the forward pass: a bool, or a dict of bools by block name.
-            If both arguments are dicts, only blocks that both contain get hooks.
+            If both arguments are dicts, only the blocks that both contain are used. Default: False.
         weights_map: See `attach_align_device_hook`.
-        offload_buffers: Whether buffers are offloaded, too.
+        offload_buffers: See `AlignDevicesHook`.
         module_name: Name of ``module``, which is the prefix of block names and of the names in ``weights_map``.
+            Default: ``""``, for no prefix.
         skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: See `attach_align_device_hook`.
+        preload_module_classes: See `attach_align_device_hook`. Used only if ``execution_device`` or ``offload`` is a
+            dict.
         tied_params_map: See `set_module_tensor_to_device`.
     """
     shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
@@ -414,7 +425,8 @@ class LayerwiseCastingHook(ModelHook):
     """Hook that stores a module's weights in one dtype and computes in another.
 
     Args:
-        storage_dtype: The dtype between forward passes, usually a smaller one than ``compute_dtype``.
+        storage_dtype: The dtype of floating-point weights between forward passes, usually a smaller one than
+            ``compute_dtype``.
         compute_dtype: The dtype during the forward pass.
         non_blocking: Whether to cast asynchronously, if possible.
     """
@@ -460,16 +472,16 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Add a `LayerwiseCastingHook` to each linear and convolution layer.
+    """Add a `LayerwiseCastingHook` to each linear, convolution and transposed convolution layer that is not skipped.
 
     Args:
         module: The model to which hooks are added.
         storage_dtype: The dtype between forward passes.
         compute_dtype: The dtype during the forward pass.
         skip_modules_pattern: One or more regular expressions. A module whose name contains a match is skipped, together
-            with its submodules.
-        skip_modules_classes: Classes of modules to skip, together with their submodules.
-        non_blocking: Whether to cast asynchronously, if possible.
+            with its submodules. Default: none.
+        skip_modules_classes: Classes of modules to skip, together with their submodules. Default: none.
+        non_blocking: Whether to cast asynchronously, if possible. Default: False.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else [*(skip_modules_pattern or ())]
 

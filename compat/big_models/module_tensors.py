@@ -84,10 +84,10 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def dtype_byte_size(dtype: Any) -> float:
-    """Return the size of one element in bytes, as in Accelerate: 1/8 for bool, 1/2 for int4 and 1/4 for int2.
+    """Return the size of one element in bytes, as in Accelerate, which counts 1/8 for ``torch.bool``.
 
     Args:
-        dtype: A ``torch.dtype`` or a member of `CustomDtype`.
+        dtype: A ``torch.dtype`` or a member of `CustomDtype`, whose sizes are 1 for FP8, 1/2 for INT4 and 1/4 for INT2.
 
     Raises:
         ValueError: If the argument is not a dtype.
@@ -102,7 +102,7 @@ def dtype_byte_size(dtype: Any) -> float:
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Return the device, address and size in bytes of a tensor's storage, which identify the storage.
+    """Return the device, address and size in bytes of a tensor's storage, which identify it except on device meta.
 
     Args:
         tensor: The tensor to identify.
@@ -118,9 +118,10 @@ def named_module_tensors(
 
     Args:
         module: The module that has the tensors.
-        include_buffers: Whether to yield buffers.
-        recurse: Whether to include submodules.
-        remove_non_persistent: Whether to exclude non-persistent buffers, which are not in the state dict.
+        include_buffers: Whether to yield buffers. Default: True.
+        recurse: Whether to include submodules. Default: False.
+        remove_non_persistent: Whether to exclude non-persistent buffers, which are not in the state dict. Default:
+            False.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -133,8 +134,8 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
     Args:
         module: The module that has the buffers.
-        recurse: Whether to include submodules.
-        fqns: Whether names are relative to ``module`` instead of to the submodule that owns the buffer.
+        recurse: Whether to include submodules. Default: False.
+        fqns: Whether names are relative to ``module`` instead of to the submodule that owns the buffer. Default: False.
     """
     modules = module.named_modules() if recurse else [("", module)]
     return {
@@ -158,7 +159,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
-    """Tie each group of parameters again to its first parameter that is not on the meta device.
+    """Tie each group of parameters again to its first parameter that is not on the meta device, if there is one.
 
     Args:
         model: The model to modify.
@@ -174,6 +175,8 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
     """Return whether a Hugging Face model ties weights, according to its config or a method ``_tie_weights``.
+
+    For any other kind of model, return False.
 
     Args:
         model: The model to examine.
@@ -219,7 +222,7 @@ def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, specia
 
 
 def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
-    """Return the names that have no other names nested below them.
+    """Return the non-empty names that have no other names nested below them.
 
     Args:
         module_sizes: Names, such as the keys that `compute_module_sizes` returns.
@@ -292,15 +295,20 @@ def set_module_tensor_to_device(
         tensor_name: The tensor's name relative to ``module``.
         device: The target device.
         value: The new values. Default: None, which keeps the current ones.
-        dtype: New dtype of a floating-point ``value``, or of a tensor moved to the meta device. Default: the tensor's.
+        dtype: New dtype, which applies to a floating-point or complex ``value`` and to such a tensor that is moved to
+            the meta device. Default: the tensor's dtype.
         fp16_statistics: Must be None, because statistics of 8-bit weights are not supported.
-        tied_params_map: Copies of tied tensors by address and device. An existing copy is used; a new copy is added.
-        non_blocking: Whether to copy asynchronously, if possible.
-        clear_cache: Whether to release unused cached memory of the accelerator.
+        tied_params_map: Copies of tied tensors by device, for each address of a tied tensor. If the map contains the
+            tensor's address, an existing copy for the device is used, or a new copy is added. Default: none.
+        non_blocking: Whether to copy asynchronously, if possible. Default: False.
+        clear_cache: Whether to release unused cached memory of the accelerator that the tensor is moved to. Default:
+            True.
 
     Raises:
         ValueError: If the tensor does not exist, has no values to move, or is a weight of bitsandbytes; if ``value``
-            has another shape; or if ``fp16_statistics`` is passed.
+            has another shape; if this machine does not have the device; or if ``fp16_statistics`` is passed.
+        RuntimeError: If ``device`` is ``"disk"``.
+        AttributeError: If the submodule in ``tensor_name`` does not exist.
     """
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path)
@@ -388,12 +396,17 @@ def _get_offload_hook(module: nn.Module) -> Any:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Move a module's direct parameters to a device within a ``with`` block, then move them back or offload them again.
+    """Move a module's tensors to a device within a ``with`` block, then move them back or offload them again.
+
+    If the module has offloaded tensors, these tensors are moved. Otherwise, its direct parameters are moved.
 
     Args:
-        module: The module whose parameters are moved.
-        execution_device: The device for the block. Default: None, which moves only offloaded parameters, to the device
-            on which the module runs.
+        module: The module whose tensors are moved.
+        execution_device: The device for the block. Default: None, which moves only offloaded tensors, to the device on
+            which the module runs.
+
+    Raises:
+        ValueError, RuntimeError: If a parameter has no values to move, or if the device is missing or invalid.
     """
     hook = _get_offload_hook(module)
     if hook is not None:
@@ -422,7 +435,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's full state dict on the CPU, including offloaded weights. Warn about tensors without values.
+    """Return a model's state dict on the CPU, including offloaded weights. Omit tensors without values, and warn.
 
     Args:
         model: The model, parts of which may be offloaded.
@@ -447,14 +460,14 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
 def get_state_dict_from_offload(
     module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Device = "cpu"
 ) -> dict[str, Any]:
-    """Fill in the values of one module's tensors in a state dict.
+    """Replace a module's entries in a state dict with the module's current tensors, including offloaded ones.
 
     Args:
         module: The module that has the tensors.
         module_name: The full name of any of the module's tensors, such as ``"encoder.weight"`` for the module
             ``encoder``.
         state_dict: The state dict, which is modified in place.
-        device_to_put_offload: The device for offloaded values.
+        device_to_put_offload: The device for offloaded values. Default: the CPU.
 
     Returns:
         ``state_dict``.
@@ -477,6 +490,11 @@ def load_state_dict(
             folder that contains one of these, a Treadle checkpoint, or the URL of any of these in an object store.
         device_map: Devices by name of module or tensor. Tensors that are not in it, or mapped to ``"disk"``, are loaded
             to the CPU. Default: None, which loads all tensors to the CPU.
+
+    Raises:
+        ValueError: If the checkpoint does not exist, is damaged or has an unsupported format, or if a device is
+            invalid.
+        OSError: If the object store reports an error.
     """
     tensors: dict[str, Tensor] = {}
     for name, piece in open_weights(checkpoint_file).items():
@@ -496,6 +514,11 @@ def load_offloaded_weights(
         model: The model to load the weights into.
         index: The folder's index: each tensor's dtype and shape, by name. None loads nothing.
         offload_folder: A folder that `offload_state_dict` wrote.
+
+    Raises:
+        ValueError: If a file's size does not match the index, or a tensor does not fit the model.
+        OSError: If a file cannot be read.
+        AttributeError: If the model does not have the submodule of a tensor.
     """
     for name, info in (index or {}).items():
         weight = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", info)

@@ -50,6 +50,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
     Raises:
         ValueError: If the file's size does not match the dtype and shape.
+        OSError: If the file cannot be read.
     """
     dtype, shape = getattr(torch, weight_info["dtype"]), torch.Size(weight_info["shape"])
     size, needed = os.path.getsize(weight_file), shape.numel() * dtype.itemsize
@@ -65,7 +66,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Add entries to a folder's ``index.json``. No file is written for an empty index.
+    """Add entries to a folder's ``index.json``. No file is written for None or an empty index.
 
     Args:
         index: Entries to add: each tensor's dtype and shape, by name.
@@ -112,6 +113,9 @@ def extract_submodules_state_dict(
 class PrefixedDataset(Mapping[str, Any]):
     """View of a mapping in which ``key`` is looked up as ``prefix + key``.
 
+    As in Accelerate, iteration yields the full keys that begin with the prefix, and the length is that of the
+    underlying mapping.
+
     Args:
         dataset: The underlying mapping.
         prefix: The text that is put before each key.
@@ -146,6 +150,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
     Raises:
         ValueError: If none of ``state_dict``, ``save_folder`` and ``index`` is passed.
+        FileNotFoundError: If ``save_folder`` is passed without ``index`` and contains no ``index.json``.
     """
 
     def __init__(

@@ -23,6 +23,7 @@ class TrainingSpikeException(RuntimeError):
 
     Args:
         batch_idx: The index, within the epoch, of the batch whose loss spiked.
+        *args: Further arguments of ``RuntimeError``.
     """
 
     def __init__(self, batch_idx: int, *args: Any) -> None:
@@ -34,25 +35,28 @@ class SpikeDetection(Callback):
     """Callback that ends training with a `TrainingSpikeException` when a batch's loss spikes on any rank.
 
     The indices of that batch and of the previous one, which may have damaged the weights, are added to ``bad_batches``
-    and to a JSON file, which keeps the indices that earlier runs wrote. A loss spikes if it is worse than the previous
-    loss and differs from the running mean by at least ``atol`` and by at least ``rtol`` times the mean. To read the
-    loss, the callback waits for the device in every batch. `SpikeWatch` detects spikes without waiting.
+    and to a JSON file, which keeps the indices that earlier runs wrote. A finite loss spikes if it is worse than the
+    previous finite loss and differs from the running mean by at least ``atol`` and by at least ``rtol`` times the mean.
+    To read the loss, the callback waits for the device in every batch. `SpikeWatch` reads the losses of many steps at
+    once, and therefore waits less often.
 
     Args:
-        mode: ``"min"`` if a lower loss is better, ``"max"`` if a higher one is.
-        window: Number of batches in the running mean with which a loss is compared.
-        warmup: Number of batches at the start of an epoch that never count as spikes.
+        mode: ``"min"`` if a lower loss is better, ``"max"`` if a higher one is. Default: ``"min"``.
+        window: Maximum number of previous batches in the running mean with which a loss is compared. Default: 10.
+        warmup: Number of batches at the start of each epoch that never count as spikes. Default: 1.
         atol: The minimum difference from the mean for a spike. Default: None, which accepts any difference.
         rtol: The minimum difference from the mean for a spike, as a multiple of the mean. None accepts any difference.
+            Default: 2.0.
         exclude_batches_path: Path of the JSON file, which must end in ``.json``, or of a folder for
             ``skip_batches.json``. Default: the Trainer's ``default_root_dir``.
-        finite_only: Whether a loss that is not finite counts as a spike.
+        finite_only: Whether a loss that is not finite counts as a spike. Default: True.
 
     Attributes:
         bad_batches: Indices that were written to the file: those of each spiking batch and of the batch before it.
 
     Raises:
-        ValueError: If ``mode`` is unknown, ``window`` is below 1, or ``warmup`` is below 0.
+        ValueError: If ``mode`` is unknown, ``window`` is not an integer of at least 1, or ``warmup`` is not an integer
+            of at least 0.
     """
 
     exchanges = True

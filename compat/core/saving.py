@@ -34,7 +34,7 @@ def update_hparams(hparams: MutableMapping[str, Any], updates: Mapping[str, Any]
 
     Args:
         hparams: The hyperparameters to update.
-        updates: The new values.
+        updates: The new values. A dict updates the dict of the same name, or is added if there is none.
     """
     for name, value in updates.items():
         if isinstance(value, Mapping) and name in hparams:
@@ -57,6 +57,8 @@ def convert(val: str) -> Any:
 
 def load_hparams_from_tags_csv(tags_csv: _File) -> dict[str, Any]:
     """Return the hyperparameters that `save_hparams_to_tags_csv` wrote. If the file is missing, warn and return {}.
+
+    A value that is a Python literal, such as ``0.1`` or ``True``, is converted; any other value is text.
 
     Args:
         tags_csv: Path of the CSV file.
@@ -88,8 +90,12 @@ def load_hparams_from_yaml(config_yaml: _File, use_omegaconf: bool = True) -> An
     """Return the hyperparameters in a YAML file. If the file is missing, warn and return an empty dict.
 
     Args:
-        config_yaml: Path of the YAML file, which must contain plain data. Tags in it never run code.
+        config_yaml: Path of the YAML file, which must contain a mapping of plain data. Tags in the file never run code.
         use_omegaconf: Whether to return a ``DictConfig`` if it supports all values. Otherwise, a dict is returned.
+            Default: True.
+
+    Raises:
+        yaml.YAMLError: If the file is not valid YAML, or contains a tag for an object that is not plain data.
     """
     if not os.path.isfile(config_yaml):
         warn(f"the file {os.fspath(config_yaml)!r} does not exist, so there are no hyperparameters to load.")
@@ -105,7 +111,7 @@ def save_hparams_to_yaml(
 
     Args:
         config_yaml: Path of the YAML file.
-        hparams: Hyperparameters by name. A value that is not plain data is written as text.
+        hparams: Hyperparameters by name. A value that cannot be converted to plain data is written as text.
         use_omegaconf: Accepted and ignored. The references (``${...}``) of a ``DictConfig`` are always resolved.
 
     Raises:

@@ -104,7 +104,7 @@ class LightningLSTM(TaskModule):
         WikiText2(download=True)
 
     def train_dataloader(self) -> Any:
-        """Return a dataloader of WikiText-2 in order, with a batch size of 20."""
+        """Return a dataloader with batches of 20 blocks, each of which continues a block of the previous batch."""
         dataset = WikiText2()
         return DataLoader(dataset, batch_sampler=SequenceSampler(dataset, batch_size=20))
 

@@ -33,12 +33,12 @@ class MNISTDataModule(DataModule):
     """Data module with MNIST's training images, some of which are used for validation, and its test images.
 
     Args:
-        data_dir: Folder of the files, which are downloaded if they are missing.
-        val_split: Number of training images used for validation.
-        num_workers: Number of dataloader workers.
-        normalize: Whether to scale pixels to the range from -1 to 1 instead of 0 to 1.
+        data_dir: Folder of the files, which are downloaded if they are missing. Default: ``"./data"``.
+        val_split: Number of training images used for validation. Default: 5000.
+        num_workers: Number of dataloader workers. Default: 16.
+        normalize: Whether to scale pixels to the range from -1 to 1 instead of 0 to 1. Default: False.
         seed: Stored but not used. The split is the same for every seed, as in Lightning.
-        batch_size: Images per batch. An incomplete last batch is dropped, also in validation and testing.
+        batch_size: Images per batch. An incomplete last batch is dropped, also in validation and testing. Default: 32.
     """
 
     name = "mnist"

@@ -140,9 +140,9 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
     """Dataset of pairs: a block of WikiText-2's training text, and the same block shifted by one word.
 
     Args:
-        data_dir: Folder of the file ``wikitext-2.txt``.
-        block_size: Words per block.
-        download: Whether to download the file if it is missing.
+        data_dir: Folder of the file ``wikitext-2.txt``. Default: ``./data``.
+        block_size: Words per block. Default: 35.
+        download: Whether to download the file if it is missing. Default: True.
     """
 
     def __init__(self, data_dir: Path = Path("./data"), block_size: int = 35, download: bool = True) -> None:

@@ -36,28 +36,39 @@ _SPAWNING = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 class Fabric:
     """Lightning Fabric's interface to devices, precision, processes and checkpoints, for a custom training loop.
 
-    Gradients, losses and the order of data equal Lightning Fabric's. A loss is not weighted by the size of its batch.
-    With several processes, torch's ``DistributedSampler`` distributes the samples, and repeats some of them if they
-    cannot be divided evenly. A `treadle.Accelerator` weights losses and distributes samples exactly.
+    As in Lightning Fabric, a loss is not weighted by the size of its batch. With several processes, `setup_dataloaders`
+    by default distributes the samples of a map-style dataset with torch's ``DistributedSampler``, which repeats some of
+    them if they cannot be divided evenly. To weight losses by the number of samples and use each sample once, use a
+    `treadle.Accelerator`.
 
-    With ``devices=2``, creating a Fabric starts two processes, each of which runs the script. Without a script, as in a
-    notebook, `launch` forks the processes.
+    With ``devices=2``, creating a Fabric starts two processes, each of which runs the script, unless a launcher has
+    started the processes. Without a script, as in a notebook, `launch` forks the processes. The Fabric is then usable
+    only in the function that `launch` runs.
 
     Args:
-        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``) or ``"mps"``.
+        accelerator: ``"cpu"``, ``"cuda"`` (``"gpu"``), ``"mps"``, or ``"auto"``: CUDA if available, else MPS, else the
+            CPU.
         strategy: ``"auto"``, ``"ddp"``, ``"fsdp"``, another registered name, or a `Strategy`. With ``"ddp_spawn"``,
-            ``"ddp_fork"`` and ``"ddp_notebook"``, `launch` starts the processes.
-        devices: Devices on this machine, with one process each: a number, -1 for all, a list of indices, a string such
-            as ``"0,2"``, or ``"auto"``: all CUDA devices if Treadle can run the script again, otherwise one device.
-        num_nodes: Number of machines.
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``.
-            Default: None, which means ``"32-true"``.
-        plugins: A precision plugin, as an alternative to ``precision``. A `LaunchEnvironment` is accepted and ignored.
+            ``"ddp_fork"`` and ``"ddp_notebook"``, `launch` forks the processes if ``devices`` is not ``"auto"`` and no
+            launcher has started them.
+        devices: Devices on this machine, with one process each: a number, -1 for all GPUs, a list of indices, a string
+            such as ``"0,2"``, or ``"auto"``. ``"auto"`` uses the launcher's processes. Without a launcher, it uses all
+            CUDA devices if Treadle can run the script again, otherwise one device.
+        num_nodes: Number of machines. More than one requires a launcher. Default: 1.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"`` or
+            ``"float8"``, a short form such as ``"bf16"`` or 16, or a `Precision`. Default: None, which means
+            ``"32-true"``.
+        plugins: A precision plugin, as an alternative to ``precision``, or a list that contains one. A
+            `LaunchEnvironment` is accepted and ignored.
         callbacks: An object, or a list of objects, whose methods `call` invokes.
         loggers: A logger, or a list of loggers.
 
     Raises:
-        ValueError: If an argument has a value that is not supported.
+        ValueError: If an argument has a value that is not supported, or contradicts another argument or the
+            environment.
+        TypeError: If an argument has the wrong type.
+        RuntimeError: If the other processes do not connect in time.
+        SystemExit: If creating the Fabric has run the script again in several processes, after they have ended.
     """
 
     def __init__(
@@ -112,7 +123,11 @@ class Fabric:
 
     @property
     def accelerator(self) -> Accelerator:
-        """Underlying `Accelerator`."""
+        """Underlying `Accelerator`.
+
+        Raises:
+            RuntimeError: If `launch` has not started the processes yet.
+        """
         return self._accelerator
 
     @property
@@ -151,19 +166,23 @@ class Fabric:
         return self._accelerator.is_main_process
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Run a function on every process. Without a function, do nothing.
+        """Run a function on every process. Without a function, return None.
 
         Args:
-            function: The function, called as ``function(fabric, *args, **kwargs)``.
+            function: The function, called as ``function(fabric, *args, **kwargs)``. Required if this call has to start
+                processes. Default: None.
             *args: Further arguments of the function.
             **kwargs: Further keyword arguments of the function.
 
         Returns:
-            The function's return value on this process; if this call started the processes, the value on rank zero.
+            The function's return value on this process; if this call started the processes, the value on rank zero,
+            which must be picklable.
 
         Raises:
             TypeError: If ``function`` is not a function that accepts a Fabric, or if it is missing but this call has to
                 start processes.
+            ValueError: If this call cannot fork processes, for example because the session has used a GPU.
+            RuntimeError: If a process that this call started fails.
         """
         if function is None:
             if self._opened is None:
@@ -216,8 +235,8 @@ class Fabric:
         """Return the object of rank ``src`` on every rank.
 
         Args:
-            obj: The object, which must be picklable.
-            src: The rank to send from.
+            obj: The object. With several processes, it must be picklable.
+            src: The rank to send from. Default: 0.
         """
         return self._accelerator.world.broadcast(obj, src)
 
@@ -226,26 +245,36 @@ class Fabric:
 
         Args:
             data: A tensor or number, or a nested structure of them; shapes must be the same on all ranks.
-            group: A torch process group. Default: all ranks.
+            group: A torch process group that includes this rank. Default: all ranks.
             sync_grads: Whether the backward pass propagates gradients through this call to the input tensors of each
-                rank.
+                rank. With one process, it always does. Default: False.
 
         Returns:
-            The stacked tensors, with the same structure as the input.
+            The stacked tensors, with the same structure as the input. Numbers become tensors.
+
+        Raises:
+            ShapesDiffer: If the tensors differ in number, shape or dtype between ranks.
+            ValueError: If this rank is not in ``group``.
         """
         return collectives.all_gather(self._to_tensors(data), self._get_world(group), sync_grads)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce tensors over the ranks. With several processes, input tensors on the device are overwritten.
+        """Reduce tensors over the ranks. With several processes, input tensors on this rank's device are overwritten.
 
         Args:
             data: A tensor or number, or a nested structure of them; shapes must be the same on all ranks.
-            group: A torch process group. Default: all ranks.
-            reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or torch's ``ReduceOp`` of these. The mean of
-                integers is a new float64 tensor.
+            group: A torch process group that includes this rank. Default: all ranks.
+            reduce_op: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"max"`` or ``"min"``, torch's ``ReduceOp`` of these, or
+                ``"none"`` for no reduction. With several processes, the mean of integers is a new float64 tensor.
+                Default: ``"mean"``.
 
         Returns:
-            The reduced tensors, with the same structure as the input.
+            The reduced tensors, with the same structure as the input. Numbers become tensors.
+
+        Raises:
+            ShapesDiffer: If the tensors differ in number, shape or dtype between ranks, unless ``reduce_op`` is
+                ``"none"``. With ``TREADLE_DEBUG=1``, the error is another `DistributedOperationException`.
+            ValueError: If ``reduce_op`` is unknown, or this rank is not in ``group``.
         """
         name = str(reduce_op).rpartition(".")[-1].lower()
         tensors = self._to_tensors(data)
@@ -301,14 +330,16 @@ class Fabric:
             *optimizers: The model's optimizers.
             scheduler: A scheduler, which is returned unchanged after the optimizers. Without optimizers, it is not
                 returned.
-            move_to_device: Whether to move the model to the device.
+            move_to_device: Whether to move the model to the device. If False, the model must already be on it.
             _reapply_compile: Accepted and ignored.
 
         Returns:
             The model; with optimizers, a tuple of the model, the optimizers and the scheduler, if there is one.
 
         Raises:
-            ValueError: If the model or an optimizer has been set up already.
+            ValueError: If the model or an optimizer has been set up already, or is not supported; see
+                `Accelerator.prepare_model`.
+            ModuleNotFoundError: If the precision is float8 and torchao is not installed.
         """
         prepared = self.setup_module(module, move_to_device)
         if not optimizers:
@@ -321,14 +352,15 @@ class Fabric:
 
         Args:
             module: The model to prepare.
-            move_to_device: Whether to move the model to the device.
+            move_to_device: Whether to move the model to the device. If False, the model must already be on it.
             _reapply_compile: Accepted and ignored.
 
         Returns:
             The prepared model.
 
         Raises:
-            ValueError: If the model has been set up already.
+            ValueError: If the model has been set up already, or is not supported; see `Accelerator.prepare_model`.
+            ModuleNotFoundError: If the precision is float8 and torchao is not installed.
         """
         if is_wrapped(module):
             raise ValueError(f"this {type(unwrap(module)).__name__} is already set up. Set up each model only once.")
@@ -347,7 +379,7 @@ class Fabric:
             The prepared optimizer, or a tuple of several.
 
         Raises:
-            ValueError: If no optimizer is passed, or one has been set up already.
+            ValueError: If no optimizer is passed, or one has been set up already or is not supported by the strategy.
         """
         if not optimizers:
             raise ValueError("setup_optimizers was called without an optimizer. Pass at least one.")
@@ -371,7 +403,7 @@ class Fabric:
         Args:
             *dataloaders: The dataloaders, which are not changed.
             use_distributed_sampler: Whether to distribute the samples over the ranks with ``DistributedSampler``. This
-                does not apply to an ``IterableDataset`` or to a dataloader that has such a sampler.
+                does not apply to an ``IterableDataset`` or to a dataloader whose ``sampler`` is of this class.
             move_to_device: Whether to move batches to the device.
 
         Returns:
@@ -379,7 +411,7 @@ class Fabric:
 
         Raises:
             TypeError: If an argument is not a ``DataLoader``, or if samples must be distributed but the dataloader's
-                batch sampler has no attribute ``sampler``.
+                batch sampler has no attribute ``sampler`` or its sampler has no length.
             ValueError: If no dataloader is passed, or one has been set up already.
         """
         if not dataloaders:
@@ -470,7 +502,7 @@ class Fabric:
         return self._accelerator.no_sync(wrapper._forward_module) if enabled else nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the autocast context of the precision, for computations outside a model."""
+        """Return the context in which models compute, such as autocast, for computations outside a model."""
         return self._accelerator.autocast()
 
     def to_device(self, obj: Any) -> Any:
@@ -486,6 +518,9 @@ class Fabric:
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which models are created on the device, with parameters in the dtype of the precision.
 
+        If the strategy shards models, all ranks must enter the context. Parameters are then allocated when
+        the model is set up.
+
         Args:
             empty_init: Whether to leave parameters uninitialized, because a checkpoint is loaded later. None means
                 False.
@@ -494,7 +529,11 @@ class Fabric:
 
     @contextmanager
     def init_tensor(self) -> Iterator[None]:
-        """Create tensors on the device and in the dtype of the weights within a ``with`` block."""
+        """Create tensors on the device within a ``with`` block.
+
+        With ``"16-true"``, ``"bf16-true"`` and ``"64-true"``, torch's default dtype in the block is that of the
+        precision.
+        """
         storage = self._accelerator.precision.storage
         before = torch.get_default_dtype()
         torch.set_default_dtype(storage or before)
@@ -525,9 +564,12 @@ class Fabric:
             filter: Functions ``function(key, value)`` by name, which return whether an entry of the state is saved.
 
         Raises:
-            TypeError: If a value is not plain data (the error gives its location in ``state``), or a filter is not a
-                function.
-            ValueError: If a filter's name is not in ``state``, or ``state`` has the optimizer of a sharded model.
+            TypeError: If a value is not plain data (the error gives its location in ``state``), or ``filter`` is not a
+                dict of functions.
+            ValueError: If a filter's name is not in ``state``, if ``state`` has the optimizer of a sharded model, or if
+                a value contains itself or is nested too deeply.
+            OSError: If the file cannot be written.
+            RuntimeError: If the file cannot be written, or if another rank raises an error.
         """
         filters = {} if filter is None else filter
         if not isinstance(filters, Mapping):
@@ -582,6 +624,8 @@ class Fabric:
 
         Raises:
             KeyError: If a name is not in the file and ``strict`` is True.
+            RuntimeError: If a model's state in the file does not fit the model.
+            OSError: If the file cannot be read.
         """
         saved = self._read(path, weights_only)
         missing = sorted((state or {}).keys() - saved.keys())
@@ -615,6 +659,10 @@ class Fabric:
             obj: The model or optimizer to restore in place.
             strict: Whether a model's keys must match those in the file.
             weights_only: See `load`.
+
+        Raises:
+            RuntimeError: If the state of a model in the file does not fit the model.
+            OSError: If the file cannot be read.
         """
         self._restore(obj, self._read(path, weights_only), strict)
 
@@ -639,6 +687,8 @@ class Fabric:
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of every callback that has it.
+
+        A warning is issued for a callback whose attribute of this name is not callable.
 
         Args:
             hook_name: The method's name.
@@ -681,7 +731,7 @@ class Fabric:
         Args:
             name: The metric's name.
             value: A number, or a one-element tensor.
-            step: The step of the value. Default: None, which lets each logger count the steps.
+            step: The step of the value. Default: None, which lets each logger choose the step.
         """
         self.log_dict({name: value}, step)
 
@@ -704,6 +754,9 @@ class Fabric:
             seed: The seed. Default: the value of the environment variable ``PL_GLOBAL_SEED``, otherwise 0.
             workers: Accepted and ignored, because dataloader workers are always seeded.
             verbose: Accepted and ignored.
+
+        Raises:
+            ValueError: If the seed, or the value of ``PL_GLOBAL_SEED``, is not an integer from 0 to 2**32 - 1.
         """
         return seed_everything(seed, bool(workers), verbose)
 

@@ -34,9 +34,10 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class FabricModule(nn.Module):
     """Model whose ``forward`` runs with the precision and the strategy of a `Fabric`.
 
-    It has the attributes and methods of the user's model. With several processes, or a precision other than
-    ``"32-true"``, a method that calls layers must be marked with `mark_forward_method`. ``forward``, ``training_step``,
-    ``validation_step``, ``test_step`` and ``predict_step`` need no mark.
+    Attributes and methods that ``nn.Module`` does not have are those of the user's model. With several processes, a
+    strategy that shards models, or a precision other than ``"32-true"``, mark a method that calls layers with
+    `mark_forward_method`. ``forward``, ``training_step``, ``validation_step``, ``test_step`` and ``predict_step`` need
+    no mark.
 
     Args:
         forward_module: The prepared model.
@@ -150,7 +151,7 @@ class FabricModule(nn.Module):
 
 
 def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method so that it raises an error if it calls a layer, whose gradients would not be reduced."""
+    """Wrap a method so that it raises an error if it calls a layer, which would run outside strategy and precision."""
 
     def refuse(*_: Any) -> None:
         raise RuntimeError(
@@ -173,19 +174,20 @@ def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) ->
 class FabricDataLoader:
     """Dataloader that `Fabric.setup_dataloaders` returns. It shards the samples and moves batches to the device.
 
-    It has the attributes of the user's dataloader.
+    It has the attributes of the user's dataloader. If samples are distributed, ``sampler`` and ``batch_sampler`` are
+    replaced.
 
     Args:
         loader: The user's dataloader, which is not changed.
         world: The ranks among which the samples are distributed.
         device: Device to which batches are moved; None to leave them in place.
         shared: Whether to distribute the samples among the ranks. Otherwise, every rank reads all samples that
-            ``loader`` yields. An ``IterableDataset``, or a dataloader with a ``DistributedSampler``, is never
-            distributed again.
+            ``loader`` yields. An ``IterableDataset``, or a dataloader whose ``sampler`` is a ``DistributedSampler``, is
+            never distributed again.
 
     Raises:
         TypeError: If the argument is not a ``DataLoader``, or if its samples must be distributed but its batch sampler
-            has no attribute ``sampler``.
+            has no attribute ``sampler`` or its sampler has no length.
         ValueError: If the dataloader has already been set up.
     """
 
@@ -241,7 +243,7 @@ class _SharedSampler(DistributedSampler[Any]):
 
 
 def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
-    """Return a copy of a dataloader that reads this rank's share, in Lightning's order."""
+    """Return a copy of a dataloader that reads this rank's share, in the order of torch's ``DistributedSampler``."""
     if loader.batch_sampler is not None and not hasattr(loader.batch_sampler, "sampler"):
         raise TypeError(
             f"{type(loader.batch_sampler).__name__} has no attribute 'sampler' to shard. Make it yield only this "
@@ -270,13 +272,13 @@ def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
 
 
 def _find_seed() -> int:
-    """Return the seed of the sample order: that of ``seed_everything`` or ``torch.manual_seed``, otherwise 0."""
+    """Return the seed of the sample order: ``PL_GLOBAL_SEED``, otherwise torch's seed; 0 if it exceeds 32 bits."""
     seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
     return seed if seed < 2**32 else 0  # torch's own initial seed is larger
 
 
 def is_wrapped(obj: object) -> bool:
-    """Return whether a `Fabric` has set up this model, optimizer or dataloader.
+    """Return whether an object is a model or dataloader that a `Fabric` has set up, or any prepared optimizer.
 
     Args:
         obj: Any object.
@@ -286,6 +288,8 @@ def is_wrapped(obj: object) -> bool:
 
 def unwrap(obj: Any) -> Any:
     """Return the user's model, optimizer or dataloader inside an object that `Fabric` returned.
+
+    If the samples of a dataloader are distributed, the returned dataloader is a copy that reads this rank's share.
 
     Args:
         obj: The object that `Fabric` returned, or the user's own.

@@ -1,4 +1,4 @@
-"""Base class of all loggers, a logger that discards values, and a function that merges dicts of metrics."""
+"""Base class of all loggers, a logger that discards values, and helper functions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def merge_dicts(
     """Merge dicts into one with all keys, aggregating the values of each key.
 
     Args:
-        dicts: Dicts, which may be nested. A key may be missing from some dicts, or its value may be None.
+        dicts: Dicts, which may be nested. In some of the dicts, a key may be missing or its value may be None.
         agg_key_funcs: Functions that aggregate a list of values, by key. For a nested dict, a dict of such functions.
+            Default: none.
         default_func: Function for all other keys. Default: the mean.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Distributed samplers that do not repeat samples."""
+"""Distributed samplers that do not repeat samples, and a function that prepares DDP for a backward pass."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["UnrepeatedDistributedSampler", "UnrepeatedDistributedSamplerWrapper"
 
 
 def prepare_for_backward(model: DistributedDataParallel, output: Any) -> None:
-    """Make DDP reduce the gradients of a loss that its ``forward`` did not compute.
+    """Make DDP reduce the gradients of a loss that its ``forward`` did not compute, except within ``no_sync``.
 
     Args:
         model: The ``DistributedDataParallel`` module.
-        output: Output from which the loss is computed. With ``find_unused_parameters``, its tensors determine which
-            parameters take part.
+        output: Output from which the loss is computed. With ``find_unused_parameters`` and without ``static_graph``,
+            the tensors in the output determine which parameters take part.
     """
     model.require_forward_param_sync = bool(torch.is_grad_enabled() and model.require_backward_grad_sync)
     if model.require_forward_param_sync:
@@ -32,16 +32,20 @@ def prepare_for_backward(model: DistributedDataParallel, output: Any) -> None:
 
 
 class UnrepeatedDistributedSampler(DistributedSampler[Any]):
-    """Sampler for evaluation that yields every ``num_replicas``-th sample, starting with sample ``rank``.
+    """Sampler for evaluation that yields every ``num_replicas``-th sample, starting with the sample at index ``rank``.
 
-    The number of samples may differ by one between ranks. Prepared dataloaders already distribute samples in this way.
+    With ``shuffle``, which is True by default, the samples are shuffled first.
+
+    The number of samples may differ by one between ranks. DataLoaders that an `Accelerator` prepares do not repeat
+    samples either.
 
     Args:
         args, kwargs: See ``torch.utils.data.DistributedSampler``. ``seed`` and ``drop_last`` have no effect: a shuffled
-            order depends only on the epoch.
+            order depends only on the epoch and the length of the dataset.
 
     Raises:
-        ValueError: If a rank would get no sample of a dataset that is not empty.
+        ValueError: If this rank would get no sample of a dataset that is not empty, if the rank is invalid, or if
+            ``num_replicas`` or ``rank`` is missing and there is no process group.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +70,7 @@ class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
     """`UnrepeatedDistributedSampler` of the samples that another sampler yields.
 
     Args:
-        sampler: Sampler, which must yield the same samples on every rank.
+        sampler: Sampler, which must have a length and yield the same samples on every rank.
         args, kwargs: See ``torch.utils.data.DistributedSampler``.
     """
 

@@ -16,9 +16,9 @@ __all__ = ["PyTorchProfiler", "RegisterRecordFunction"]
 
 
 class RegisterRecordFunction:
-    """Context manager that records each call of a submodule as a profiler range with the submodule's name.
+    """Context manager that records each call of a submodule as a profiler range with the submodule's class and name.
 
-    A `PyTorchProfiler` records these ranges unless ``record_module_names=False``.
+    A `PyTorchProfiler` creates such ranges itself, unless ``record_module_names=False``.
 
     Args:
         model: Model whose submodules are recorded.

@@ -44,18 +44,20 @@ class ServableModuleValidator(Callback):
 
     Args:
         optimization: Must be None.
-        server: Must be ``"fastapi"``. Python's ``http.server`` is used instead of FastAPI, and gives the same
-            responses.
-        host: Address on which the server listens.
-        port: Port on which the server listens; 0 for any free port.
-        timeout: Seconds to wait for the response.
-        exit_on_failure: Whether to raise an error if the request fails.
+        server: Must be ``"fastapi"``, although Python's ``http.server`` is used instead of FastAPI.
+        host: Address on which the server listens. Default: ``"127.0.0.1"``.
+        port: Port on which the server listens; 0 for any free port. Default: 8080.
+        timeout: Seconds to wait for the response. Default: 20.
+        exit_on_failure: Whether to raise an error if the model fails to answer the request. A response that differs
+            from the expected one always raises an error. Default: True.
 
     Attributes:
-        resp: The response, with ``status_code`` and ``json()``; None before training and on ranks other than zero.
+        resp: The response, with ``status_code`` and ``json()``; None without a response, and on ranks other than
+            zero.
 
     Raises:
         ValueError: If an argument has a value that is not supported.
+        TypeError: If ``exit_on_failure`` is not a bool.
     """
 
     def __init__(
@@ -80,9 +82,13 @@ class ServableModuleValidator(Callback):
         """Serve the task on rank zero, send its example request, and compare the response with the expected one.
 
         Raises:
-            TypeError: On every rank, if the task is not a `ServableModule`.
-            ValueError: On every rank, if the payload has no ``"body"``, if the request fails and ``exit_on_failure`` is
-                True, or if the response differs from the expected one.
+            TypeError: On rank zero, if the task is not a `ServableModule`, or if the payload cannot be converted to
+                JSON.
+            ValueError: On rank zero, if the payload has no ``"body"``, if the model fails to answer the request and
+                ``exit_on_failure`` is True, or if the response differs from the expected one.
+            OSError: On rank zero, if the server cannot listen on the port, or if there is no response within
+                ``timeout``.
+            RuntimeError: On the other ranks, if rank zero raises an error.
         """
         with trainer.accelerator.world.together():
             if trainer.is_global_zero:
@@ -130,7 +136,7 @@ class ServableModuleValidator(Callback):
 
     @property
     def successful(self) -> bool | None:
-        """Return whether the request succeeded; None before training and on ranks other than zero."""
+        """Return whether the request succeeded; None without a response, and on ranks other than zero."""
         return None if self.resp is None else self.resp.status_code == 200
 
     def state_dict(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def extract_batch_size(batch: Any) -> int:
 
     Raises:
         ValueError: If the batch contains no tensor.
-        RecursionError: If the batch contains itself.
+        RecursionError: If the batch contains itself or is nested too deeply.
     """
     try:
         sizes = _iter_sizes(batch)
@@ -112,6 +112,7 @@ def has_len_all_ranks(
         dataloader: Dataloader of this rank.
         strategy: The run's strategy.
         allow_zero_length_dataloader_with_multiple_devices: Whether some ranks' dataloaders may be empty.
+            Default: False.
 
     Raises:
         RuntimeError: If this rank's dataloader is empty and that of another rank is not, unless this is allowed.

@@ -23,7 +23,8 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         parent: The base class. Default: `TaskModule`, `DataModule` or `Callback`, depending on the object's class.
 
     Raises:
-        ValueError: If ``parent`` is missing and the object is not an instance of one of these classes.
+        ValueError: If ``parent`` is missing and the object is not an instance of one of these classes, or if the object
+            has the method but the base class does not.
     """
     if instance is None:
         return False
@@ -43,6 +44,10 @@ def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
     Args:
         model_name: Name of a torchvision model, such as ``"resnet18"``.
         **kwargs: Keyword arguments of the model.
+
+    Raises:
+        ModuleNotFoundError: If torchvision is not installed.
+        ValueError: If torchvision has no model of this name.
     """
     from torchvision import models
 

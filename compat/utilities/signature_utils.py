@@ -12,13 +12,14 @@ __all__ = ["is_param_in_hook_signature"]
 def is_param_in_hook_signature(
     hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
-    """Return whether a method can be called with a parameter.
+    """Return whether a method accepts a parameter. Keyword-only parameters and ``**kwargs`` are not considered.
 
     Args:
-        hook_fx: Method to inspect. If it is decorated, the decorated function is inspected.
+        hook_fx: Method to inspect. Its first parameter must be ``self``. If a decorator with ``functools.wraps`` wraps
+            the method, the original method is inspected.
         param: Name of the parameter.
         explicit: Whether the method must have a parameter of this name. By default, a method with ``*args`` accepts any
-            parameter.
+            parameter. Default: False.
         min_args: A method with at least this many parameters, not counting ``self``, is assumed to accept any
             parameter. Default: None, which disables this rule.
     """

@@ -31,8 +31,8 @@ def infer_auto_device_map(
     """Return a device map that fills one device after the other with modules, in the model's order.
 
     Modules that share a tensor go to the same device. If modules are offloaded to the CPU or the disk, the device that
-    runs them keeps enough memory free for the largest offloaded module. Unless buffers are offloaded too, memory for
-    the buffers of all offloaded modules is also reserved.
+    runs them keeps enough memory free for the parameters of the largest offloaded module. Unless buffers are offloaded
+    too, memory for the buffers of all offloaded modules is also reserved.
 
     Args:
         model: The model; it may be on the meta device.
@@ -45,8 +45,9 @@ def infer_auto_device_map(
         verbose: Log the plan; see `device_map_plan`.
         clean_result: Merge the entries inside a module into one entry if they are all on one device.
         offload_buffers: Offload buffers of offloaded modules too.
-        fallback_allocation: If the next module does not fit on a device that is still empty, place the largest later
-            module that fits, out of order.
+        fallback_allocation: If the next module does not fit on an accelerator or the CPU that is still empty, place the
+            largest later module that fits, out of order. The memory reserved for offloaded modules may then be too
+            small for modules that were skipped.
 
     Returns:
         The device of each module or tensor, by name. Together, the names cover all tensors.
@@ -72,7 +73,7 @@ def infer_auto_device_map(
 def _fill_and_run(
     parts: list[Part], room: Mapping[Device, int | None], mains: list[Device], offload_buffers: bool, fallback: bool
 ) -> DeviceMap:
-    """Fill the devices, and reserve memory on the first device in use to run the offloaded modules.
+    """Fill the devices, and reserve memory for the offloaded modules on the first device that gets a module.
 
     If the reserved memory leaves no room for any module on a device, the device is skipped.
     """
@@ -139,7 +140,7 @@ def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") ->
     """Return a map with a single entry for each module whose entries are all on one device.
 
     Args:
-        device_map: Devices by the names of modules or tensors.
+        device_map: Devices by the names of modules or tensors. No name may be inside another name of the map.
         module_name: Return only the entries of this module. Default: the whole model.
     """
     inside = [name for name in device_map if not module_name or f"{name}.".startswith(f"{module_name}.")]
@@ -169,11 +170,15 @@ def get_balanced_memory(
         no_split_module_classes: See `infer_auto_device_map`.
         dtype: See `infer_auto_device_map`.
         special_dtypes: See `infer_auto_device_map`.
-        low_zero: Put on the first accelerator only the modules that the other accelerators cannot hold.
+        low_zero: If there are several accelerators, limit the first one to the bytes of the model that exceed the total
+            memory of the others.
 
     Returns:
         Limits in bytes by device. Without ``low_zero``, these are the limits of `get_max_memory` if there are fewer
         than two accelerators, or if the model does not fit on the accelerators.
+
+    Raises:
+        ValueError: If an argument is invalid; see `infer_auto_device_map`.
     """
     full = get_max_memory(max_memory)
     used = [device for device in full if is_accelerator(device) and full[device] > 0]

@@ -31,6 +31,9 @@ def device_map_plan(
         max_memory: The memory of the devices; see `get_max_memory`. Default: the free memory.
         dtype: The dtype in which floating point weights will be loaded. Default: their own.
         special_dtypes: Dtypes by tensor name, for tensors that will be loaded in a dtype other than ``dtype``.
+
+    Raises:
+        ValueError: If ``max_memory``, a dtype or a name in ``special_dtypes`` is invalid.
     """
     tensors, bytes_of = named_tensors(model), measure_tensors(model, dtype, special_dtypes)
     sizes: dict[str, int] = dict.fromkeys(device_map, 0)

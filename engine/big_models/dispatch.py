@@ -48,34 +48,37 @@ def dispatch_model(
 ) -> nn.Module:
     """Place a model's modules on the devices of a map, for inference. The model is called as before.
 
-    Weights on disk are loaded onto the main device when their module is called, and released after the call. The same
-    applies to weights on the CPU if the main device is not the CPU. Inputs are moved to the device that runs the
-    module, and outputs are moved back to the device of the model's inputs.
+    Weights on disk are loaded onto the main device when the module that uses them is called, and released after the
+    call. The same applies to weights on the CPU if the main device is not the CPU. Unless all modules are on one device
+    and none is offloaded, the inputs of a module are moved to the device that runs it, and the model's outputs to the
+    device of the first tensor in the model's inputs.
 
     Args:
         model: The model, which is changed in place; it may be on the meta device.
-        device_map: Devices by the names of modules or tensors; the nearest parent in the map applies.
+        device_map: Devices by the names of modules or tensors. For a name that is not in the map, the nearest parent in
+            the map applies.
         main_device: The device that runs offloaded modules. Default: the first accelerator of the map, else the CPU.
         state_dict: Values, by name, for tensors that are offloaded to the CPU, and for tensors on the meta device that
-            are not placed on disk. Default: the model's own.
+            are not offloaded to the disk. Default: the model's own.
         offload_dir: Folder to which weights for the disk are written. For a model on the meta device, the checkpoint
             that contains these weights. Weights that Accelerate's functions have already offloaded to the folder
             (``index.json``) replace the model's own, as in Accelerate.
         offload_index: Entries of offloaded weights by name, instead of the folder's ``index.json``. An entry has the
-            dtype and shape of a ``NAME.dat`` in ``offload_dir``, or a ``safetensors_file`` and the ``weight_name`` in
-            it.
+            dtype and shape of a ``NAME.dat`` in ``offload_dir``, or a ``safetensors_file`` and, if the name in this
+            file differs, a ``weight_name``.
         offload_buffers: Offload buffers of offloaded modules too.
         skip_keys: Names of keyword arguments, and keys of an output that is a mapping, whose values are not moved.
         preload_module_classes: Names of classes whose modules read the weights of their submodules without calling the
-            submodules. When such a module is called, the weights of all its submodules are loaded.
-        force_hooks: Add the hooks even if everything is on one device.
+            submodules. When such a module is called, its own weights and those of all its submodules are loaded.
+        force_hooks: Add the hooks even if all modules are on one device and none is offloaded. Default: False.
 
     Returns:
         The model, with the map as its ``hf_device_map``.
 
     Raises:
-        ValueError: If the map cannot be applied, weights have no values, ``offload_dir`` is needed but not set, or the
-            model is already dispatched.
+        ValueError: If the map cannot be applied, another argument is invalid, ``offload_dir`` is needed but not set,
+            weights have no values or the wrong shape, or an earlier dispatch has added hooks to the model.
+        OSError: If weights cannot be written to ``offload_dir`` or downloaded from it.
     """
     refuse_twice(model)
     check_device_map(model, device_map)
@@ -103,7 +106,7 @@ def cpu_offload(
     Args:
         model: The model, which is changed in place.
         execution_device: The device that runs the model. Default: the device of the model's first parameter, or the CPU
-            if the parameter is on the meta device.
+            if the model has no parameters or the first one is on the meta device.
         offload_buffers: Offload buffers too.
         state_dict: Values for the weights, by name. Default: the model's own.
         preload_module_classes: See `dispatch_model`.
@@ -112,8 +115,8 @@ def cpu_offload(
         The model.
 
     Raises:
-        ValueError: If the model is already dispatched, a weight has no values, a shape in ``state_dict`` differs from
-            the model's, or the device is invalid or not on this machine.
+        ValueError: If an earlier dispatch has added hooks to the model, a weight has no values, a shape in
+            ``state_dict`` differs from the model's, or the device is invalid or not on this machine.
     """
     main = _resolve_execution_device(model, execution_device)
     weights: Weights = {name: MemoryPiece(tensor) for name, tensor in (state_dict or {}).items()}
@@ -143,7 +146,7 @@ def disk_offload(
             contains the weights. Weights that Accelerate's functions have already offloaded to the folder replace the
             model's own.
         execution_device: The device that runs the model. Default: the device of the model's first parameter, or the CPU
-            if the parameter is on the meta device.
+            if the model has no parameters or the first one is on the meta device.
         offload_buffers: Offload buffers too.
         preload_module_classes: See `dispatch_model`.
 
@@ -151,7 +154,7 @@ def disk_offload(
         The model.
 
     Raises:
-        ValueError: See `dispatch_model`.
+        ValueError, OSError: See `dispatch_model`.
     """
     main = _resolve_execution_device(model, execution_device)
     return dispatch_model(
@@ -180,6 +183,9 @@ def cpu_offload_with_hook(
 
     Returns:
         The model and its hook. The hook's ``offload()`` moves the model to the CPU, and ``remove()`` removes the hook.
+
+    Raises:
+        ValueError: If ``execution_device`` is invalid or not on this machine.
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -270,12 +276,12 @@ def dispatch(
         model: The model, which is changed in place.
         device_map: Devices by the names of modules or tensors.
         main: The device that runs offloaded modules.
-        weights: References to the values of offloaded tensors, by name. For tensors that are not listed, the model's
-            own values are used.
+        weights: References to the values of offloaded tensors and of tensors on the meta device, by name. For tensors
+            that are not listed, the model's own values are used.
         offload_buffers: Offload buffers too.
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
-        force_hooks: Add the hooks even if everything is on one device.
+        force_hooks: See `dispatch_model`.
         all_away: Offload all weights, even those that the map places on the device that runs their module.
 
     Returns:
@@ -313,20 +319,20 @@ def dispatch(
 
 
 def refuse_twice(model: nn.Module) -> None:
-    """Check that a model is not already dispatched. Existing hooks would load outdated weights.
+    """Check that a model has no hooks of an earlier dispatch, which would load outdated weights.
 
     Args:
         model: The model to examine.
 
     Raises:
-        ValueError: If the model is already dispatched.
+        ValueError: If the model has such hooks.
     """
     if _find_hooks(model):
         raise ValueError("the model is already dispatched. Call remove_hook_from_submodules(model) first.")
 
 
 def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> None:
-    """Check that every tensor has values in the model or, under any of its names, in ``weights``."""
+    """Check the shapes of ``weights``, and that the model or ``weights`` has values for every tensor."""
     check_shapes(tensors, weights)
     empty = [
         names[0]

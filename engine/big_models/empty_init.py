@@ -23,8 +23,9 @@ def init_empty_weights(include_buffers: bool | None = None) -> Any:
     """Return a context in which parameters of new modules are on the meta device, which uses no memory.
 
     Load the parameters with `load_checkpoint_and_dispatch` before use. Only the thread that enters the context is
-    affected. Contexts may be nested, and the context also ends if code inside it raises an error. Each parameter is
-    created as the module's code specifies and released immediately, so at most one parameter is in memory.
+    affected. Contexts may be nested, and the context also ends if code inside it raises an error. Without
+    ``include_buffers``, each parameter is first created as the module's code specifies, and its memory is released when
+    it is registered in the module. Parameters of lazy modules, such as ``nn.LazyLinear``, are then excluded.
 
     Args:
         include_buffers: Put buffers on ``meta`` too. None, the default, means False, because most buffers are computed
@@ -35,7 +36,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Any:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Return a context in which parameters of new modules are on ``device``.
+    """Return a context in which parameters of new modules are on ``device``; see `init_empty_weights`.
 
     Args:
         device: The device of the parameters.

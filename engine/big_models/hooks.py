@@ -21,8 +21,8 @@ from .module_tensors import copy_attributes, is_buffer, set_tensor
 class StandIn(Tensor):
     """Stand-in for an offloaded tensor, with the tensor's shape on the meta device and without values.
 
-    In torch 2.13, the product of a CPU tensor and a ``meta`` tensor is uninitialized memory. This class raises an error
-    instead.
+    In torch 2.13, the matrix product of a CPU tensor and a ``meta`` tensor is uninitialized memory. This class raises
+    an error instead.
     """
 
     @classmethod
@@ -189,7 +189,7 @@ class Station:
             self._leave()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Release the offloaded tensors after the forward pass, even if the pass raised an error.
+        """Release the offloaded tensors when the last call in progress ends, even if a call raised an error.
 
         Args:
             module: The module that is called.
@@ -231,7 +231,7 @@ class Station:
 
 
 class Home:
-    """Hooks of the whole model, which move inputs to its main device and outputs back to the device of the inputs.
+    """Hooks of the whole model, which move inputs to the main device and outputs to the first input tensor's device.
 
     Args:
         device: The main device, which runs offloaded modules; see `dispatch_model`.
@@ -275,7 +275,7 @@ class Home:
         return move(args, self.device, ()), move(kwargs, self.device, self.skip)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Move the output to the device of the inputs after the forward pass. Also called if the pass raised an error.
+        """Move the output to the device of the first input tensor. Also called if the forward pass raised an error.
 
         Args:
             module: The model.
@@ -283,7 +283,7 @@ class Home:
             output: The return value of the forward pass.
 
         Returns:
-            The moved output, or None if it is not moved.
+            The moved output; None, which keeps the output, if the inputs contain no tensor or the output is None.
         """
         stack = self._get_device_stack()
         device = stack.pop() if stack else None
@@ -307,7 +307,7 @@ def move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
     """Return ``data`` with its tensors on a device, except the values of a mapping whose keys are in ``skip``.
 
     Args:
-        data: A tensor or a nested structure (dict, list, tuple) of tensors.
+        data: A tensor, or a nested structure of mappings, lists, tuples and dataclasses that contains tensors.
         device: The target device.
         skip: Keys whose values are not moved, if ``data`` is a mapping.
     """

@@ -53,17 +53,18 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Load a checkpoint into a model, usually one created under `init_empty_weights`, and dispatch it over devices.
 
-    Weights that the map places on disk stay in the checkpoint's files, and are read whenever their module runs. The
-    model is returned. If ``device_map`` is set, the model has the map as its ``hf_device_map``.
+    Weights that the map places on disk stay in the checkpoint's files, and are read whenever their module runs.
 
     Args:
         model: The model, which is changed in place.
-        checkpoint: Path or store URL of a Treadle checkpoint, or of a safetensors or torch file, index or folder.
+        checkpoint: Path, or URL in an object store, of a Treadle checkpoint, a safetensors file, a file of
+            ``torch.save``, an ``.index.json`` that names several files, or a folder that contains one of these. For an
+            index in an object store, pass the URL of its folder.
         device_map: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators. ``"balanced_low_0"``
             leaves the first as free as possible. ``"sequential"`` fills one after the other. Modules that do not fit go
             to the CPU, then to the disk. The plan is logged. A dict maps names to devices. Default: only load.
-        max_memory: See `get_max_memory`.
-        no_split_module_classes: See `infer_auto_device_map`.
+        max_memory: See `get_max_memory`. Used only if ``device_map`` is a string.
+        no_split_module_classes: See `infer_auto_device_map`. Used only if ``device_map`` is a string.
         offload_folder: Accepted but not needed, because no weights are copied to disk.
         offload_buffers: Offload buffers of offloaded modules too.
         dtype: The dtype of floating point weights after the load. Default: that of the model.
@@ -71,13 +72,24 @@ def load_checkpoint_and_dispatch(
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
-        strict: Raise an error if tensor names differ. Default: warn, but raise an error if a tensor gets no values.
+        strict: Raise an error if the tensor names of the checkpoint and the model differ. Buffers with
+            ``persistent=False`` may be missing. Default: warn, but raise an error if neither the checkpoint nor the
+            model has values for a tensor.
         full_state_dict: Only True is supported, because each process reads the whole checkpoint.
         broadcast_from_rank0: Only False is supported, for the same reason.
-        quantization: ``"int8"``, ``"int4"`` or a `WeightQuantizer`: round linear layers' weights, except those on disk.
+        quantization: ``"int8"``, ``"int4"`` or a `WeightQuantizer`, which rounds the weights of linear layers except
+            those on disk. Default: no rounding.
+
+    Returns:
+        The model. If ``device_map`` is set, the model has the map as its ``hf_device_map``.
 
     Raises:
-        ValueError: If the checkpoint is damaged or belongs to another model, or if the map cannot be applied.
+        ValueError: If the checkpoint does not exist, is damaged or belongs to another model, if the map cannot be
+            applied, if another argument is invalid, or if an earlier dispatch has added hooks to the model.
+        TypeError: If ``checkpoint`` is neither a path nor a URL.
+        ModuleNotFoundError: If ``quantization`` is set and torchao is not installed, or the package for the
+            checkpoint's URL is not installed.
+        OSError: If an object store reports an error.
     """
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
     refuse_twice(model)
@@ -130,8 +142,8 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint into a model without adding hooks.
 
-    Weights that the map places on disk are left on the meta device. To use them, pass the checkpoint to
-    `dispatch_model` as ``offload_dir``.
+    Weights of the checkpoint that the map places on disk are not loaded, and are on the meta device afterwards. To use
+    them, pass the checkpoint to `dispatch_model` as ``offload_dir``.
 
     Args:
         model: The model, which is changed in place.
@@ -142,14 +154,14 @@ def load_checkpoint_in_model(
         dtype: The dtype of floating point weights after the load. Default: that of the model.
         offload_state_dict: Accepted for compatibility with Accelerate. Has no effect.
         offload_buffers: Leave buffers on disk too, if the map places them there.
-        keep_in_fp32_modules: Components of dotted names, such as ``"norm"``. Weights with one of these components in
-            their name become float32 instead of ``dtype``. Has no effect if ``dtype`` is None.
+        keep_in_fp32_modules: Components of dotted names, such as ``"norm"``. Floating point weights with one of these
+            components in their name become float32 instead of ``dtype``. Has no effect if ``dtype`` is None.
         strict: See `load_checkpoint_and_dispatch`.
         full_state_dict: See `load_checkpoint_and_dispatch`.
         broadcast_from_rank0: See `load_checkpoint_and_dispatch`.
 
     Raises:
-        ValueError: See `load_checkpoint_and_dispatch`.
+        ValueError, TypeError, ModuleNotFoundError, OSError: See `load_checkpoint_and_dispatch`.
     """
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
     weights = open_weights(checkpoint)
@@ -175,13 +187,14 @@ def load_weights(
         device_map: Devices by the names of modules or tensors. None: see `load_checkpoint_in_model`.
         dtype: The dtype of floating point weights after the load. None keeps that of the model.
         offload_buffers: Leave buffers on disk too, if the map places them there.
-        strict: Raise an error if only the model or only the checkpoint has a tensor.
+        strict: See `load_checkpoint_and_dispatch`.
         in_fp32: Components of dotted names; see ``keep_in_fp32_modules`` of `load_checkpoint_in_model`.
         quantizer: Quantizer that rounds the weights of linear layers when they are loaded, except those on disk. If
             None, no weights are rounded.
 
     Raises:
-        ValueError: See `load_checkpoint_and_dispatch`.
+        ValueError: If the map cannot be applied, a name or shape differs, or a file cannot be read; see
+            `load_checkpoint_and_dispatch`.
     """
     if device_map is not None:
         check_device_map(model, device_map)

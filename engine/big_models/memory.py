@@ -88,7 +88,7 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     Args:
         max_memory: Sizes by device, as a number of bytes or as text such as ``"10GiB"``. Devices that are not listed
             are not returned. To plan for another machine, name its devices ``"meta:0"``, ``"meta:1"`` and so on.
-            Default: the free memory of each accelerator and the free main memory.
+            Default: the free memory of each accelerator and the free main memory (on macOS, the total main memory).
 
     Raises:
         ValueError: If a size is invalid, or if a device is invalid or not on this machine.
@@ -113,7 +113,10 @@ def _read_free_bytes(kind: str, number: int) -> int:
 
 
 def available_memory() -> int:
-    """Return the free main memory in bytes, at most the memory left within the limit of the container (cgroup v2)."""
+    """Return the free main memory in bytes; on macOS, the total main memory.
+
+    On Linux, the result is at most the memory left within the limit of the container (cgroup v2).
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))

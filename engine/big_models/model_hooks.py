@@ -204,6 +204,9 @@ class CpuOffload(ModelHook):
     Args:
         execution_device: The device that runs the model. Default: the first accelerator, else the CPU.
         prev_module_hook: The hook of the model that is moved off the device before this model is moved onto it.
+
+    Raises:
+        ValueError: If ``execution_device`` is invalid or not on this machine.
     """
 
     def __init__(
@@ -241,7 +244,7 @@ class UserCpuOffloadHook:
 
     Args:
         model: The model that the hook is added to.
-        hook: The model's hook, usually a `CpuOffload`.
+        hook: The `CpuOffload` that was added to the model.
     """
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
@@ -252,5 +255,5 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Remove the hook without moving the model."""
+        """Remove the hook, and any other `ModelHook` of the model, without moving the model."""
         remove_hook_from_module(self.model)

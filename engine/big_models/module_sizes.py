@@ -171,7 +171,8 @@ def check_class_names(model: nn.Module, argument: str, names: list[str] | str | 
     Args:
         model: The model whose modules are compared with the names.
         argument: The name of the argument, for the warning.
-        names: One or several names of classes or of their base classes.
+        names: A class name or a list of class names; None for no names. The name of a base class also matches its
+            subclasses.
     """
     requested = {names} if isinstance(names, str) else set(names or ())
     model_classes = set().union(*(list_class_names(module) for module in model.modules()))

@@ -75,12 +75,12 @@ def find_unsaved_names(model: nn.Module) -> set[str]:
 
 
 def copy_attributes(old: Tensor, data: Tensor, plain: bool = False) -> Tensor:
-    """Return ``data`` as a parameter or buffer like ``old``, with the same class and attributes.
+    """Return ``data`` as a parameter with the class and attributes of ``old``; if ``old`` is a buffer, ``data`` itself.
 
     Args:
         old: The parameter or buffer to take the class, attributes and ``requires_grad`` from.
         data: The new values.
-        plain: Return a parameter of class ``nn.Parameter`` without further attributes.
+        plain: Return a parameter of class ``nn.Parameter`` without the other attributes of ``old``. Default: False.
     """
     if is_buffer(old):
         return data

@@ -28,7 +28,7 @@ def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) ->
         weights: The weights by name.
 
     Raises:
-        ValueError: If shapes differ. The error lists the tensors with both shapes.
+        ValueError: If shapes differ. The error lists up to eight of these tensors with both shapes.
     """
     wrong = [
         f"{name} has shape {list(weights[name].shape)}, but {list(tensor.shape)} in the model"
@@ -47,11 +47,11 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
     Args:
         folder: The folder with the ``.dat`` files; None if all entries have a ``"safetensors_file"``.
         index: Entries by weight name, each with ``"dtype"`` and ``"shape"``, or with ``"safetensors_file"`` and
-            optionally ``"weight_name"``. Default: the folder's ``index.json``. Without this file, or if another program
-            wrote it, the result is empty.
+            optionally ``"weight_name"``. Default: the folder's ``index.json``. Without this file, or if its content is
+            not a dict of dicts, the result is empty.
 
     Raises:
-        ValueError: If an entry is invalid, or its file is missing or has the wrong size.
+        ValueError: If the index or an entry is invalid, or the file of an entry is missing or has the wrong size.
     """
     if index is None:
         path = None if folder is None else Path(folder) / INDEX

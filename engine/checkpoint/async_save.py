@@ -34,7 +34,7 @@ class HostCopies:
         self._unpin: Callable[[], Any] | None = None
 
     def clear(self) -> None:
-        """Release the buffers and unpin their memory."""
+        """Release the buffers, and unpin their memory if it is pinned."""
         self._buffers = {}
         self._unpin_slab()
 
@@ -90,7 +90,7 @@ class HostCopies:
         return copied, copying
 
     def _pin(self, files: Files, before: dict[tuple[str, str], Tensor]) -> None:
-        """Put slices of one pinned slab into ``before`` for all tensors on a GPU, unless the existing buffers fit."""
+        """Put slices of one block of pinned memory into ``before`` for all tensors on a GPU, unless the buffers fit."""
         tensors = {
             (file, name): tensor
             for file, content in files.items()
@@ -110,8 +110,8 @@ class HostCopies:
     def _make_pinned_slab(self, size: int) -> Tensor:
         """Return ``size`` bytes of pinned memory; torch's own allocator would round the size up to a power of two.
 
-        If the system refuses to pin more memory, the result is plain memory, and the host waits for each copy. A
-        message reports this.
+        If the system refuses to pin more memory, the result is plain memory, and the host waits for each copy. On rank
+        zero, a log message reports this.
         """
         slab = torch.empty(size, dtype=torch.uint8, device="cpu")
         address, cudart = slab.data_ptr(), torch.cuda.cudart()

@@ -65,8 +65,8 @@ def check_target(target: Path) -> None:
         target: Path of the checkpoint, which may not exist.
 
     Raises:
-        ValueError: If something other than a checkpoint or an empty directory exists at the path, or if something that
-            no save has left there has a name next to it that the save needs, such as ``.last.part`` for ``last``.
+        ValueError: If something other than a checkpoint or an empty directory exists at the path, or if a foreign file
+            or directory has a name that the save needs, such as ``.last.part`` for ``last``.
     """
     if os.path.lexists(target) and not os.path.isfile(target / MANIFEST) and not is_empty(target):
         raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
@@ -120,8 +120,9 @@ def swap_in(staging: Path, target: Path) -> None:
 
 
 def finish(target: Path) -> str:
-    """Complete or roll back an interrupted replacement whose ``.old`` has a manifest. Keep both versions if the new one
-    is in place but damaged.
+    """Complete or roll back an interrupted replacement whose ``.old`` has a manifest.
+
+    If the new version is in place but damaged, both versions are kept.
 
     Args:
         target: Path of the checkpoint that was being replaced.
@@ -287,7 +288,8 @@ def _find_foreign_entries(
 ) -> Iterator[str]:
     """Yield the foreign entries in a checkpoint's directory; a directory is one entry if everything in it is foreign.
 
-    Directories without any file are ignored.
+    Directories without any file are ignored. For a directory that also exists in ``into``, its foreign entries are
+    yielded instead of the directory.
     """
     for name in filesystem.list_names(path / inside):
         entry = inside + name

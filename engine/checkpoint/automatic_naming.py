@@ -38,8 +38,9 @@ def choose_next_target(project: ProjectConfiguration) -> AnyPath:
         project: Configuration with the project's directory and the number of the next checkpoint.
 
     Raises:
-        ValueError: If automatic naming is not configured, or if the folder already contains the same or a higher
-            number, for example because the run was not resumed.
+        ValueError: If automatic naming is not configured, or if the folder already contains a ``checkpoint_N`` with the
+            same or a higher number, for example because the run was not resumed.
+        OSError: If the folder cannot be listed.
     """
     folder = _require_folder(project, "save_state", "output_dir")
     numbers = _list_numbers(folder)
@@ -65,8 +66,9 @@ def find_newest(
         resumable: Skip checkpoints that contain weights only. Default: True.
 
     Raises:
-        ValueError: On rank zero, if automatic naming is not configured, or no checkpoint can be loaded. The other ranks
-            raise a RuntimeError.
+        ValueError: On rank zero, if automatic naming is not configured, or no checkpoint can be loaded.
+        OSError: If the folder cannot be listed, or its store cannot be reached.
+        RuntimeError: If only rank zero raises an error, on the other ranks.
     """
     skipped: list[str] = []
     opened = find_first_intact(world, _open_from_highest(project, resumable, skipped), skipped)
@@ -80,7 +82,7 @@ def find_newest(
 
 
 def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: list[str]) -> Iterator[OpenCheckpoint]:
-    """Yield the checkpoints that can be opened, highest number first; add messages about the others to ``skipped``."""
+    """Yield the checkpoints that can be used, highest number first; add messages about the others to ``skipped``."""
     folder = _require_folder(project, "load_state", "input_dir")
     for number in sorted({*_list_numbers(folder), *_list_numbers(folder, _REPLACED)}, reverse=True):
         path = folder / f"checkpoint_{number}"

@@ -59,20 +59,22 @@ def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
 class Checkpointer:
     """Saver and loader of everything that an `Accelerator` has prepared.
 
-    Each public method is documented at the method of `Accelerator` with the same name.
+    The methods of `Accelerator` that call this class document arguments and errors in full.
 
     Args:
         accelerator: The Accelerator whose objects are saved and loaded. Only a weak reference is kept.
 
     Attributes:
-        registered: Objects passed to `register`, which every checkpoint includes, by name.
+        registered: Objects passed to `register`, by name. Checkpoints include their states, unless only weights are
+            saved. A metric object is wrapped in `Counts`.
         save_hooks: Functions to call before a save, by handle ID.
-        load_hooks: Functions to call before a load, by handle ID.
-        loaded_from: For each model, the path, manifest and step of the checkpoint that it was loaded from, until the
-            rest of the state is loaded too.
-        saving: The asynchronous save in progress, or None.
-        host_copies: Buffers in host memory, which asynchronous saves copy the state to.
-        frozen: For each model, the digests of its frozen weights, from the first save with ``trainable_only=True`` on.
+        load_hooks: Functions to call before models are loaded, by handle ID.
+        loaded_from: For each loaded model, the path and manifest of its checkpoint, and the number of optimizer steps
+            that the run had taken when it was loaded. An entry is removed once the rest of the state is loaded too.
+        saving: The asynchronous save that was started last; None if there is none, or `poll_saving` or
+            `finish_saving` has noticed its end.
+        host_copies: Buffers in host memory, which asynchronous saves copy tensors to.
+        frozen: The digests of frozen weights, for each model that was saved with ``trainable_only=True``.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -88,7 +90,7 @@ class Checkpointer:
         self._accelerator: Accelerator = weakref.proxy(accelerator)
 
     def register(self, objects: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Add objects to every checkpoint.
+        """Add the states of objects to later checkpoints, except those of weights only.
 
         Args:
             objects: Objects whose saved states are matched by class name and position.
@@ -105,7 +107,7 @@ class Checkpointer:
         return _add(self.save_hooks, hook)
 
     def add_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook`` before each load, and return a handle that removes it.
+        """Call ``hook`` before models are loaded, and return a handle that removes it.
 
         Args:
             hook: Function ``hook(models, input_dir)``; see `Accelerator.register_load_state_pre_hook`.
@@ -187,7 +189,7 @@ class Checkpointer:
         numbering: ProjectConfiguration | None,
         copying: Copying | None,
     ) -> None:
-        """Write and commit a checkpoint, then delete those beyond the limit; in a thread if ``copying`` is not None."""
+        """Commit a checkpoint to each target, then delete old ones; in a thread if ``copying`` is not None."""
         hooked = bool(self.save_hooks)
 
         def publish(world: World) -> None:
@@ -294,7 +296,7 @@ class Checkpointer:
 
         Args:
             obj: The data to write; see `Accelerator.save` for the types.
-            f: A path, or an open file.
+            f: A path, a URL, or an open file.
             safe_serialization: Write safetensors instead of torch's format. Default: False.
         """
         if self._writes_on_this_rank():
@@ -312,7 +314,8 @@ class Checkpointer:
         Args:
             model: The model, prepared or not.
             save_directory: The directory or URL to write the files to.
-            max_shard_size: The maximum size of a file, in bytes or as text. Default: ``"10GB"``.
+            max_shard_size: The maximum size of a file, in bytes or as text. Only a file with a single, larger tensor
+                exceeds it. Default: ``"10GB"``.
             safe_serialization: Write safetensors; False writes torch's format. Default: True.
         """
         limit = parse_bytes(max_shard_size, "max_shard_size", minimum=1)

@@ -1,9 +1,9 @@
 """File operations of checkpoints: durable writes and checked reads.
 
-Every change that a checkpoint makes on disk goes through eight small functions: `mkdir`, `write_bytes`,
-`write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called through this module, so a test can
-stop the process at each of them. The exceptions are files that torch writes (exports in torch's format), downloads
-(`weights.download.fetch`), files of profilers, and users' hooks.
+Code that saves, recovers or deletes a checkpoint on a disk changes files through eight small functions: `mkdir`,
+`write_bytes`, `write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called through this module,
+so a test can stop the process at each of them. Code for other files, such as downloads, exports in torch's format and
+files in temporary folders, need not use these functions.
 """
 
 import errno
@@ -96,11 +96,12 @@ def write_bytes(path: Path, data: bytes) -> Entry:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str]) -> Entry:
-    """Write a safetensors file from tensors on any device and of any layout, and return its entry for a manifest.
+    """Write a safetensors file, and return its entry for a manifest.
 
     Args:
         path: Path of the file. An existing file is overwritten.
-        tensors: Plain tensors by name, or objects that read a tensor when they are indexed, such as `Stored`.
+        tensors: Dense tensors by name, or objects that read a tensor when they are indexed, such as `Stored`. Their
+            dtypes must be in `CODES`. Tensors may be on any device except ``meta``, and need not be contiguous.
         notes: Text by name for ``__metadata__`` in the file's header.
 
     Raises:
@@ -120,9 +121,8 @@ Piece = bytes | memoryview
 def serialize_tensors(tensors: Mapping[str, Whole], notes: dict[str, str]) -> tuple[int, Iterator[Piece]]:
     """Return the size of a safetensors file in bytes, and an iterator over its content.
 
-    The tensors are copied to the host one after the other. The content is identical to that of safetensors' own writer,
-    which needs all tensors on the host at the same time. With that writer, the file would also have to be read again
-    for its digest.
+    The iterator copies tensors on other devices to the host one after the other. safetensors' own writer needs all
+    tensors on the host at the same time, and its file would have to be read again for the digest.
 
     Args:
         tensors: See `write_tensors`.
@@ -195,6 +195,8 @@ def _view_bytes(tensor: torch.Tensor) -> memoryview:
 def fsync(path: Path) -> None:
     """Wait until a file's content, or a directory's entries, are on the storage device itself.
 
+    Directories are ignored on Windows and on file systems that do not support the call for them.
+
     Args:
         path: Path of the file or directory.
     """
@@ -251,7 +253,7 @@ def rmdir(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents, and fsync their entries. Several processes may call it concurrently.
+    """Create a directory and its missing parents, and fsync their entries. Processes may call it concurrently.
 
     Args:
         path: Path of the directory.
@@ -261,13 +263,13 @@ def make_directory(path: Path) -> None:
 
 
 def make_staging_directory(path: Path) -> bool:
-    """Create a directory and its parents. Its own entry is durable only after an fsync of its parent.
+    """Create a directory and its missing parents. Its own entry is durable only after an fsync of its parent.
 
     Args:
         path: Path of the directory.
 
     Returns:
-        False if the directory already existed, True otherwise.
+        False if the directory existed before the call, True otherwise.
     """
     if path.is_dir():
         return False
@@ -301,7 +303,7 @@ def list_names(directory: AnyPath) -> list[str]:
     """Return the sorted names in a directory, or an empty list if it is not a directory.
 
     Args:
-        directory: The directory to list.
+        directory: Path or URL of the directory.
     """
     if isinstance(directory, RemotePath):
         return directory.names()
@@ -356,8 +358,8 @@ def check_file(
         fix: The advice at the end of the error message. Default: `RESTORE`.
 
     Raises:
-        ValueError: If the name is not valid, or the file is missing, cannot be read, is not a plain file, or has the
-            wrong size or content.
+        ValueError: If the name is not valid, or the file is missing, cannot be read, is not a plain file (with
+            ``links``, a link is accepted), has the wrong size or, with ``digests``, has the wrong content.
     """
     if not (is_inside(name) if links else FILE.fullmatch(name)):
         raise ValueError(f"{directory}: {name!r:.80} is not a valid checkpoint file name. {fix}")
@@ -378,7 +380,7 @@ def check_file(
 
 
 def mark(path: Path) -> Mark:
-    """Return the size and the modification time of a file, or of a link itself, to detect a change.
+    """Return the size in bytes and the modification time in ns of a file, or of a link itself, to detect a change.
 
     The inode number is not included: some network file systems report a different one on each call.
 
@@ -397,14 +399,15 @@ def _measure_file(path: Path) -> int:
 
 
 def read_json(path: Path, limit: int) -> Any:
-    """Read a JSON file, and reject NaN, infinity and duplicate keys.
+    """Read a JSON file, and reject the constants NaN and Infinity, and duplicate keys.
 
     Args:
         path: Path of the file.
         limit: The largest accepted size in bytes.
 
     Raises:
-        ValueError: If the file is missing, cannot be read, is too large, or is not valid JSON.
+        ValueError: If the file is missing, cannot be read, is too large, or is not a plain file, or if `parse_json`
+            rejects its content.
     """
     return parse_json(path, read_bytes(path, limit))
 
@@ -433,7 +436,7 @@ def parse_json(path: AnyPath, data: bytes) -> Any:
         data: The file's content, encoded as UTF-8.
 
     Raises:
-        ValueError: If the content is not valid JSON.
+        ValueError: If the content is not valid JSON, has a rejected constant or key, or is nested too deeply.
     """
     with _wrap_read_errors(path):
         return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_build_unique_dict)
@@ -441,7 +444,7 @@ def parse_json(path: AnyPath, data: bytes) -> Any:
 
 @contextmanager
 def _wrap_read_errors(path: AnyPath) -> Iterator[None]:
-    """Convert errors inside the context to a ValueError that names the file and the fix."""
+    """Convert errors of reading and parsing inside the context to a ValueError that names the file and the fix."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,13 +1,15 @@
-"""Encoding of a nested state as a plain JSON document and a dict of tensors: exact, and decoded without running code.
+"""Encoding of a nested state as a plain JSON document and a dict of tensors, which are decoded without running code.
 
-What JSON represents directly (text, true, false, null, finite numbers, lists, dicts with text keys) is stored
-unchanged. Everything else is an object with one key that starts with ``$``, a tag: ``{"$tuple": [1, 2]}``. A user's
-dict with such a key, or with keys that are not text, is stored as pairs, ``{"$dict": [[key, value], ...]}``, so the two
-are never confused.
+Text, booleans, None, finite floats, integers of up to 256 bits, lists, and dicts with text keys are stored as the
+corresponding JSON values. A value of another type is stored as an object with one key that starts with ``$``, a tag:
+``{"$tuple": [1, 2]}``. A user's dict with such a key, or with keys that are not text, is stored as pairs,
+``{"$dict": [[key, value], ...]}``, so users' keys are never mistaken for tags. Containers that `encode` converts, such
+as an ``OrderedDict``, are stored as plain dicts or lists.
 
 Decoding looks tags up in one fixed table of data types. No tag creates an object of a class that the document names, so
-no document can make this module import or call anything. For the same reason, enums, dataclasses and named tuples are
-refused when encoding. To store one, use a `Record`, and decide when decoding which class it may become.
+a document cannot choose code to import or call. For the same reason, objects of other classes, such as enums,
+dataclasses and named tuples, are refused when encoding. To store one, use a `Record`; the code that reads the state
+then decides which class to create.
 """
 
 import base64
@@ -67,23 +69,26 @@ class Record:
 def encode(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
     """Split a nested state into a document that ``json`` can write and the tensors that it refers to by name.
 
-    The state may contain dicts, ``Counter``, ``argparse.Namespace``, lists, tuples, sets, text, bytes, numbers of any
-    size (also nan, inf, complex), ``None``, tensors and parameters, dtypes, devices, ``torch.Size``, paths, dates,
-    times, ``timedelta``, numpy scalars and arrays, and `Record`. An ``OrderedDict`` or ``defaultdict`` becomes a plain
-    dict, and a container of OmegaConf becomes a plain dict or list.
+    The state may contain dicts, ``Counter``, ``argparse.Namespace``, lists, tuples, sets, text, bytes, booleans,
+    integers of any size, floats and complex numbers (also nan and inf), ``None``, tensors and parameters, dtypes,
+    devices, ``torch.Size``, paths, dates, times, ``timedelta``, numpy scalars and arrays of most dtypes, and `Record`.
+    Other subclasses of these types are not supported. An ``OrderedDict`` or ``defaultdict`` becomes a plain dict, a
+    parameter a plain tensor, and a container of OmegaConf a plain dict or list.
 
     Tensors are not copied: they keep their memory, device and layout. If two tensors are the same view of one storage
     (tied weights), only the first gets a name, and `decode` returns the same object at both places.
 
     Args:
         state: The state to store.
-        prefix: Prefix of every tensor's name and of every place in an error, for example ``"optimizer"``.
+        prefix: Prefix of every tensor's name and of every place in an error, for example ``"optimizer"``. Default:
+            none.
 
     Returns:
         The document and its tensors by name, such as ``"optimizer.0.exp_avg"``.
 
     Raises:
-        TypeError: If the state contains an unsupported type. The error names the place, the type and the fix.
+        TypeError: If the state contains a value that cannot be stored, such as an object of another class or a sparse
+            tensor. The error names the place, the type and the fix.
         ValueError: If the state contains itself, or is nested more than 100 levels deep.
     """
     encoder = _Encoder(prefix)
@@ -96,14 +101,13 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     Args:
         document: The parsed JSON document, from a trusted or an untrusted file.
         tensors: The tensors that `encode` returned, by name. They become part of the state without being copied; numpy
-            arrays share their memory.
+            arrays share the memory of CPU tensors.
 
     Returns:
         The state.
 
     Raises:
-        ValueError: If the document is not one that `encode` writes, or if it names a missing tensor. The error names
-            the place.
+        ValueError: If the document is not valid, or if it names a missing tensor. The error names the place.
     """
     return _Decoder(tensors).decode_value(document, ())
 
@@ -117,8 +121,8 @@ def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -
         any_dtype: Accept every dtype. Default: False.
 
     Raises:
-        TypeError: If the tensor is of a subclass (other than a sharded tensor), sparse, quantized, without data (device
-            ``meta``) or of a dtype that is not in `filesystem.CODES`.
+        TypeError: If the tensor is of a subclass (other than a parameter or a sharded tensor), not dense, without data
+            (device ``meta``) or, unless ``any_dtype`` is True, of a dtype that is not in `filesystem.CODES`.
     """
     problem = ""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(tensor):
@@ -183,8 +187,7 @@ _LEAVES: dict[type, Callable[[Any], Any]] = {
 def _copy_plain_ints(value: list[Any] | tuple[Any, ...]) -> list[Any] | None:
     """Return the items as a list if all are integers that JSON represents directly, else None.
 
-    The state of Python's generator consists of 625 integers, and each checkpoint contains it twice. Encoding it item by
-    item took a third of the CPU time of a small checkpoint.
+    This makes it fast to encode long lists, such as the 625 integers in the state of Python's generator.
     """
     if set(map(type, value)) != {int} or max(value).bit_length() > _PLAIN_INT_BITS:
         return None
@@ -330,7 +333,7 @@ def _suggest_storage(value: Any) -> str:
 
 
 class _Decoder:
-    """One traversal of a document. The functions in `_READERS` raise a ValueError for invalid content of a tag."""
+    """One traversal of a document. Errors of the functions in `_READERS` become a ValueError that names the place."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors

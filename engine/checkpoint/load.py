@@ -64,14 +64,20 @@ def load(
         opened: The checkpoint. It is verified first, unless it was already verified; see `OpenCheckpoint.verify`.
         models: Restore the models' weights.
         state: Restore everything else, such as optimizers, schedulers, dataloaders and RNG states.
-        strict: Raise an error if saved state does not fit. Default: the models' ``strict_loading``, else True.
+        strict: If False, load the entries that fit from the state of another model or optimizer, and warn about the
+            others. Default: the models' ``strict_loading``, else True.
         schedule: ``"saved"``, ``"script"`` or None; see `Accelerator.load_state`.
         finish_epoch: Start the next epoch if the state was saved after the last batch of an epoch. Default: True.
+
+    Returns:
+        The checkpoint's ``info``. If ``finish_epoch`` starts the next epoch of the first training dataloader, the
+        ``epoch`` in it is the new one, unless the script saved another number than the dataloader's.
 
     Raises:
         ValueError: If the checkpoint is damaged, belongs to another model or configuration, or was replaced while it
             was read. In these cases, no object is changed on any process. An error in the ``load_state_dict`` of a
             scheduler, dataloader or registered object is raised later, after models and optimizers are loaded.
+        OSError: If the store of a URL cannot be reached.
         RuntimeError: If only other processes detect an error. A failed verification is a ValueError on all processes.
     """
     world, manifest = accelerator.world, opened.manifest
@@ -110,7 +116,7 @@ def load(
 
 
 def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
-    """Start the next epoch if the state was saved after the last batch of one; return the info with the new epoch."""
+    """Start the next epoch if the state was saved after the last batch of one; return the info for this epoch."""
     loaders = _list_training_loaders(accelerator)
     epochs = [loader.epoch for loader in loaders]
     with isolated_random_state():  # so that an empty pass does not change what the process draws next
@@ -196,7 +202,7 @@ def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict
 
 
 def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
-    """Check that models already loaded from this path were loaded from the same save."""
+    """Check that models loaded from this path since the last optimizer step were loaded from the same save."""
     path, manifest = str(absolute(opened.path)), opened.manifest
     for model in accelerator.models:
         place, of_models, steps = accelerator.checkpointer.loaded_from.get(model, (None, manifest, None))
@@ -217,7 +223,7 @@ def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
 
 
 def _collect_layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current states of registered objects with saved tensors, which show how to shard the saved tensors."""
+    """Return the states of registered objects that show how to shard their saved tensors; empty without sharding."""
     if not accelerator.strategy.sharded:
         return {}
     return {
@@ -235,15 +241,16 @@ def _holds_tensors(value: Any) -> bool:
 def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) -> list[str]:
     """Return the differences between the names and shapes of a checkpoint's first model and those of ``model``.
 
-    See `model_check.list_differences`.
+    The list is empty if the checkpoint has no model. See `model_check.list_differences`.
 
     Args:
         model: The user's module, not wrapped for distributed training.
         opened: The checkpoint to compare with.
-        complete: Whether the model is completely built. If not, missing and unexpected names are not reported.
+        complete: True if the model is completely built. If False, missing and unexpected names are not reported.
 
     Raises:
-        ValueError: If the checkpoint is damaged.
+        ValueError: If the checkpoint is damaged, or was changed after it was opened.
+        OSError: If the store of a URL cannot be reached.
     """
     if not opened.has(model_part(0)):
         return []
@@ -260,8 +267,8 @@ def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor])
 
     Args:
         saved: The state, whose tensors are `Stored` objects that are not read yet.
-        like: A state with the same structure, or None. Where it has a sharded tensor, only this process's shard is
-            read.
+        like: A state with the same structure, or None. Where it has a sharded tensor of the same shape, only this
+            process's shard is read.
         once: Cache of the tensors that were already read, so tied tensors become one object again. Pass an empty dict.
     """
     if isinstance(saved, Stored):
@@ -310,7 +317,7 @@ def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict
 def _select_fitting_weights(
     accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
 ) -> list[tuple[nn.Module, dict[str, Any], bool]]:
-    """Return, for each chosen model, the weights to load, sharded like the model."""
+    """Return, for each chosen model, the weights to load, sharded like the model, and whether to load them strictly."""
     loads = []
     for number, model in enumerate(accelerator.models):
         if not any(model is candidate for candidate in chosen):
@@ -352,7 +359,7 @@ def _check_frozen(
 
 
 def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> list[LoadedOptimizer]:
-    """Return the state that each optimizer will load."""
+    """Return the states that optimizers will load. An optimizer of another class than the saved one is omitted."""
     loads, path = [], opened.path
     for number, prepared in enumerate(accelerator.optimizers):
         optimizer = prepared.optimizer

@@ -30,16 +30,17 @@ class Manifest:
     """Metadata of a committed checkpoint.
 
     Attributes:
-        step: Number of optimizer steps. The latest checkpoint is the one with the most steps.
-        epoch: Number of finished epochs.
-        samples: Number of samples seen over all processes.
+        step: Number of optimizer steps. The latest checkpoint is the one with the most steps and, among those, the
+            highest ``sequence``.
+        epoch: Number of the epoch, from 0; usually the number of finished epochs.
+        samples: Number of samples seen over all processes; 0 if the run does not count them.
         world_size: Number of processes that wrote the checkpoint.
         files: Size and digest by file name, each as ``{"bytes": ..., "xxh3_128": ...}``.
         info: Metadata that the caller of `commit` passed, including the four counts above.
         format: Version of the format; see `FORMAT`.
         sequence: Number that grows with every commit to a directory, and orders checkpoints of the same step.
-        others: Entries of files that hooks wrote, by path, such as ``unet/config.json``. The content of a link is its
-            target.
+        others: Entries of files that hooks wrote, by path, such as ``unet/config.json``. On a disk, the entry of a link
+            is computed from the link's target path, not from the target's content.
         folder: The folder in the checkpoint that contains all these files; empty if they are next to the manifest, as
             in a checkpoint that was saved to a disk.
         source: The content of the file that the manifest was read from; empty if it was not read from a file.
@@ -96,8 +97,9 @@ class Manifest:
         """Return the content of ``manifest.json``.
 
         Raises:
-            TypeError: If ``info`` contains a tensor or something that is not data.
-            ValueError: If a count, a file name or a file's entry is invalid, or no files are listed.
+            TypeError: If ``info`` contains a tensor, an array or something that is not data.
+            ValueError: If the manifest would be invalid, for example because a count is negative or no files are
+                listed, or if ``info`` is nested more than 100 levels deep or contains itself.
         """
         noted = {name: value for name, value in self.info.items() if name not in _COUNTS}
         info, tensors = encode(noted, "info")
@@ -124,7 +126,7 @@ def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
     Raises:
         ValueError: If the path is not a checkpoint, or the manifest cannot be read, is damaged or was written by a
             newer Treadle.
-        OSError: If the store cannot be reached.
+        OSError: If the store of a URL cannot be reached or rejects the request.
     """
     data = read_source(path, name)
     document = filesystem.parse_json(as_path(path) / name, data)
@@ -149,8 +151,8 @@ def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
         name: Name of the manifest's file. Default: ``manifest.json``.
 
     Raises:
-        ValueError: If the path is not a checkpoint, or its manifest cannot be read from the disk.
-        OSError: If the store cannot be reached.
+        ValueError: If the path is not a checkpoint, or its manifest is too large or cannot be read from the disk.
+        OSError: If the store of a URL cannot be reached or rejects the request.
     """
     path = as_path(path)
     if isinstance(path, RemotePath):
@@ -178,8 +180,8 @@ def verify(path: Path | str, digests: bool = True) -> Manifest:
         The checkpoint's manifest.
 
     Raises:
-        ValueError: If the path is not a checkpoint, its manifest is damaged, or a file is missing or has the wrong size
-            or content. The error names the file and the reason.
+        ValueError: If the path is not a checkpoint, its manifest cannot be read, is damaged or was written by a newer
+            Treadle, or a file is missing, cannot be read or has the wrong size or content. The error states the reason.
     """
     manifest = read_manifest(path)
     check_files(Path(path), manifest, digests)

@@ -1,4 +1,4 @@
-"""Comparison of models: names, shapes and dtypes of their weights, and classes of their submodules."""
+"""Checks of models: names, shapes, dtypes and values of their weights, and classes of their submodules."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_notes(model: nn.Module) -> dict[str, str]:
 class FrozenWeights:
     """Digests of a model's frozen parameters, which a checkpoint may store instead of the parameters.
 
-    A parameter that was trained before, or that was changed otherwise, no longer counts as frozen.
+    A parameter that was trainable, or had other values, at an earlier call of `update` no longer counts as frozen.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ def compute_digests(model: nn.Module, names: Collection[str], world: World) -> d
 
 
 def _sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the sum of each tensor's elements as integers, in one pass over the memory and one read of the device."""
+    """Return for each tensor the sum of its elements' bits, read as integers. Only the sums are copied to the host."""
     sums = {name: torch.stack([_add_bits(part) for part in _flatten(local(t))]).sum() for name, t in tensors.items()}
     if not sums:
         return {}
@@ -156,13 +156,14 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
     """Check that a model has the same frozen weights as the model that was saved in a checkpoint.
 
     Args:
-        current: The digests of the model's frozen weights, and of those that the checkpoint omits.
+        current: The digests of the model's parameters with the names in ``saved``, from `compute_digests`.
         saved: The result of `read_frozen_note`.
-        path: Path of the checkpoint, for the message.
+        path: Path or URL of the checkpoint, for the message.
         strict: If False, warn instead of raising an error.
 
     Raises:
-        ValueError: If some weights have other values, and ``strict`` is True. The error names the first five.
+        ValueError: If some of these weights are missing or have other values, and ``strict`` is True. The error names
+            the first five.
     """
     other = [name for name, digest in saved.items() if current.get(name) != digest]
     if not other:
@@ -179,7 +180,7 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a short digest of a model's submodules and its parameters' names, shapes and dtypes, without values.
+    """Return a short digest of a model's submodule names and classes, and its parameters' names, shapes and dtypes.
 
     Args:
         model: The user's module, not wrapped for distributed training.
@@ -189,12 +190,12 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def compare(model: nn.Module, noted: Mapping[str, str], path: AnyPath) -> None:
-    """Warn if weights were saved by a model with the same names and shapes but other submodule classes.
+    """Warn if weights were saved by a model in which submodules with the same names have other classes.
 
     Args:
         model: The model that will load the weights.
-        noted: The result of `make_notes` when the weights were saved.
-        path: Path of the checkpoint, for the warning.
+        noted: The notes in the header of the model's file; see `make_notes`.
+        path: Path or URL of the checkpoint, for the warning.
     """
     try:
         saved_kinds = json.loads(noted.get(_NOTE, "{}"))
@@ -229,8 +230,8 @@ def check_weights(
         model: The model to load the weights into.
         weights: Objects with a ``shape``, by name.
         path: The source of the weights, for the error.
-        strict: If False, return the weights that fit, and warn about the others. Default: True.
-        left_out: Names that may be missing.
+        strict: If False, return the weights that fit, and warn about the differences. Default: True.
+        left_out: Names that may be missing. Default: none.
 
     Returns:
         The weights that fit; with ``strict``, all of them.
@@ -268,8 +269,9 @@ def list_differences(
     Args:
         model: The model to compare with.
         weights: Objects with a ``shape``, by name.
-        complete: Whether the model is completely built. If not, names that are missing on one side are not reported.
-        left_out: Names that may be missing.
+        complete: True if the model is completely built. If it is not, or if it has lazy parameters without a shape,
+            names that are missing on one side are not reported.
+        left_out: Names that may be missing. Default: none.
     """
     state = {strip_compile_prefix(name): value for name, value in model.state_dict().items() if not is_lazy(value)}
     complete = complete and not any(map(is_lazy, model.state_dict().values()))
@@ -333,8 +335,8 @@ def warn_dtypes_changed(model: nn.Module, weights: Mapping[str, Any], path: AnyP
 def find_not_finite(model: nn.Module) -> list[str]:
     """Return the names of tensors with values that must not be saved, in this process's shard of a model.
 
-    A trained parameter must be finite. In other tensors, only NaN is refused, because masks and ranges contain
-    infinities. If all values are finite, the check takes one pass over the memory and one transfer from each device.
+    A parameter with ``requires_grad=True`` must be finite. In other tensors, only NaN is refused, because masks and
+    ranges may contain infinities. If all sums are finite, the check reads each tensor only once.
 
     Args:
         model: The user's module, not wrapped for distributed training.
@@ -349,8 +351,8 @@ def find_not_finite(model: nn.Module) -> list[str]:
 def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[str]:
     """Return the names of tensors with values that must not be saved, in this process's optimizer state.
 
-    State with its parameter's shape must be finite: with an infinite second moment, the parameter would never change
-    again. In other state, only NaN is refused.
+    State with the shape of its parameter must be finite, except for scalars: with an infinite second moment, the
+    parameter would never change again. In other state, only NaN is refused.
 
     Args:
         optimizer: The optimizer, which may not have taken a step yet.

@@ -30,11 +30,13 @@ class OpenCheckpoint:
     Attributes:
         path: The directory or URL.
         manifest: The parsed manifest of the checkpoint.
-        verified: Whether all files are known to have the committed content.
+        verified: True once `verify` has found that all files have the committed content.
 
     Raises:
-        ValueError: If the path is not a checkpoint, or the manifest is damaged or was written by a newer Treadle.
-        OSError: If the store cannot be reached.
+        ValueError: If the path is not a checkpoint, or the manifest cannot be read, is damaged or was written by a
+            newer Treadle.
+        OSError: If the store of a URL cannot be reached, or an interrupted replacement of the checkpoint on a disk
+            cannot be completed.
     """
 
     def __init__(self, path: AnyPath | str, manifest: Manifest | None = None) -> None:
@@ -93,7 +95,8 @@ class OpenCheckpoint:
             name: The name of the part, such as ``"model"``.
 
         Raises:
-            ValueError: If the checkpoint does not have the part, or the part is damaged.
+            ValueError: If the checkpoint does not have the part, or the part is damaged or was changed.
+            OSError: If a file of a URL cannot be downloaded.
         """
         return self.part(name).unread()
 
@@ -106,10 +109,10 @@ class OpenCheckpoint:
         return self.part(name).read()
 
     def part(self, name: str) -> Part:
-        """Return a part with its files opened; each call returns the same object.
+        """Return a part with the headers of its files read; see `open_part`.
 
         Args:
-            name: The name of the part, such as ``"model"``.
+            name: The name of the part, such as ``"model"``. Each call with the same name returns the same object.
         """
         if name not in self._parts:
             names = list_part_files(name, self.manifest.files)
@@ -123,6 +126,7 @@ class OpenCheckpoint:
 
         Raises:
             ValueError: If the checkpoint was replaced or deleted.
+            OSError: If the store of a URL cannot be reached.
         """
         try:
             source = read_source(self.path)
@@ -138,16 +142,19 @@ class OpenCheckpoint:
             )
 
     def verify(self, world: World | None = None) -> None:
-        """Check that every file has the committed content. Each byte is read once. A second call has no effect.
+        """Check that every file has the committed content. For a URL, all files are downloaded.
+
+        Once the check has succeeded, further calls have no effect.
 
         Args:
             world: The processes that load the checkpoint. The method must be called on all of them. Processes with the
-                same file system divide the files among them. Default: this process reads all files.
+                same file system (for a URL, on the same machine) divide the files among them. Default: this process
+                reads all files.
 
         Raises:
-            ValueError: On every process, if a file is missing or has the wrong size or content, or if the checkpoint
-                has been replaced since it was opened.
-            StoreError: On every process, if the store cannot be reached.
+            ValueError: On every process, if a file is missing, cannot be read or has the wrong size or content, or if
+                the checkpoint has been replaced or deleted since it was opened.
+            OSError: On every process, if the store of a URL cannot be reached.
         """
         if self.verified:
             return
@@ -166,7 +173,7 @@ class OpenCheckpoint:
         self.verified = True
 
     def _check_and_mark(self) -> tuple[Any, ...]:
-        """Check names and sizes, record each file's mark, and return an identifier of this process's file system."""
+        """Check names and sizes, record marks of local files, and return an identifier of the process's file system."""
         self._compare(read_source(self.path))  # a path that is wrong only on this process is an error of its own
         if isinstance(self.path, RemotePath):
             remote.check_files(self.path, self.manifest)
@@ -183,7 +190,7 @@ class OpenCheckpoint:
         return self.folder
 
     def _adopt(self, shares: dict[Path, list[str]]) -> None:
-        """Link the files that other processes of this machine have downloaded, and download the rest."""
+        """Link or copy the files that other processes of this machine have downloaded, and download the rest."""
         assert self._download is not None
         for folder, names in shares.items():
             if folder.is_dir():  # otherwise the processes on the machine have temporary folders that others cannot see
@@ -211,7 +218,10 @@ def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenC
         path: The path of the checkpoint on this process.
 
     Raises:
-        ValueError: On rank zero, if the path is not a checkpoint. The other ranks raise a RuntimeError.
+        ValueError: On rank zero, if the path is not a checkpoint or its manifest cannot be read; see `OpenCheckpoint`.
+        OSError: On rank zero, if the store of a URL cannot be reached.
+        TypeError: On rank zero, if ``path`` is neither a path nor a URL.
+        RuntimeError: On the other ranks, in these cases.
     """
     opened: OpenCheckpoint | None = None
     with world.together():
@@ -223,12 +233,15 @@ def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenC
 
 
 def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skipped: list[str]) -> OpenCheckpoint | None:
-    """Verify candidates until one is intact, and return it on every process; return None if all are damaged.
+    """Verify candidates until one is intact, and return it on every process; return None if none is intact.
 
     Args:
         world: The processes, all of which must call this function.
         candidates: The candidates in order of preference; only rank zero's are used.
         skipped: List to which a message about each damaged candidate is added.
+
+    Raises:
+        OSError: On every process, if the store of a URL cannot be reached.
     """
     while True:
         candidate: OpenCheckpoint | None = None
@@ -250,8 +263,9 @@ def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
     """Run a function on every process, or only on this one if ``world`` is None; return the results in rank order.
 
     Raises:
-        ValueError: On every process, with the text of the lowest rank that raised a ValueError or an OSError.
-        StoreError: On every process, if the store failed, which does not mean that the checkpoint is damaged.
+        ValueError: On every process, if the lowest failing rank raised a ValueError or an OSError, with its text.
+        StoreError: On every process, if the lowest failing rank raised a StoreError, which does not mean that the
+            checkpoint is damaged.
     """
     if world is None:
         return [work()]

@@ -2,8 +2,8 @@
 
 A part named ``state`` consists of ``state.json`` and, if it has tensors, ``state.safetensors``. A model is a flat dict
 of tensors and needs no JSON: ``model.safetensors`` is a file that any safetensors reader can load. If tensors are
-sharded, each process writes its shards, ``model-shard-00001.safetensors``; tensors that are not sharded are in rank
-zero's file.
+sharded, each process writes its shards to a file of its own, such as ``model-shard-00001.safetensors``; tensors that
+are not sharded are in rank zero's file. A shard that several processes hold is written by one of them.
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
     """Return the content of the files that this process writes for a state; tensors are not copied.
 
     Args:
-        name: ``"model"`` (or ``"model-1"``, ...) for a flat dict of tensors; any other name for a state that
-            `json_codec.encode` accepts.
-        state: The state to store, the same on all processes, except for their shards of tensors. Tied tensors are
-            stored once.
-        rank: The rank of this process. Rank zero writes everything that is not sharded.
-        notes: Text for the header of a model's file.
+        name: ``"model"`` (or ``"model-1"``, ...) for a flat dict of tensors; another name for a state that
+            `json_codec.encode` accepts. A name consists of letters, digits, ``_``, ``-`` and ``.``, does not begin with
+            ``-`` or ``.``, is not ``"manifest"``, and does not end like ``-shard-00001``.
+        state: The state to store. If several processes write one part, their states may differ only in their shards of
+            tensors. Tied tensors are stored once.
+        rank: The rank of this process. Rank zero writes everything that is not sharded. Default: 0.
+        notes: Text by name for the headers of safetensors files. Default: none.
 
     Returns:
         The content of each file; empty if this process has nothing to write.
 
     Raises:
-        TypeError: If the state contains something that is not data, or a model is not a flat dict of tensors.
+        TypeError: If the state contains something that cannot be stored, or a model is not a flat dict of tensors.
         ValueError: If the name of the part or of a model's tensor is not valid, or if the state contains itself, is
             nested more than 100 levels deep, or exceeds 512 MiB without its tensors.
     """
@@ -105,7 +106,7 @@ def _encode_json(name: str, document: Any) -> bytes:
 
 
 def estimate_size(content: bytes | TensorFile) -> int:
-    """Estimate the size of a file in bytes, without its header.
+    """Return the size of a file in bytes, without the header of a safetensors file.
 
     Args:
         content: The bytes of a JSON file, or the tensors and notes of a safetensors file.
@@ -146,7 +147,11 @@ def write_file(path: Path, content: bytes | TensorFile) -> filesystem.Entry:
 
 
 def serialize(content: bytes | TensorFile) -> tuple[int, Iterable[filesystem.Piece]]:
-    """Return the size of one file of a checkpoint in bytes, and its content in pieces."""
+    """Return the size of one file of a checkpoint in bytes, and its content in pieces.
+
+    Args:
+        content: The bytes of a JSON file, or the tensors and notes of a safetensors file.
+    """
     if isinstance(content, bytes):
         return len(content), [content]
     return filesystem.serialize_tensors(content.tensors, content.notes)
@@ -190,8 +195,9 @@ class Part:
         path: Path or URL of the checkpoint.
         name: The name passed to `encode_part`.
         document: The content of the part's JSON file; None for a model, which has only tensors.
-        tensors: The part's tensors by name, which are not read yet.
-        notes: The notes in the header of the part's first safetensors file.
+        tensors: The part's tensors by name, which are not read yet. In a model, tied tensors are listed under all their
+            names.
+        notes: The notes in the header of the part's first safetensors file; empty if it has none.
         owner: The object that keeps the files available while it exists, or None.
     """
 
@@ -206,7 +212,7 @@ class Part:
         """Return the state with `Stored` tensors, whose values are read on demand.
 
         Raises:
-            ValueError: If the part's content is damaged.
+            ValueError: If the part's content is damaged or was changed.
         """
         return self._decode(self.tensors)
 
@@ -214,7 +220,7 @@ class Part:
         """Return the state with its tensors in memory; tied tensors are one object again.
 
         Raises:
-            ValueError: If the part's content is damaged.
+            ValueError: If the part's content is damaged or was changed.
         """
         values = {id(stored): stored.read() for stored in self.tensors.values()}
         return self._decode({key: values[id(stored)] for key, stored in self.tensors.items()})
@@ -248,7 +254,7 @@ def open_files(
         owner: The object that keeps the folder while it exists. The part holds a reference to it. Default: none.
 
     Raises:
-        ValueError: If the checkpoint has no such part, or its content is damaged.
+        ValueError: If the checkpoint has no such part, or its files are missing or damaged.
     """
     names = list_part_files(name, files)
     flat = bool(_MODEL.fullmatch(name))
@@ -280,8 +286,8 @@ def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
         safetensors file.
 
     Raises:
-        ValueError: If the path is not a checkpoint, has no such part, or is found to be damaged. Digests are not
-            compared; run `verify` first to detect all damage.
+        ValueError: If the path is not a checkpoint that can be read, has no such part, or is found to be damaged.
+            Digests are not compared; run `verify` first to detect all damage.
     """
     part = _open_alone(Path(path), name)
     return part.unread(), part.notes

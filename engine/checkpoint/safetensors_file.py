@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, which are read on demand without keeping a file open."""
+"""Tensors in safetensors files, which are read, or mapped onto their file, on demand."""
 
 from __future__ import annotations
 
@@ -68,11 +68,12 @@ class MemoryPiece:
 
 @dataclass(frozen=True)
 class FilePiece:
-    """Tensor in a safetensors file that is opened for each read and closed afterwards.
+    """Tensor in a safetensors file that is opened for each read, and closed afterwards unless the tensor is mapped.
 
     Attributes:
         path: Path of the file.
-        mark: The file's size, modification time and inode number. Reading a file that has changed raises an error.
+        mark: The file's size in bytes, modification time in ns and inode number. Reading a file that has changed raises
+            an error.
         dtype: Dtype of the tensor.
         shape: Shape of the tensor.
         start: Offset of the tensor's first byte in the file.
@@ -87,15 +88,17 @@ class FilePiece:
     nbytes: int
 
     def get(self, exact: bool = True) -> Tensor:
-        """Return the tensor, mapped onto the file if that is equivalent to a copy.
+        """Return the tensor, mapped onto the file if that is equivalent to a copy. A mapped tensor keeps the file open.
 
         Args:
-            exact: Whether the tensor will be used in computations on the CPU. On memory that is not aligned like
-                torch's, kernels sum in another order, so the last bits would depend on the offset in the file. In that
-                case, the tensor is copied into aligned memory.
+            exact: Copy the tensor into aligned memory unless it begins at a multiple of 64 bytes in the file.
+                Computations on the CPU need this: with another alignment, kernels sum in another order, so the last
+                bits would depend on the offset in the file. If False, the tensor is copied only if its elements are not
+                aligned to their own size. Default: True.
 
         Raises:
-            ValueError: If the file is missing or has changed.
+            ValueError: If the file cannot be opened, has changed or is too short.
+            OSError: If the file cannot be mapped, for example because too many files are open.
         """
         if self.nbytes == 0:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
@@ -112,13 +115,13 @@ class FilePiece:
         return torch.frombuffer(view, dtype=torch.uint8, offset=skip).view(self.dtype).view(self.shape)
 
     def fill(self, out: Tensor) -> None:
-        """Read the tensor into ``out``, without an intermediate copy if ``out`` is in plain CPU memory.
+        """Read the tensor into ``out``, directly if ``out`` is a contiguous CPU tensor of the same dtype.
 
         Args:
             out: The tensor to copy to, on any device.
 
         Raises:
-            ValueError: If the file is missing, has changed or is too short.
+            ValueError: If the file cannot be opened, has changed or is too short.
         """
         if out.device.type != "cpu" or out.dtype != self.dtype or not out.is_contiguous():
             out.copy_(self.get(exact=False))
@@ -179,7 +182,7 @@ Weights = dict[str, Piece]
 
 
 def read_tensor(piece: Piece) -> Tensor:
-    """Return a piece's tensor as the source of a copy, mapped onto its file if it is large.
+    """Return a piece's tensor as the source of a copy. A tensor of more than 1 MiB may be mapped onto its file.
 
     Args:
         piece: The tensor in memory or in a file.
@@ -199,7 +202,8 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
         path: Path of the file.
 
     Raises:
-        ValueError: If the file is missing or damaged, or contains a dtype that torch does not support.
+        ValueError: If the file cannot be read, is damaged, has a header of more than 64 MiB, or contains a dtype that
+            is not in `filesystem.DTYPES`.
     """
     try:
         with path.open("rb") as file:
@@ -236,7 +240,8 @@ def read_whole_model(path: Path) -> Weights:
         path: Path of the file.
 
     Raises:
-        ValueError: If the file is missing or damaged, or contains only one process's shards.
+        ValueError: If `read_safetensors` rejects the file, its list of tied tensors is damaged, or it contains only one
+            process's shards.
     """
     weights, notes = read_safetensors(path)
     if OFFSETS in notes:
@@ -265,7 +270,7 @@ def add_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[st
 
 
 def read_mark(descriptor: int) -> tuple[int, ...]:
-    """Return the size, modification time and inode number of an open file, to detect a change.
+    """Return the size in bytes, modification time in ns and inode number of an open file, to detect a change.
 
     Args:
         descriptor: File descriptor of the open file.
@@ -291,9 +296,11 @@ Box = tuple[tuple[int, int], ...]  # begin and end in each dimension
 class Stored:
     """Tensor that may be stored in several files, each with a shard of it.
 
-    ``stored[...]`` reads the full tensor, ``stored[2:4, :]`` only the rows in the slice. Slices must not have a step.
+    ``stored[...]`` returns the full tensor, ``stored[2:4, :]`` only the rows in the slice. Other indices than slices
+    without a step are not supported.
 
     Attributes:
+        name: Name of the tensor, for errors.
         shape: Shape of the full tensor.
         dtype: Dtype of the tensor.
     """
@@ -350,10 +357,10 @@ class Stored:
 
         Args:
             piece: The shard, in one safetensors file.
-            offset: Its offset in the full tensor, per dimension.
+            offset: Offset of the shard in the full tensor, per dimension.
 
         Raises:
-            ValueError: If the shard lies outside the full tensor.
+            ValueError: If the shard lies outside the full tensor, or has another number of dimensions.
         """
         box = tuple((begin, begin + size) for begin, size in zip(offset, piece.shape, strict=True))
         if len(box) != len(self.shape) or not all(
@@ -400,10 +407,10 @@ def open_tensors(paths: Iterable[Path]) -> tuple[dict[str, Stored], dict[str, st
         paths: Paths of the files. Files with shards have the notes `OFFSETS` and `SHAPES`.
 
     Returns:
-        The tensors by name, and the notes of the first file.
+        The tensors by name, and the notes of the first file; two empty dicts if there are no files.
 
     Raises:
-        ValueError: If a file is damaged, or a tensor is not complete.
+        ValueError: If a file cannot be read or is damaged, or a tensor is not complete.
     """
     tensors: dict[str, Stored] = {}
     first: dict[str, str] | None = None

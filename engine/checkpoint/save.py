@@ -70,12 +70,15 @@ class Counts:
 
         Args:
             state_dict: A state returned by `state_dict`.
+
+        Raises:
+            ValueError: If the world size differs and the state cannot be split over the processes.
         """
         metric_state.load(self._objects, state_dict, self._world)
 
 
 def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[str, Any], world: World) -> None:
-    """Register objects to save in every checkpoint, by name or by order.
+    """Register objects, by name or by order, whose states checkpoints contain unless only weights are saved.
 
     Args:
         registered: The registered objects by name; it is changed in place.
@@ -114,11 +117,13 @@ def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any
         accelerator: The Accelerator whose state would be saved.
         targets: The paths of the checkpoints.
         parts: Additional states to save in the checkpoint, by part name.
-        weights_only: Whether only weights are saved.
+        weights_only: True if only weights are saved. Optimizer states are not checked then.
 
     Raises:
-        ValueError: If the name of a part is reserved, something other than a checkpoint exists at a target, or weights
-            or optimizer states are not finite.
+        ValueError: If the name of a part is reserved, or if weights or optimizer states contain values that must not be
+            saved; see `model_check.find_not_finite`. On rank zero, also if `store.check_target` refuses a target.
+        TypeError: If ``parts`` is not a dict of states by name.
+        OSError: On rank zero, if the store of a target's URL rejects a request.
     """
     for name in parts:
         if _RESERVED.fullmatch(name):
@@ -154,7 +159,7 @@ def _refuse_not_finite(accelerator: Accelerator, target: AnyPath, weights_only: 
 
 @contextmanager
 def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[None]:
-    """Delete the files that a hook has written for ``target`` if the block fails.
+    """Return a context that deletes, on rank zero, the files that hooks have written for ``target`` if the block fails.
 
     Args:
         accelerator: The Accelerator whose save hooks may have written files.
@@ -170,7 +175,7 @@ def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[No
 
 
 class Attempts:
-    """Context manager for several blocks that all run even if one fails, because other processes may wait."""
+    """Context manager for several blocks that all run even if one raises an error, because other processes may wait."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
@@ -196,7 +201,9 @@ def collect(
     weights_only: bool,
     frozen: Sequence[Mapping[str, str]] = (),
 ) -> Files:
-    """Return the files that this process adds to a checkpoint, without copying data. Call this function on all ranks.
+    """Return the content of the files that this process adds to a checkpoint. Call this function on all ranks.
+
+    Tensors of models and optimizers are not copied. Sharded weights are gathered if there are save hooks.
 
     Args:
         accelerator: The Accelerator whose state is saved.
@@ -209,6 +216,7 @@ def collect(
         ValueError: If the function is called during gradient accumulation, unless ``weights_only`` is True, or if
             `encode_part` rejects a part.
         TypeError: If a state contains something that is not data.
+        Exception: If a save hook, or ``state_dict`` of an object, raises an error.
     """
     if accelerator.inside_group and not weights_only:
         raise ValueError(
@@ -279,7 +287,7 @@ def encode_optimizers(accelerator: Accelerator) -> Files:
 
 
 def _warn_unsaved(accelerator: Accelerator, files: Files) -> None:
-    """Warn about parameters that an optimizer steps but that are not saved in any file."""
+    """Warn about parameters that an optimizer updates but that are not saved in any file."""
     models = accelerator.unwrapped_models
     optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
     unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.find_unowned_parameters(optimizer, models)}
@@ -357,8 +365,12 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
         others: Include the files that hooks wrote; see `store.commit`. Default: False.
 
     Raises:
-        ValueError: If a hook wrote a file with a reserved name, or if `store.commit` rejects the files or the target.
-        OSError: If a disk operation fails. The files of the attempt are deleted, and an earlier checkpoint remains.
+        ValueError: If a hook wrote a file with a reserved name, or if the commit rejects the files or the target; see
+            `store.commit` and `Upload.commit`.
+        TypeError: If ``info`` contains a tensor, an array or something that is not data.
+        OSError: If a disk operation or a request to the store fails. An earlier checkpoint remains, unless the store's
+            response to the commit was lost.
+        RuntimeError: If only other processes failed.
     """
     entries: dict[str, Any] = {}
     error: Exception | None = None
@@ -386,7 +398,7 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
 
 
 def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception:
-    """Return the error; for a full disk, an error that states the free and the needed bytes."""
+    """Return the error; for a full disk, an exceeded quota or a too large file, one that states the needed bytes."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     needed = f"This process needs {sum(estimate_size(content) for content in files.values()):,} bytes"
@@ -403,7 +415,7 @@ def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception
 
 
 def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attempts) -> list[dict[str, Any] | None]:
-    """Return each model's state, sharded, or whole if there are save hooks; None for a model that a hook saves."""
+    """Return each model's state, sharded, or whole if there are save hooks; None if a hook has removed the state."""
     models = accelerator.models
     if not accelerator.checkpointer.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)
@@ -479,8 +491,9 @@ def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
         info: Additional values by key, which must be data other than tensors.
 
     Raises:
-        ValueError: If ``info`` uses a name of the run's own metadata.
-        TypeError: If ``info`` contains tensors, or something that is not data.
+        ValueError: If ``info`` uses a name of the run's own metadata, contains itself, or is nested more than 100
+            levels deep.
+        TypeError: If ``info`` contains tensors, arrays, or something that is not data.
     """
     metadata = run_metadata(accelerator)
     if clashing := sorted(metadata.keys() & info.keys()):
@@ -500,7 +513,7 @@ def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
 
 
 def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the run's metadata for the manifest: world size, strategy, precision, batch sizes and model fingerprints.
+    """Return the run's metadata for the manifest, such as world size, precision, batch sizes and model fingerprints.
 
     Args:
         accelerator: The Accelerator whose run is described.

@@ -1,21 +1,21 @@
-"""Checkpoint store: writes, commits and finds checkpoint files. It does not depend on the state or on ranks.
+"""Checkpoint store: writes, commits and finds checkpoint files. This module does not depend on the state or on ranks.
 
-A checkpoint is a directory of parts (see `parts`) and a ``manifest.json``: ``model``, ``optimizer``, ``state``, and
-``rank-00000`` for each process. Tensors are stored as safetensors and everything else as JSON; nothing is pickled.
+A checkpoint is a directory of parts (see `parts`), such as ``model``, ``optimizer``, ``state``, and ``rank-00000`` for
+each process, and a ``manifest.json``. Tensors are stored as safetensors and other state as JSON; nothing is pickled.
 Every process writes its own files, the caller waits for all of them, and one process calls `commit`. The state of the
 disk at each stage of a save to ``last``:
 
 1. Parts are written to ``.last.part``, each fsynced; then the manifest, fsynced; then that directory is fsynced. A
-   failure up to this point leaves only ``.last.part``, which never counts as a checkpoint.
-2. If ``last`` exists, it is renamed to ``.last.old``. A failure here leaves two complete checkpoints under other names:
-   `find` lists the old one, and `recover` puts the new one in place, or the old one if the digests of the new one do
-   not match.
+   failure up to this point leaves at most ``.last.part``, which is not listed as a checkpoint.
+2. If ``last`` is a checkpoint, it is renamed to ``.last.old``. If the process is killed here, two complete checkpoints
+   exist under other names: `find` lists the old one, and `recover` puts the new one in place, or the old one if the
+   digests of the new one do not match.
 3. ``.last.part`` is renamed to ``last`` and the parent directory is fsynced. This is the commit.
 4. Files in ``.last.old`` that are not in its manifest move into ``last``.
 5. ``.last.old`` is deleted. A failure here leaves files that do not count as a checkpoint.
 
-The deletion of a checkpoint also starts with one rename, to ``.last.gone``. `recover` removes all these directories.
-See `atomic_swap`.
+The deletion of a checkpoint also starts with one rename, to ``.last.gone``. `recover` completes or rolls back
+interrupted saves and deletions. See `atomic_swap`.
 """
 
 import os
@@ -72,7 +72,7 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesyste
     Raises:
         TypeError: If the state contains something that is not data. In that case, nothing is written.
         ValueError: If the name is not valid or the state cannot be encoded; see `parts.encode_part`.
-        OSError: If the disk is full or not writable.
+        OSError: If a disk operation fails, for example because the disk is full.
     """
     return write_files(beside(target), encode_part(name, state))
 
@@ -84,8 +84,9 @@ def check_target(target: AnyPath) -> None:
         target: Path or URL of the checkpoint, which may not exist.
 
     Raises:
-        ValueError: If something other than a checkpoint or an empty directory exists at the path, or next to it under a
-            name that the save needs.
+        ValueError: If something other than a checkpoint or an empty directory exists at the path, or if a foreign file
+            or directory has a name next to it that the save needs, such as ``.last.part`` for ``last``.
+        OSError: If the store of a URL cannot be reached or rejects a request.
     """
     if isinstance(target, RemotePath):
         remote.check_target(target)
@@ -116,19 +117,20 @@ def commit(
         target: The path of the checkpoint. An existing directory that is neither empty nor a checkpoint is refused.
         files: The entries that `write_part` returned on all processes, merged into one dict.
         info: Metadata for the manifest: the counts ``step`` (optimizer steps, default 0), ``epoch`` (0), ``samples``
-            (samples seen over all processes, 0) and ``world_size`` (1), and any other values except tensors, such as a
-            metric.
-        others: Also include the other files that were put `beside` the target since `begin`. Default: False.
+            (samples seen over all processes, 0) and ``world_size`` (1), and other data except tensors and arrays, such
+            as a metric's value.
+        others: Also include the other files that were put `beside` the target since `begin`; otherwise, they are
+            deleted. Default: False.
 
     Returns:
         The target, as an absolute path.
 
     Raises:
         ValueError: If a listed file is missing or has the wrong size (for example, because processes write to different
-            file systems), if a count is negative, if a hook wrote a file that is not accepted, or if the target is a
-            foreign directory.
-        TypeError: If ``info`` contains a tensor or something that is not data.
-        OSError: If a disk operation fails. An earlier checkpoint at the target remains, and the parts are deleted.
+            file systems), if the manifest would be invalid (for example, because a count is negative), if a hook wrote
+            a file that is not accepted, or if `check_target` refuses the target.
+        TypeError: If ``info`` contains a tensor, an array or something that is not data.
+        OSError: If a disk operation fails. An earlier checkpoint at the target is not lost.
     """
     target, source = Path(os.path.abspath(target)), beside(target)
     atomic_swap.check_target(target)
@@ -215,7 +217,11 @@ def find_again(path: AnyPath | str) -> None:
     the newer one in place if it is intact, and the older one otherwise.
 
     Args:
-        path: The checkpoint's directory. The directory is not changed if it exists, or if it is not being replaced.
+        path: The checkpoint's directory. Nothing is changed if the directory exists, if neither it nor a directory that
+            contains it is being replaced, or if the path is a URL.
+
+    Raises:
+        OSError: If a disk operation fails.
     """
     target = absolute(path)
     if isinstance(target, RemotePath):  # in a store nothing is renamed
@@ -245,10 +251,10 @@ def remove(path: AnyPath | str) -> None:
         path: Directory or URL of the checkpoint.
 
     Raises:
-        ValueError: If the path is not a checkpoint, is a link, or contains foreign files, or if a foreign path has the
-            name that the deletion needs, such as ``.last.gone`` for ``last``. In these cases, the checkpoint is not
-            changed.
-        OSError: If a disk operation fails.
+        ValueError: If the path is not a checkpoint with a readable manifest, is a link, or contains foreign files, or
+            if a foreign path has the name that the deletion needs, such as ``.last.gone`` for ``last``. In these cases,
+            no file of the checkpoint is deleted.
+        OSError: If a disk operation or a request to the store of a URL fails.
     """
     path = absolute(path)
     if isinstance(path, RemotePath):
@@ -294,7 +300,7 @@ class DiskSave:
         """Delete the files of a save that was not committed.
 
         Args:
-            is_main: Whether this process deletes the files, that is, whether it is rank zero.
+            is_main: True on rank zero, which deletes the files.
         """
         if is_main:
             discard(self._target)
@@ -305,8 +311,15 @@ class DiskSave:
 class CheckpointStore:
     """Checkpoints in one directory, or below one URL.
 
+    For a URL, every method raises an ImportError if the package of its store is not installed, and a ValueError if
+    fsspec does not support its scheme.
+
     Args:
         directory: Path or URL whose subdirectories are the checkpoints. It need not exist yet.
+
+    Raises:
+        ValueError: If the URL is not valid or is read-only.
+        TypeError: If ``directory`` is neither a path nor a URL.
 
     Example:
         >>> import treadle
@@ -324,12 +337,20 @@ class CheckpointStore:
     def find(self) -> list[AnyPath]:
         """Return the committed checkpoints, latest last, sorted by step and then by order of commit, never by clock.
 
-        A checkpoint whose replacement was interrupted is listed under its ``.name.old`` until `recover` is called.
+        While no complete version of a checkpoint exists under its name, the version that was being replaced is listed
+        as ``.name.old``.
+
+        Raises:
+            OSError: If the directory cannot be listed, or the store of a URL cannot be reached.
         """
         return [path for _, path in self.scan()[0]]
 
     def scan(self) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
-        """Return the checkpoints of `find` with their manifests, and a message for each unreadable manifest."""
+        """Return the checkpoints of `find` with their manifests, and a message for each unreadable manifest.
+
+        Raises:
+            OSError: If the directory cannot be listed, or the store of a URL cannot be reached.
+        """
         directory = self.directory
         if isinstance(directory, RemotePath):
             checkpoints, problems = remote.find_checkpoints(directory)
@@ -343,7 +364,11 @@ class CheckpointStore:
             verify: Compare digests, not only names and sizes; a URL's files are downloaded for this. Default: True.
 
         Returns:
-            The path, or ``None`` if no checkpoint is intact, and a message for each checkpoint that was skipped.
+            The path, or ``None`` if no checkpoint is intact, and a message for each damaged checkpoint that was
+            examined.
+
+        Raises:
+            OSError: If the directory cannot be listed, or the store of a URL cannot be reached.
         """
         checkpoints, skipped = self.scan()
         for manifest, path in reversed(checkpoints):
@@ -361,13 +386,14 @@ class CheckpointStore:
         return None, skipped
 
     def probe(self, nbytes: int = 0) -> None:
-        """Check before a run that checkpoints can be saved, by creating the directory and writing a file.
+        """Check before a run that checkpoints can be saved, by creating the directory and writing a file or an object.
 
         Args:
             nbytes: The size of one checkpoint in bytes; ignored for a URL. Default: 0.
 
         Raises:
-            OSError: If the directory cannot be created or written to, or has less than ``nbytes`` free.
+            OSError: If the directory cannot be created, if the directory or URL cannot be written to, or if the
+                directory's disk has less than ``nbytes`` free.
         """
         if isinstance(self.directory, Path):
             filesystem.probe(self.directory, nbytes)
@@ -380,7 +406,10 @@ class CheckpointStore:
         Call it once at the start, in the one process that commits to this directory, before anything is saved.
 
         Returns:
-            A description of each action taken; empty if there was nothing to do.
+            Messages about versions that were completed, restored, removed or kept; empty if there was nothing to do.
+
+        Raises:
+            OSError: If a disk operation or a request to the store of a URL fails.
         """
         if isinstance(self.directory, RemotePath):
             return remote.recover(self.directory)

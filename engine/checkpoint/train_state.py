@@ -1,10 +1,10 @@
 """Keys of a saved run: the parts of a checkpoint and their content, for code that writes and reads them.
 
-A checkpoint holds these parts (see `parts` for their files):
+A checkpoint may contain these parts and those of ``save_state(parts=...)`` (see `parts` for their files):
 
 =================================  ==================================================================================
 ``model``, ``model-1``, ...        tensors of each prepared model
-``extra-model``, ...               the results of ``get_extra_state``
+``extra-model``, ...               other values in a model's state, such as results of ``get_extra_state``
 ``optimizer``, ``optimizer-1``     `OptimizerState` of each optimizer
 ``optimizer-rank-00001``, ...      the same, for the state that only this rank keeps (``DDP(zero=True)``)
 ``state``                          `TrainState`: the state that all ranks share
@@ -14,8 +14,8 @@ A checkpoint holds these parts (see `parts` for their files):
 ``added``                          additions of ``on_save_checkpoint`` hooks, in a checkpoint of weights only
 =================================  ==================================================================================
 
-Code that writes these dicts calls the class, so a type checker finds a missing or unknown key. Code that reads them
-calls `check_form`, which detects an intact file with other content.
+Code that writes these dicts uses the classes as types, so a type checker finds a missing or unknown key. Code that
+reads them calls `check_form`, which detects an intact file with other content.
 """
 
 # No postponed annotations here, because evaluating them would run text while a checkpoint is read.
@@ -65,6 +65,7 @@ def optimizer_part(number: int, rank: int = 0) -> str:
     Args:
         number: The index of the prepared optimizer, from 0.
         rank: The rank whose state the part contains, if each rank saves the state of different parameters; otherwise 0.
+            Default: 0.
     """
     name = "optimizer" if number == 0 else f"optimizer-{number}"
     return f"{name}-rank-{rank:05d}" if rank else name
@@ -120,7 +121,7 @@ class RandomState(TypedDict):
 
 
 class RankState(TypedDict):
-    """The part of one rank: its RNG state, and its buffers if these differ by rank."""
+    """The part of one rank: its RNG state, and its buffers unless the rank resumes with those of rank zero."""
 
     random: RandomState
     buffers: list[dict[str, Tensor]]
@@ -145,7 +146,7 @@ Form = TypeVar("Form", TrainState, RankState, OptimizerState, CallbackStates)
 
 
 def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
-    """Check that ``value`` is a dict with a form's keys and types, and return it.
+    """Check that ``value`` is a dict with a form's required keys and their types, and return it.
 
     The check is needed because a file that matches its digest may still have other content.
 
@@ -156,7 +157,8 @@ def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
         part: The name of the part, for the error.
 
     Raises:
-        ValueError: If keys are missing or have the wrong type. The error lists them.
+        ValueError: If ``value`` is not a dict, or required keys are missing or have values of a wrong type. The error
+            lists these keys.
     """
     kinds = _collect_required_kinds(form)
     wrong = [
@@ -215,7 +217,7 @@ def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
         opened: The checkpoint to read from.
 
     Raises:
-        ValueError: If the part is damaged.
+        ValueError: If the states do not have the expected form, or the part is damaged.
     """
     saved = open_registered(opened).get("callbacks", {})
     if isinstance(saved, dict):  # a script without a Trainer may register another object under this name

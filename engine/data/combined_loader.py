@@ -20,20 +20,23 @@ _ENDED = object()
 
 
 class CombinedLoader:
-    """Combination of several loaders; each batch has the structure of ``iterables``, with one batch per loader.
+    """Combination of several loaders, whose batches are yielded together or one loader after the other.
+
+    Except in mode ``"sequential"``, each batch has the structure of ``iterables``, with one batch per loader.
 
     Pass it to ``fit`` or to `Accelerator.prepare`. In ``fit``, a plain dict, list or tuple of training loaders is
     combined in mode ``"max_size_cycle"``. Direct iteration yields ``(batch, batch_idx, dataloader_idx)``.
 
     A micro-batch is weighted by the total number of samples that all loaders contribute to it. If the loss is the mean
     over these samples, the gradient is therefore exact, even with several processes or in a short last group of
-    micro-batches.
+    micro-batches. A batch of unknown size, such as one from a generator, counts as one sample.
 
     Args:
-        iterables: Loaders, or other iterables of batches, in dicts, lists and tuples that may be nested.
+        iterables: Loaders, or other iterables of batches, in dicts, lists and tuples that may be nested. A nested list
+            or tuple that contains no ``DataLoader`` is itself an iterable of batches.
         mode: ``"min_size"`` ends with the shortest loader. ``"max_size_cycle"`` ends with the longest and restarts the
             others. ``"max_size"`` ends with the longest and yields None for loaders that have ended. ``"sequential"``
-            reads one loader after the other, and each batch comes from one loader.
+            reads one loader after the other, and each batch comes from one loader. Default: ``"min_size"``.
 
     Raises:
         ValueError: If ``mode`` is unknown, or if ``iterables`` is empty.
@@ -67,7 +70,11 @@ class CombinedLoader:
 
     @property
     def flattened(self) -> list[Any]:
-        """Flat list of the iterables, in order. It may be set to another list of the same length."""
+        """Flat list of the iterables, in order. It may be set to another list of the same length.
+
+        Raises:
+            ValueError: If it is set to a list of another length.
+        """
         return self._flattened
 
     @flattened.setter
@@ -82,7 +89,13 @@ class CombinedLoader:
 
     @property
     def limits(self) -> list[int | float] | None:
-        """Maximum number of batches per pass, by iterable; None for no limits. A single number may be set for all."""
+        """Maximum number of batches per pass, by iterable; None for no limits. A single number may be set for all.
+
+        An infinite number means no limit for that iterable.
+
+        Raises:
+            ValueError: If it is set to a list whose length is not the number of iterables.
+        """
         return self._limits
 
     @limits.setter
@@ -152,7 +165,7 @@ class CombinedLoader:
         return count
 
     def reset(self) -> None:
-        """Discard the iteration in progress, and end persistent workers."""
+        """Discard the iteration in progress, and end the persistent workers of each ``DataLoader``."""
         self._running = None
         for loader in self._flattened:
             if isinstance(loader, DataLoader):
@@ -160,9 +173,10 @@ class CombinedLoader:
 
 
 def is_collection(value: Any) -> bool:
-    """Return whether a value is a collection of loaders: a dict, or a list or tuple that contains a loader.
+    """Return whether a value is a collection of loaders: a mapping, or a list or tuple that contains a loader.
 
-    A list of batches is a loader itself.
+    Only a ``DataLoader`` or a prepared loader counts, also inside a nested collection. Any other list or tuple is
+    itself a loader, whose items are batches.
 
     Args:
         value: Any value.

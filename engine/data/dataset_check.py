@@ -1,7 +1,6 @@
-"""Check that the ranks' datasets hold the same samples, without reading samples that are not in memory.
+"""Check that the ranks' datasets hold the same samples, without calling their ``__getitem__``.
 
-The dataset's ``__getitem__`` is never called for this check, because a dataset that opens a file in this process would
-pass the open file on to its workers.
+A dataset whose ``__getitem__`` opens a file in this process would pass the open file on to its workers.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _PLAIN = (bool, int, float, str, bytes, os.PathLike, np.generic)
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return a digest of a dataset's class and length, and of excerpts of the per-sample data that it holds in memory.
+    """Return a digest of a dataset's class and length, and of excerpts of the per-sample data that it holds.
 
     Args:
         dataset: The dataset of this rank; datasets nested in it are included.
@@ -41,6 +40,8 @@ def fingerprint(dataset: Any) -> str:
 
 def share_data(dataset: Any, world: World) -> bool:
     """Return whether all ranks hold the same dataset, which is then sharded. Call it on all ranks.
+
+    Only excerpts and hashes of the data are compared, so a small difference or overlap may go unnoticed.
 
     Args:
         dataset: The dataset of this rank.

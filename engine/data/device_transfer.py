@@ -15,10 +15,11 @@ from ...strategies import Precision
 
 
 def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
-    """Return ``batch`` with every tensor on ``device``.
+    """Return ``batch`` with its tensors on ``device``.
 
-    Collections, dataclasses and any object with a ``.to(device)`` method are moved. The values can be read as soon as
-    this function returns, even after a copy to the host.
+    Tensors and other objects with a ``.to(device)`` method are moved, also within mappings, sequences and dataclasses.
+    All other objects, such as sets, are left unchanged. The values can be read as soon as this function returns, even
+    after a copy to the host.
 
     Args:
         batch: A tensor or a nested structure (dict, list, tuple) of tensors.
@@ -27,6 +28,7 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
     Raises:
         TypeError: If the ``.to`` method of an object in the batch raises a ``TypeError``, for example because it does
             not accept a device, or because the device does not support the dtype.
+        ValueError: If the batch contains a frozen dataclass without a ``.to`` method.
     """
     # A non-blocking copy to the host returns before its values are there, and one to MPS may read a host tensor that
     # was freed in the meantime (https://github.com/pytorch/pytorch/issues/83015).
@@ -56,9 +58,9 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
 class _HostCopier:
     """Asynchronous copier of a batch's tensors from the host to a GPU.
 
-    Host memory is pinned, so that the copy is asynchronous. A large tensor is copied on a separate stream, while the
-    device still computes the previous step. The host waits when it is more than two such batches ahead of the device,
-    because each of them takes device memory.
+    Host memory is pinned if possible, so that the copy is asynchronous. A large tensor is copied on a separate stream,
+    while the device still computes the previous step. The host waits when it is more than two such batches ahead of the
+    device, because each of them takes device memory.
 
     Batches are not read ahead of their step, because datasets draw random numbers while they are read, and a checkpoint
     stores the resulting state.

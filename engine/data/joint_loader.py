@@ -40,7 +40,9 @@ class JointBatches:
         self.micros: deque[tuple[Micro, Draw | None, None]] = deque()
 
     def length(self, limit: int | None) -> int | None:
-        """Return the number of batches in an epoch, at most ``limit``; None if unknown.
+        """Return the number of batches in an epoch, at most ``limit``; None if it is unknown and there is no limit.
+
+        In mode ``"min_size"``, the result is a maximum if the length of a loader is unknown.
 
         Args:
             limit: Maximum number of batches; None for no limit.
@@ -114,7 +116,7 @@ class JointLoader(Loader):
         loaders: The prepared loaders.
 
     Raises:
-        TypeError: If the `CombinedLoader` contains a prepared loader.
+        TypeError: If the `CombinedLoader` contains a prepared loader, or an object that is not iterable.
         ValueError: If two loaders share a generator and one of them draws from it during the epoch, or if `Loader` does
             not accept one of the loaders.
 

@@ -38,9 +38,9 @@ _NO_MORE = object()
 class Loader:
     """Loader that `Accelerator.prepare` returns, which yields this process's share of the data and can be resumed.
 
-    The user's loader is never changed or rebuilt. A ``DataLoader`` is iterated through a shallow copy (same class, same
-    settings). For a dataset that can be indexed, the copy has Treadle's batch sampler, which replays the user's sampler
-    and keeps this process's share.
+    The user's loader is not rebuilt. A ``DataLoader`` is iterated through a shallow copy of the same class. For a
+    dataset that can be indexed, Treadle's sampler takes the place of the user's sampler in the copy. Treadle's sampler
+    replays the user's sampler and keeps this process's share.
 
     Args:
         source: A ``DataLoader`` (any subclass), or any iterable of batches.
@@ -48,15 +48,20 @@ class Loader:
         cursor: Position of the loop, updated with each micro-batch that is yielded.
         stream: The random stream that samplers without their own generator draw from.
         accumulate: Function that returns the number of micro-batches per optimizer step.
-        shard: If False, each process yields all batches of its own loader.
-        evaluation: If True, each batch is a separate group, and the last samples are distributed so that every process
-            takes part in every batch.
-        move: Function applied to each batch, such as the transfer to the device; None to yield batches unchanged.
-        split: If True, ``batch_size`` is the global batch size.
-        on_begin: Function that is called before the first batch of each epoch.
+        shard: If False, each process yields all batches of its own loader. Default: True.
+        evaluation: If True, each batch is a separate group. If the last global batch of an indexed dataset has fewer
+            samples than there are processes, it is merged with the batch before it, if possible. Default: False.
+        move: Function applied to each batch, such as the transfer to the device. Default: None, to yield batches
+            unchanged.
+        split: If True, ``batch_size`` is the global batch size. Default: False.
+        on_begin: Function that is called at the beginning of each iteration. Default: no function.
 
     Attributes:
+        source: The user's loader.
         epoch: Number of completed epochs, which a checkpoint restores and `set_epoch` changes.
+        samples: Number of samples yielded in this epoch, over all processes; a batch of unknown size counts as 1.
+        batches: Number of batches yielded in this epoch by this process.
+        limit: Maximum number of batches per epoch; None for no limit.
 
     Raises:
         TypeError: If the source is not iterable.
@@ -254,10 +259,7 @@ class Loader:
                 return
 
     def _begin(self) -> Iterator[Any]:
-        """Start the epoch's iterator; its order is drawn with the first batch.
-
-        The metadata of each batch is appended to ``self._plan.micros``.
-        """
+        """Start the epoch's iterator, which appends the metadata of each batch to ``self._plan.micros``."""
         plan = self._plan
         self._leave_epoch()
         self._resuming = self._finished = False
@@ -305,7 +307,8 @@ class Loader:
             to iterate; else True.
 
         Raises:
-            ValueError: If a stream is already past this batch.
+            ValueError: If the loader is already past this batch and cannot be rewound, because its data cannot be
+                indexed or it combines several loaders.
         """
         if self._finished and self.length is not None and batch >= self.length:
             self._finished = False
@@ -359,10 +362,14 @@ class Loader:
             self._named = False
 
     def keep_order(self) -> bool:
-        """Use the same order in every epoch: that of the dataset, or the first one that a user-defined sampler draws.
+        """Use the same order in every epoch.
+
+        For a ``RandomSampler``, this is the order of the dataset, and for a ``SubsetRandomSampler``, that of its
+        indices. For any other sampler and for a stream, it is the order that is drawn first.
 
         Returns:
-            True if the loader would otherwise have shuffled. Always False for a stream.
+            True if the loader would otherwise have shuffled; for a custom sampler, this is an assumption. Always False
+            for a stream.
         """
         self._repeats = True
         return self._plan.unshuffle()
@@ -405,12 +412,17 @@ class Loader:
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples in the dataset."""
+        """Number of samples in the dataset.
+
+        Raises:
+            AttributeError: If the user's loader has no dataset.
+            TypeError: If the dataset has no length.
+        """
         return len(self.source.dataset)  # type: ignore[attr-defined]
 
     @property
     def end_of_dataloader(self) -> bool:
-        """True if the last batch that was yielded is the last one of the epoch; False if `length` is None."""
+        """True from the last batch of the epoch until the epoch ends; always False if `length` is None."""
         return bool(self.batches) and self.length is not None and self.batches >= self.length
 
     @property
@@ -465,17 +477,19 @@ class Loader:
     def agree(self, world: World) -> None:
         """Determine whether all ranks share the same data in the same order, or whether each rank reads its own data.
 
+        The first batches of a stream are compared only when they are read.
+
         Args:
             world: The ranks that iterate the loader.
 
         Raises:
-            ValueError: On every rank, if neither is the case.
+            ValueError: On every rank, if neither is the case, or if the lengths show that only some ranks have no data.
         """
         if world.size > 1:
             self._plan.agree(world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the number of samples yielded in it (over all processes), and the RNG state of its order.
+        """Return the state of the loader: the epoch, the position in it, and the states that determine its order.
 
         Raises:
             ValueError: If it is called inside a group of micro-batches, whose gradients are not saved.
@@ -569,7 +583,13 @@ class Loader:
             )
 
     def reading_state(self) -> dict[str, Any]:
-        """Return this rank's state: its dataset's generators and, if each rank reads its own data, its position."""
+        """Return this rank's state: its dataset's generators and, if each rank reads its own data, its position.
+
+        The generators are included only for a dataset that can be indexed and that is read without workers.
+
+        Raises:
+            ValueError: If each rank reads its own data, and the method is called inside a group of micro-batches.
+        """
         planner = self._plan.planner
         rank_state = None if planner.shares is None else self.state_dict()
         return {"generators": read_states(self._reads), "own": rank_state, "ranks": planner.world_size}
@@ -581,7 +601,10 @@ class Loader:
         the saved ones, they keep their states, and a training loader warns.
 
         Args:
-            state: A state returned by `reading_state`.
+            state: A state returned by `reading_state`. Older checkpoints contain a list of the generators' states.
+
+        Raises:
+            ValueError: If the position does not fit this loader; see `load_state_dict`.
         """
         if isinstance(state, list):  # from a checkpoint of a version without data per rank
             state = {"generators": state, "own": None}
@@ -602,7 +625,10 @@ def batch_indices(loader: Loader, number: int | None = None) -> list[Any] | None
 
     Returns:
         The indices that the sampler yielded. Empty if the batch only keeps the ranks in step and has weight zero. None
-        for a stream, which has no indices, or if no batch of the current epoch has been yielded.
+        for a stream or a `CombinedLoader`, or if no batch of the current epoch has been yielded.
+
+    Raises:
+        IndexError: If the group has no batch with this index.
     """
     micro, indices = loader._micro, loader._indices
     if micro is None or indices is None:

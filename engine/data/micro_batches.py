@@ -19,8 +19,8 @@ class Cursor:
         waited: Seconds that this process has waited for batches.
         read: Number of batches that this process has read.
         number: The value of ``read`` at the current batch, which distinguishes it from others with the same metadata.
-        around: Function that returns the context in which a batch is processed; its argument states whether the batch
-            is a short last one. None if no context is needed.
+        around: Function that returns the context in which a batch is processed. Its argument is True for a batch with
+            fewer samples than a full one, unless it is the first batch of the epoch. None if no context is needed.
         outlook: This rank's votes on an upcoming group, which are reduced along with the gradients of the current
             group; None if the rank does not vote.
     """
@@ -43,8 +43,8 @@ class Micro:
     """Metadata of one micro-batch.
 
     Attributes:
-        samples: Number of samples of the micro-batch that belong to this process; 0 for a stand-in that only keeps the
-            processes in step.
+        samples: Number of samples of the micro-batch that belong to this process; 1 if the batch size is unknown, and 0
+            for a stand-in that only keeps the processes in step.
         scale: Factor by which the mean loss of the micro-batch is multiplied, so that the gradient of the step is the
             mean over all samples of the group.
         last: Whether the micro-batch is the last of its group. If so, its backward pass reduces gradients, and the
@@ -108,9 +108,13 @@ class GroupPlanner:
         rank: The rank of this process.
         size: The world size.
         accumulate: Function that returns the number of micro-batches per group; called for each group.
-        presharded: If True, each rank reads its own data, and batches are not sharded.
+        presharded: If True, each rank reads its own data, and batches are not sharded. Default: False.
 
     Attributes:
+        world_rank: The rank of this process.
+        world_size: The world size.
+        rank: The index of this process's share of each batch; 0 if each rank reads its own data.
+        size: The number of shares into which each batch is divided; 1 if each rank reads its own data.
         shares: Sample counts over all ranks, if several ranks each read their own data; else None.
     """
 

@@ -17,7 +17,8 @@ class Share:
     """Length of one rank's data.
 
     Attributes:
-        samples: Number of samples in an epoch; None if the size of each batch does not follow from this number.
+        samples: Number of samples in an epoch; None if unknown, or if the size of each batch does not follow from this
+            number.
         batch_size: Number of samples in a full batch of this rank; 1 if unknown.
         batches: Number of batches in an epoch; None if unknown.
         may_read_ahead: Whether batches may be read before the loop requests them, so that the ranks can vote on the end
@@ -34,7 +35,7 @@ class RankShares:
     """Calculator of each micro-batch's number of samples over all ranks, if every rank reads its own data.
 
     All ranks stay in step until the last one has read its data. A rank without a batch takes part with weight zero, so
-    no rank waits for another that has ended, and no sample is dropped.
+    no rank waits for another that has ended, and each rank can read all of its data.
 
     If the sizes of each rank's batches follow from the length of its data, the lengths are exchanged once. If a stream
     may be read ahead, the ranks vote on an upcoming group along with the gradients; see `Outlook`. In all other cases,
@@ -68,7 +69,7 @@ class RankShares:
             source: The class name of the user's sampler, dataset or iterable, for errors.
 
         Raises:
-            ValueError: On every rank, if some ranks have no data and others do.
+            ValueError: On every rank, if the lengths show that some ranks have no data and others do.
         """
         shares = world.gather_objects(share)
         self._world = world

@@ -116,7 +116,7 @@ class Draws:
             self.load_private(world.broadcast(self.private_states()))
 
     def sampler_states(self) -> list[Any]:
-        """Return the states of the samplers that have a ``state_dict``."""
+        """Return the states of the samplers that `get_stateful` accepts."""
         return [copy.deepcopy(sampler.state_dict()) for sampler in self.stateful]
 
     def load_samplers(self, state: dict[str, Any]) -> None:
@@ -273,7 +273,7 @@ def collect_generators(owners: Iterable[Any]) -> list[Any]:
     """Return the generators among the attributes of ``owners``, each once.
 
     Args:
-        owners: The objects whose attributes are searched, including the items of lists and dicts of generators.
+        owners: The objects whose attributes are searched, including the items of lists, tuples and dicts of generators.
     """
     generators: dict[int, Any] = {}
     for owner in owners:
@@ -295,7 +295,7 @@ def _find_nested(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) 
 
 
 def _iter_attributes(owner: Any) -> Iterable[tuple[str, Any]]:
-    """Yield the name and value of each attribute; lists and dicts of generators, samplers or datasets item by item."""
+    """Yield the name and value of each attribute; collections of generators, samplers or datasets item by item."""
     for name, value in sorted(getattr(owner, "__dict__", {}).items()):
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
         if isinstance(next(iter(items), None), (*_KINDS, Sampler, Dataset)):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Random sampler whose order depends only on a seed and the epoch number, as in Accelerate.
+    """Random sampler that draws its order from a seed and the epoch number, as in Accelerate.
 
     Args:
         sampler: The user's sampler; its dataset, ``replacement`` and ``num_samples`` are used, its generator is not.

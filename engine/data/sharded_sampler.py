@@ -38,7 +38,8 @@ class GroupIndices(NamedTuple):
 
     Attributes:
         global_batches: For each micro-batch, the indices of all processes, and the sizes of the ranks' batches. The
-            sizes are None if the indices are divided evenly among the ranks.
+            sizes are None if the indices are divided evenly among the ranks. If each rank reads its own data, only this
+            rank is included.
         slices: This process's share of each global batch.
     """
 
@@ -57,15 +58,16 @@ class GroupIndices(NamedTuple):
 class ShardedBatches:
     """Batch sampler that replays the user's own sampler and keeps this process's share of each global batch.
 
-    A global batch is the next ``batch_size * size`` indices of the user's sampler, or the next ``size`` batches of a
-    custom batch sampler. A short last global batch is sharded as well, without padding or repeated samples.
+    A global batch consists of ``batch_size`` indices of the user's sampler per process, or of one batch of a custom
+    batch sampler per process. A short last global batch is sharded as well, unless ``drop_last`` is set. A process
+    whose share is empty yields one sample with weight zero.
 
     Args:
-        loader: The user's loader; only its samplers are used.
+        loader: The user's loader, whose samplers are replayed.
         planner: Planner of the accumulation groups, which computes the weights of their batches.
         stream: The random stream that samplers without their own generator draw from.
         merge_tail: For evaluation: if the last global batch has fewer samples than there are processes, add its samples
-            to the batch before it, so that every process takes part in every batch.
+            to the batch before it, if any, so that every process takes part in every batch.
         positions: Yield ``(epoch seed, position, index)`` triples instead of indices, so that workers can seed each
             sample.
 
@@ -120,7 +122,8 @@ class ShardedBatches:
         """Interpret ``batch_size`` as the size of the global batch, and divide it by the number of processes.
 
         Raises:
-            ValueError: If it is not divisible by the number of processes, or if the loader has no ``batch_size``.
+            ValueError: If it is not divisible by the number of processes, or if the loader has a custom batch sampler
+                or ``batch_size=None``.
         """
         size = self.planner.size
         if not self.plain or self.batch_size % size:
@@ -135,7 +138,7 @@ class ShardedBatches:
 
     @property
     def draws_later(self) -> bool:
-        """True if the order is drawn during the epoch rather than entirely at its beginning."""
+        """True if the sampler may draw the order during the epoch rather than entirely at its beginning."""
         return not self.draws_at_once
 
     def unshuffle(self) -> bool:
@@ -199,7 +202,7 @@ class ShardedBatches:
             world: The ranks that iterate the loader.
 
         Raises:
-            ValueError: On every rank, if neither is the case.
+            ValueError: On every rank, if neither is the case, or if the lengths show that only some ranks have no data.
         """
         if self.planner.shares is None and not share_data(self.dataset, world):
             self.planner.disable_sharding()
@@ -211,10 +214,10 @@ class ShardedBatches:
             self.planner.shares.agree(self.share(), world, type(self.dataset).__name__)
 
     def _has_common_order(self, world: World) -> bool:
-        """Return whether the user's sampler yields the same indices on all ranks.
+        """Return whether the user's sampler yields the same first indices on all ranks.
 
         Raises:
-            ValueError: On every rank, if the samplers of only some ranks yield the same indices.
+            ValueError: On every rank, if the samplers of only some ranks yield the same first indices.
         """
         if type(self.sampler).__module__ == Sampler.__module__:  # torch's own samplers do not depend on the rank
             return True
@@ -289,7 +292,8 @@ class ShardedBatches:
     def batches_of(self, items: int) -> int:
         """Return the number of this process's batches that correspond to ``items`` items of the user's sampler.
 
-        The result plus the number of remaining batches is the number of batches in an epoch.
+        If the sampler has a length and all ranks share its indices, the result plus the number of remaining batches is
+        the number of batches in an epoch.
 
         Args:
             items: The number of items from the start of the epoch.

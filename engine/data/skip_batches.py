@@ -16,13 +16,14 @@ from .loader import Loader
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return an iterable over the current epoch of ``dataloader`` without its first ``num_batches`` batches.
 
-    The remaining batches are the same as in an uninterrupted epoch. For the following epochs, iterate ``dataloader``
-    itself. A prepared loader that `Accelerator.load_state` has restored is already at the saved position, and does not
-    skip the batches a second time.
+    The remaining batches consist of the same samples as in an uninterrupted epoch. For a ``DataLoader`` that is not
+    prepared, this holds only if its order is drawn from the same RNG state. For the following epochs, iterate
+    ``dataloader`` itself. A prepared loader that `Accelerator.load_state` has restored is already at the saved
+    position, and does not skip the batches a second time.
 
     Args:
         dataloader: A prepared loader, a ``DataLoader``, or any other iterable of batches.
-        num_batches: Number of batches that each process has already trained on.
+        num_batches: Number of batches that each process has already trained on. Default: 0.
 
     Raises:
         ValueError: If ``num_batches`` is not an integer of at least 0.

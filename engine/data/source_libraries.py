@@ -44,10 +44,10 @@ def explain_split(dataset: Any, ranks: int) -> str:
 
 
 def explain_state_gap(dataset: Any) -> str:
-    """Return the reason why a stream's state does not contain its exact position; "" if it does.
+    """Return the reason why a stream's state does not contain its exact position; "" if no reason is known.
 
-    The documentation of Hugging Face's ``IterableDataset.state_dict`` describes both cases: a shuffle buffer, and a
-    batched map of tables.
+    There are two such cases, a shuffle buffer and a batched map of tables. The documentation of Hugging Face's
+    ``IterableDataset.state_dict`` describes them.
 
     Args:
         dataset: The user's stream, of any library.

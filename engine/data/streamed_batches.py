@@ -108,8 +108,8 @@ class StreamedBatches:
     A stream that is already split by rank, by its own code or by a library, is read unchanged: each rank trains on the
     batches of its own stream. A stream that is the same on all ranks is distributed: every rank reads all of it. In
     each round of batches, one for each rank, batch r belongs to rank r. To determine which case applies, the first
-    batches are compared across ranks, unless the stream's library reports a split over all ranks. For a list of
-    batches, the length and the last batch are compared too.
+    batches are compared across ranks, unless sharding is disabled or the stream's library reports a split over all
+    ranks. For a list or tuple of batches, the length and the last batch are compared too.
 
     A rank without a batch in a round takes part with weight zero.
 
@@ -137,7 +137,7 @@ class StreamedBatches:
         sizes: The numbers of samples in the batches that the source has created but not yet yielded.
         compare: The ranks whose first batches have not been compared yet; None if no comparison is pending.
         first_digest: Digest of the current epoch's first batch, to check that a resume reads the same batches; "" if
-            the epoch is not read again.
+            this is not checked.
     """
 
     def __init__(
@@ -203,7 +203,9 @@ class StreamedBatches:
     left_out: ClassVar[Counter[str]] = Counter()
 
     def length(self, limit: int | None) -> int | None:
-        """Return the number of batches that this process yields in a whole epoch, at most ``limit``; None if unknown.
+        """Return the number of batches that this process yields in a whole epoch, at most ``limit``.
+
+        Without a limit, the result is None if the number is unknown.
 
         Args:
             limit: Maximum number of batches; None for no limit.
@@ -225,6 +227,9 @@ class StreamedBatches:
 
         Args:
             world: The ranks that iterate the loader.
+
+        Raises:
+            ValueError: On every rank, if the streams differ and their lengths show that only some ranks have no data.
         """
         if self.planner.shares is not None:
             self.planner.shares.agree(self.share(), world, self._name)
@@ -244,6 +249,9 @@ class StreamedBatches:
 
         Args:
             world: The ranks that iterate the loader.
+
+        Raises:
+            ValueError: On every rank, if the lengths of the streams show that only some ranks have no data.
         """
         self.compare = None
         self.planner.disable_sharding()
@@ -265,7 +273,8 @@ class StreamedBatches:
     def batches_of(self, items: int) -> int:
         """Return the number of this process's batches that correspond to ``items`` items.
 
-        The result plus the number of remaining batches is the number of batches in an epoch.
+        If the stream has a length and all ranks share it, the result plus the number of remaining batches is the number
+        of batches in an epoch.
 
         Args:
             items: The number of items from the start of the epoch.
@@ -277,7 +286,7 @@ class StreamedBatches:
 
     @property
     def draws_later(self) -> bool:
-        """True if the order is drawn during the epoch; see `ShardedBatches.draws_later`."""
+        """True if the source may draw during the epoch in this process; see `ShardedBatches.draws_later`."""
         return self.lent
 
     def unshuffle(self) -> bool:
@@ -490,7 +499,8 @@ class StreamedBatches:
         """Compare the ranks' first batches to determine whether all ranks read the same stream.
 
         Raises:
-            ValueError: On every rank, if some ranks read the same stream and others read a different one.
+            ValueError: On every rank, if some ranks read the same stream and others read a different one, or if the
+                lengths of different streams show that only some ranks have no data.
         """
         self.compare = None
         self._pushed.extend(self._read(source, 1))

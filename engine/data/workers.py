@@ -39,7 +39,7 @@ class _StandIn:
 
 
 class SeededStream(_StandIn, IterableDataset[Any]):
-    """Stream whose persistent workers draw, in each epoch, the random numbers that newly started workers would draw.
+    """Stream whose persistent workers draw the same random numbers in an epoch as the new workers of a resumed run.
 
     Without this class, the workers' draws would depend on all previous epochs, which a resumed run does not repeat. The
     first epoch is the same as in a plain loop: torch seeds the workers with a number that the loader draws.
@@ -58,7 +58,9 @@ class SeededStream(_StandIn, IterableDataset[Any]):
 
 
 def seed_epoch(stream: SeededStream, seed: int) -> None:
-    """Set the workers' seed for the next epoch. As a method, it would hide a dataset attribute of the same name.
+    """Set the workers' seed for the next epoch.
+
+    This is a function, because a method would hide an attribute of the dataset with the same name.
 
     Args:
         stream: The stream whose workers are seeded.
@@ -70,10 +72,11 @@ def seed_epoch(stream: SeededStream, seed: int) -> None:
 class SeededSamples(_StandIn):
     """Dataset that seeds the generators of Python, NumPy and torch before each sample is read in a worker.
 
-    The seed depends on the epoch and on the sample's position in it. A resumed run, or a run with a different number of
-    workers or processes, therefore draws the same augmentations. A sample that occurs twice in an epoch gets two
-    different augmentations. A dataset with ``__getitems__`` is seeded once per batch, from the position of the first
-    sample.
+    The seed depends on the state of the run's random stream when the epoch's order is drawn, on the epoch and on the
+    sample's position in it. A resumed run, or a run with a different number of workers or processes, therefore draws
+    the same augmentations. A sample that occurs twice in an epoch gets two different augmentations. A dataset with
+    ``__getitems__`` is seeded once per batch, from the position of the first sample, so its augmentations depend on how
+    the samples are divided into batches.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -114,7 +117,7 @@ def iterate_in_process(loader: DataLoader[Any]) -> Iterator[Any]:
     In `benchmarks/overhead.py`, this reduces the time of a step from 1.08 to 1.03 times that of the raw loop.
 
     Args:
-        loader: The loader, with ``num_workers=0``.
+        loader: The loader, whose dataset can be indexed, with ``num_workers=0`` and ``pin_memory=False``.
     """
     # The seed for workers that do not exist: torch draws it in any case, so it is drawn here too; otherwise the order
     # would differ.

@@ -26,33 +26,34 @@ _NO_CONTEXT = nullcontext()
 class Accumulation:
     """Accumulator of the gradients of the micro-batches that form one optimizer step.
 
-    Several methods implement the method of `Accelerator` with the same name, which documents them in full.
+    Several methods implement the method of `Accelerator` with the same name.
 
     Args:
         plugin: Settings of gradient accumulation.
         world: All processes.
         strategy: The strategy, which lays out the model over the processes.
-        scaler: Gradient scaler for float16; None for any other precision.
+        scaler: Gradient scaler for mixed float16 precision; None if the loss is not scaled.
         cursor: The position of the loop, with the current micro-batch.
         models: The prepared models; a list that the Accelerator appends to.
         optimizers: The prepared optimizers; a list that the Accelerator appends to.
 
     Attributes:
         sync_gradients: Whether the current micro-batch is the last of its group, after which the optimizer steps.
-        optimizer_step_was_skipped: Whether the last call of an optimizer's ``step`` skipped the step because of a
-            non-finite gradient.
+        optimizer_step_was_skipped: Whether the last call of an optimizer's ``step`` at the end of a group skipped the
+            step because a loss or gradient was not finite. A step that only the device skips does not count.
         groups_end_with_loader: Whether the end of a loader ends a group.
-        position: Number of micro-batches in the current group, if the group was not formed by a prepared loader; else
-            0. With ``sync_with_dataloader=False``, prepared loaders form no groups.
+        position: Number of micro-batches in the current, unfinished group. Groups that a prepared loader forms are not
+            counted. With ``sync_with_dataloader=False``, prepared loaders form no groups.
         agreement: Votes of all processes in each step, such as stop requests and whether losses are finite.
-        always_agree: Whether the processes exchange votes in every step; see `agree_on_steps`.
+        always_agree: Whether `backward` and `agree` exchange votes in every step, also without a ``weight``; see
+            `agree_on_steps`.
         watches_gradients: Whether `agree` checks that the gradients are finite.
         guard: Function that is called with the optimizer before each step and returns whether the step may be taken.
             None if there is no check.
-        unfinished: Whether gradients have not been divided yet by the total ``weight`` passed to `backward`.
-        unreduced: Optimizers whose gradients have not been reduced over the processes yet.
-        agreed_taint: NaN if the loss of any process was not finite when gradients were last reduced; see
-            `Agreement.taint`.
+        unfinished: Whether the gradients are weighted sums that have not been divided by the total weight yet.
+        unreduced: In manual optimization, the optimizers whose gradients have not been reduced over the processes yet.
+        agreed_taint: Sum of `Agreement.taint` over the processes, from the last call of `reduce_gradients`: NaN if a
+            loss or checked gradient of any process was not finite, else 0. None if nothing was exchanged.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Accumulation:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Gradient scaler for float16; None for any other precision."""
+        """Gradient scaler for mixed float16 precision; None if the loss is not scaled."""
         return self._scaler
 
     @scaler.setter
@@ -116,12 +117,12 @@ class Accumulation:
         self._micro_batches = value
 
     def loader_group_size(self) -> int:
-        """Return the number of micro-batches that a prepared loader puts into one group."""
+        """Return the number of micro-batches that a prepared loader puts into one full group."""
         return self._micro_batches if self.groups_end_with_loader else 1
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps taken, including those before a resume."""
+        """Number of optimizer steps taken, including those before a resume; with several optimizers, the maximum."""
         return self._steps_before + max((optimizer.steps_taken for optimizer in self.optimizers), default=0)
 
     @steps.setter
@@ -130,7 +131,7 @@ class Accumulation:
         self._steps_before = value - self.steps
 
     def steps_of(self, optimizer: PreparedOptimizer) -> int:
-        """Return the number of steps that one optimizer has taken, including those before a resume.
+        """Return the number of one optimizer's steps in this process, plus the run's steps before a resume.
 
         Args:
             optimizer: A prepared optimizer.
@@ -146,7 +147,7 @@ class Accumulation:
         self._entered, self._correction = None, 1.0
 
     def reset(self) -> None:
-        """Discard the current group, the votes and the step count, before a new run with the same Accelerator."""
+        """Discard the current group, the step count and the votes (see `Agreement.reset`), before a new run."""
         self.forget_group()
         self.agreement.reset()
         self.steps = 0
@@ -157,7 +158,8 @@ class Accumulation:
         """Begin a micro-batch, set whether its gradients are reduced, and return its context.
 
         Args:
-            models: The prepared models whose gradients are reduced only in the last micro-batch of a group.
+            models: The prepared models whose gradients are reduced only in the last micro-batch of a group, if the
+                strategy and ``sync_each_batch`` permit this.
         """
         micro = self.cursor.micro
         if micro is not None and self.groups_end_with_loader:
@@ -227,12 +229,14 @@ class Accumulation:
         Args:
             loss: The mean loss of the micro-batch, as a 0-d tensor.
             args: Positional arguments of ``Tensor.backward`` or ``by``.
-            weight: The number of items over which the loss is a mean, such as tokens; None for the samples.
+            weight: The number of items over which the loss is a mean, such as tokens. None weights the micro-batch by
+                its samples or, without a prepared loader, like every other micro-batch.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward`` or ``by``.
 
         Raises:
-            ValueError: If only some micro-batches of a group have a weight.
+            ValueError: If only some micro-batches of a group have a weight; in `join_uneven_inputs`, if a batch with a
+                weight does not come from a prepared loader; with `DDP`, if a gradient is ready twice.
         """
         self._latest_loss = ref(loss)
         micro = self.cursor.micro
@@ -276,21 +280,24 @@ class Accumulation:
             raise explained from error
 
     def get_latest_loss(self) -> Tensor | None:
-        """Return the loss of the last backward pass; None if it no longer exists, since the reference is weak."""
+        """Return the loss of the last backward pass; None before the first one, or if the loss no longer exists."""
         return None if self._latest_loss is None else self._latest_loss()
 
     # -- before the optimizer steps ------------------------------------------------------------------------------
 
     def finish_gradients(self) -> None:
-        """Divide the group's gradients by the total ``weight`` over all processes, if `backward` used weights."""
+        """Divide the group's gradients by the total weight over all processes, if that has not been done yet."""
         if self.unfinished:
             self.agree()
 
     def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
-        """Average one optimizer's gradients over all processes if the backward pass has not reduced them.
+        """Average one optimizer's gradients, which the backward pass has not reduced, over all processes.
 
         Args:
             optimizer: A prepared optimizer.
+
+        Raises:
+            ValueError: With several processes and `DDP`, if a gradient is sparse.
         """
         self.unreduced.discard(optimizer)
         parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -306,10 +313,13 @@ class Accumulation:
             optimizer.optimizer.zero_grad()
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Divide gradients by the total ``weight`` passed to `backward` and by the float16 loss scale.
+        """Divide gradients by the group's total weight and by the float16 loss scale, unless this was already done.
+
+        In manual optimization, gradients that have not been reduced over the processes are reduced too.
 
         Args:
-            optimizer: The optimizer whose gradients are unscaled. Default: all optimizers.
+            optimizer: The optimizer whose gradients are reduced and divided by the loss scale. Default: all prepared
+                optimizers.
         """
         if self.unfinished:
             self.agree()
@@ -321,7 +331,7 @@ class Accumulation:
             self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Enable the exchange of all processes' votes (see `Agreement`) in the last backward pass of every step.
+        """Enable the exchange of all processes' votes (see `Agreement`) in every step, and remove the `guard`.
 
         Args:
             finite: Whether to check that losses and, except with a loss scaler, gradients are finite.
@@ -336,7 +346,7 @@ class Accumulation:
         self.agreement.immediate = at_once or on_cpu
 
     def agree(self) -> Agreement:
-        """Check the gradients, divide them by the total weight if necessary, and return the processes' agreement."""
+        """Check gradients if `watches_gradients` is set, divide weighted sums, and return the processes' agreement."""
         agreement = self.agreement
         if self.watches_gradients:
             agreement.watch_gradients(self.optimizers)

@@ -28,23 +28,28 @@ _WEIGHT, _STOP, _TAINT, _LEAVE, _SIGNAL, _FULL, _ENDED = range(BALLOT_SIZE)
 
 
 class Agreement:
-    """Votes of all processes, summed together with the gradients rather than in a separate collective.
+    """Votes of all processes in an optimizer step, summed over the processes.
 
-    With a world size of one, the result is available immediately. On accelerators it is read one step later, so that
-    the host does not wait for the device. With ``immediate``, it is read in the same step.
+    The votes are summed together with the gradients if the strategy supports this, else in a separate collective. On
+    the CPU, and with ``immediate``, the result is read in the same step. Otherwise, accelerators read it one step
+    later, so that the host does not wait for the device. With a world size of one, a stop request takes effect in the
+    same step.
 
     Args:
         world: All processes.
         strategy: The strategy, which transports the votes.
-        cursor: Holds the upcoming group of micro-batches that the votes also describe; see `Outlook`.
+        cursor: The position of the loop. Its ``outlook``, if set, adds votes on an upcoming group of micro-batches.
 
     Attributes:
-        stop_vote: Whether this process requests a stop. It may be set at any time.
+        stop_vote: Whether this process requests a stop. The attribute may be set at any time.
         stop: Whether some process requested a stop and all processes have agreed on it.
-        finite: Whether the step's losses, and its gradients if they are watched, were finite on every process.
+        finite: Whether the losses and gradients that were checked were finite on every process, in the step that was
+            read last.
         local_finite: Whether the losses were finite on this process.
         bad_losses: The indices within the step of this process's micro-batches whose loss was not finite.
         micro_batches: The number of micro-batches that ``bad_losses`` covers.
+        watch_finite: Whether losses are checked. Default: False.
+        alone: Whether the world size is one.
         immediate: Whether the votes are read in the same step. Default: True on the CPU, False on accelerators.
         next_place: An identifier of the current step, which may be any value.
         leave_vote: Whether this process votes to leave the epoch without taking this step.
@@ -52,8 +57,8 @@ class Agreement:
         signal_vote: Whether this process received a signal that requests the end of the run; see `signal`.
         signaled: Whether some process received such a signal and all processes have agreed on it.
         has_voted: Whether this process has cast its votes for the current step.
-        not_finite: Flag on the device, 1.0 if the device must skip the step because the host reads the result only one
-            step later. None if the host reads it in the same step, or if nothing is checked.
+        not_finite: Flag on the device: 1.0 if a checked value is not finite, so that the device must skip the step,
+            else 0.0. None if the host reads the result in the same step, or if nothing is checked.
     """
 
     def __init__(self, world: World, strategy: Strategy, cursor: Cursor) -> None:
@@ -96,7 +101,7 @@ class Agreement:
         self.signaled |= self.alone
 
     def ask(self, stop: bool) -> bool:
-        """Agree on a stop in a separate collective, for steps in which no votes are exchanged. Call it on all ranks.
+        """Agree on a stop and on signals in a separate collective, in a step without votes. Call it on all ranks.
 
         Args:
             stop: Whether this process requests a stop.
@@ -111,13 +116,14 @@ class Agreement:
         return self.stop
 
     def watch(self, loss: Tensor) -> bool:
-        """Check whether the loss of one micro-batch is finite.
+        """Check whether the loss of one micro-batch is finite, if ``watch_finite`` is set.
 
         Args:
             loss: The loss, as a 0-d tensor.
 
         Returns:
-            False if the loss is not finite and the host can tell without waiting for the device.
+            False if the check runs on the host and the loss is not finite; otherwise True. On accelerators, the check
+            runs on the device.
         """
         if not self.watch_finite:
             return True
@@ -175,7 +181,7 @@ class Agreement:
         self._strategy.start_agreement(votes)
 
     def taint(self) -> Tensor:
-        """Return NaN if a loss or checked gradient of this process is not finite, else 0, as a tensor on the device."""
+        """Return NaN if a checked loss or gradient of this process is not finite, else 0, as a tensor on the device."""
         if self._on_host:
             return torch.tensor(0.0 if self.local_finite and self._gradients_finite else math.nan, device="cpu")
         values = [*self._taints, *((norms * 0.0).sum() for norms in self._norms)]
@@ -193,8 +199,8 @@ class Agreement:
         the previous step.
 
         Args:
-            agreed_taint: The sum of `taint` over the processes, reduced together with these gradients; None with a
-                world size of one.
+            agreed_taint: The sum of `taint` over the processes, reduced together with these gradients; None if nothing
+                was exchanged.
         """
         taint = self.taint() if agreed_taint is None else self.taint() + agreed_taint.to(self._device)
         if not self.immediate:
@@ -270,7 +276,7 @@ class Agreement:
         return find_bad(list_parameters(self._watched_optimizers) if self._on_host else self._watched)
 
     def forget_losses(self) -> None:
-        """Discard the recorded checks of losses and gradients, after a group is complete or abandoned."""
+        """Discard the recorded checks of losses and gradients, and votes that were cast but not read."""
         self.finite = self.local_finite = self._gradients_finite = True
         self.has_voted = False
         self.bad_losses, self.micro_batches = [], 0
@@ -278,7 +284,7 @@ class Agreement:
         self._watched_optimizers = ()
 
     def reset(self) -> None:
-        """Discard the votes of the previous run."""
+        """Discard the votes of the previous run, except a signal that this process received."""
         self.forget_losses()
         self.stop_vote = self.stop = self.leave_vote = False
         self.signaled = self.signal_vote and self.alone  # a signal that was received before the first step counts
@@ -297,7 +303,7 @@ class Ballots:
         norms: Vectors with the largest absolute value of each checked gradient.
         watched: The parameters whose gradients were checked, in the order of ``norms``.
         place: An identifier of the step.
-        outlook: The upcoming group of micro-batches that the votes describe.
+        outlook: The votes on an upcoming group of micro-batches, or None.
     """
 
     def __init__(
@@ -325,7 +331,7 @@ class Ballots:
         return flag_not_finite(self._on_device)
 
     def copy_to_host(self) -> Ballots:
-        """Start an asynchronous copy of the values to the host, and return this object."""
+        """Start an asynchronous copy of values on a CUDA device to the host, and return this object."""
         if self._on_device.is_cuda:
             self._on_host = torch.empty_like(self._on_device, device="cpu", pin_memory=True)
             self._on_host.copy_(self._on_device, non_blocking=True)
@@ -334,7 +340,7 @@ class Ballots:
         return self
 
     def read(self) -> tuple[list[float] | None, list[float], list[float]]:
-        """Return the votes, the taints and the norms as numbers, after waiting for the copy to the host."""
+        """Return the votes (None without votes), the taints and the norms, after waiting for the copy to the host."""
         if self._event is not None:
             self._event.synchronize()
         values = self._on_host.tolist()

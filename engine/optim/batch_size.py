@@ -52,14 +52,14 @@ def find_executable_batch_size(
     """Decorate a function so that it is called again with a smaller batch size whenever it runs out of memory.
 
     All processes try the same sizes: if one process runs out of memory, all of them start over. Prepare models and
-    optimizers inside ``function``, because each attempt has a new process group. An Accelerator that is created outside
-    of ``function`` stays usable; call its ``free_memory()`` at the start of ``function``.
+    optimizers inside ``function``, because the process group is replaced after a failed attempt. An Accelerator that is
+    created outside of ``function`` stays usable; call its ``free_memory()`` at the start of ``function``.
 
-    If ``function`` has a parameter ``gradient_accumulation_steps``, its value grows by the factor by which the batch
-    shrinks, so that the global batch keeps its size (rounded up).
+    If ``function`` has a parameter ``gradient_accumulation_steps``, the parameter's value grows by the factor by which
+    the batch shrinks. The global batch then keeps its size or, because the value is rounded up, grows slightly.
 
-    If a GPU is already waiting in a collective for a GPU that ran out of memory, the waiting GPU cannot be released.
-    The run then ends with an error within a minute.
+    If a process runs out of memory, collectives in which other processes wait for it are interrupted. If one of these
+    processes still does not end its attempt within a minute, the run ends with an error.
 
     Args:
         function: The function to run, whose first parameter is the batch size. Default: return a decorator.
@@ -71,10 +71,14 @@ def find_executable_batch_size(
         The function without its first parameter.
 
     Raises:
-        MemoryError: If a batch of one does not fit, with the default ``reduce_batch_size_fn``.
-        ValueError: If a size is below 1 or not an integer, or if ``reduce_batch_size_fn`` does not return a smaller
-            size.
-        TypeError: If the first parameter of ``function`` cannot be the batch size, or a call has wrong arguments.
+        MemoryError: If a batch of one does not fit, with the default ``reduce_batch_size_fn``. The error is also a
+            ``RuntimeError``.
+        ValueError: If ``starting_batch_size`` is not a positive integer, if ``reduce_batch_size_fn`` does not return a
+            smaller positive integer, or if Treadle cannot reconnect the processes.
+        TypeError: If the first parameter of ``function`` cannot be the batch size, or if a call has wrong arguments or
+            passes ``gradient_accumulation_steps`` by position.
+        RuntimeError: If ``function`` fails on another process for another reason than memory, or if a process does not
+            respond.
 
     Example:
         >>> import treadle
@@ -161,7 +165,9 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
         Whether the attempt fit into memory on all processes, and its result on this process (None if it failed here).
 
     Raises:
-        BaseException: If the attempt failed on this process, but no process ran out of memory.
+        BaseException: The error of the attempt on this process, if neither this process nor, as far as reported,
+            another process ran out of memory.
+        RuntimeError: If the attempt succeeded here, but another process reported an error or its report cannot be read.
     """
     try:
         result = call()

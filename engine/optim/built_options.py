@@ -27,9 +27,10 @@ class BuiltSchedule:
     Attributes:
         state: A copy of its ``state_dict``.
         arguments: The script's arguments that the state contains, by dotted name.
-        effective_arguments: The arguments in effect. In a resumed run, these are the saved ones, unless the run was
-            resumed with ``schedule="script"``.
-        options: The options of its optimizer's parameter groups, including those that the scheduler has added.
+        effective_arguments: The arguments that checkpoints record. In a resumed run, these are the saved ones, if the
+            checkpoint contains them, unless the run was resumed with ``schedule="script"``.
+        options: The options of its optimizer's parameter groups, including those that the scheduler has added; see
+            `copy_plain_options`. Empty if the scheduler has no optimizer.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -41,7 +42,10 @@ class BuiltSchedule:
 
 
 def copy_plain_options(optimizer: Optimizer) -> list[State]:
-    """Return the plain options of each of an optimizer's parameter groups, such as ``lr`` and ``weight_decay``.
+    """Return the options of an optimizer's parameter groups, such as ``lr`` and ``weight_decay``, as plain data.
+
+    The list contains one dict for each group. Options of the implementation, such as ``fused``, and options that are
+    not plain data are omitted.
 
     Args:
         optimizer: The optimizer to read.
@@ -60,8 +64,8 @@ def choose_fused(optimizer: Optimizer, device: torch.device) -> bool:
     """Enable torch's fused ``Adam`` and ``AdamW`` kernels on CUDA, if the script did not choose an implementation.
 
     The fused kernels are the fastest implementation, give the same results as the other ones up to rounding, and can
-    skip a step on the device. Other optimizers keep torch's default, the ``foreach`` implementation, because fused SGD
-    fails if a parameter gets its first gradient later than other parameters (torch 2.13).
+    skip a step on the device. Other optimizers keep torch's default. SGD is one of them, because its fused kernel fails
+    if a parameter gets its first gradient later than other parameters (torch 2.13).
 
     Args:
         optimizer: The optimizer, before its first step.
@@ -87,10 +91,10 @@ def choose_fused(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Return an option as plain data: a number for a one-element tensor, None for a larger one, a list for a tuple.
+    """Return an option as plain data: a number for a one-element tensor, None for any other, a list for a tuple.
 
     Args:
-        value: A number, a text, a tensor, or a list or tuple of these.
+        value: A tensor, or a list or tuple, whose items are converted too. Any other value is returned unchanged.
     """
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None

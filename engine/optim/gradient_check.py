@@ -1,4 +1,4 @@
-"""Checks that gradients are finite, in one pass over their memory. `find_bad` and `is_finite` wait for the device."""
+"""Checks that gradients are finite. `find_bad` and `is_finite` wait for the device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 class HostCheck:
     """Function object that checks whether gradients in host memory are finite.
 
-    The check takes 2 us for four small gradients. Large gradients are checked at memory speed. torch's ``GradScaler``
-    detects overflows with the same operation. Here, one call multiplies all tensors by 1, whatever their dtypes, and
-    sets a flag if a value is not finite. Computing norms with ``torch._foreach_norm`` takes 4 times as long for small
-    gradients (torch 2.13). It takes 20 times as long with the infinity norm, which is the only norm that cannot
-    overflow.
+    One call multiplies all tensors by 1, whatever their dtypes, and sets a flag if a value is not finite. torch's
+    ``GradScaler`` detects overflows with the same operation. For small gradients, the call takes a few microseconds,
+    and ``torch._foreach_norm`` takes several times as long (torch 2.13). The infinity norm, which cannot overflow,
+    takes even longer than the default norm.
     """
 
     def __init__(self) -> None:
@@ -81,7 +80,7 @@ def list_parameters(optimizers: Iterable[PreparedOptimizer]) -> list[Tensor]:
 
 
 def largest_elements(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return a vector with the largest absolute value of each gradient. It is not finite if the gradient is not.
+    """Return the largest absolute value of each gradient as a vector. The value is not finite if the gradient is not.
 
     Args:
         gradients: Real, dense tensors.

@@ -44,10 +44,13 @@ def join_uneven_inputs(
     Args:
         accelerator: The Accelerator that prepared the models.
         joinables: Prepared models. Optimizers are accepted, but have no effect.
-        even_batches: True if all ranks have the same number of batches; the context then has no effect.
+        even_batches: True if all ranks have the same number of batches; the context then has no effect. Default: None,
+            which has the same meaning as False.
 
     Raises:
-        TypeError: If an argument has the wrong type.
+        TypeError: If an argument or one of ``joinables`` has the wrong type.
+        ValueError: With several processes, if a model in ``joinables`` is not prepared, or if ``backward(weight=...)``
+            is called on a batch that does not come from a prepared DataLoader.
     """
     if even_batches is not None and not isinstance(even_batches, bool):
         raise TypeError(f"even_batches={even_batches!r} must be True, False or None.")
@@ -73,7 +76,7 @@ def join_uneven_inputs(
 
 
 def _catch_up(accelerator: Accelerator) -> None:
-    """Copy the states of optimizers and schedulers from the rank that took the most steps to the other ranks.
+    """Copy the states of optimizers, schedulers and the scaler from the rank that took the most steps to other ranks.
 
     torch synchronizes only parameters and buffers. Different optimizer moments would make the replicas diverge at the
     next step.

@@ -21,9 +21,9 @@ class LocalSGD:
     Args:
         accelerator: The Accelerator that prepared the model.
         model: A prepared model that is replicated on each process.
-        local_sgd_steps: Number of optimizer steps between two averages of the parameters. The parameters are also
-            averaged at the end, unless an exception ends the context.
-        enabled: Whether to use local SGD. With a world size of one, it is always disabled.
+        local_sgd_steps: Number of optimizer steps between two averages of the parameters. If steps were taken after the
+            last average, the parameters are also averaged at the end, unless an exception ends the context.
+        enabled: Whether to use local SGD. With a world size of one, local SGD is always disabled. Default: True.
 
     Raises:
         ValueError: If ``local_sgd_steps`` is not a positive integer. With several processes, the ``with`` statement
@@ -61,7 +61,10 @@ class LocalSGD:
         return self
 
     def step(self) -> None:
-        """Count an optimizer step, and average the parameters if that is due. Call it after each micro-batch."""
+        """Count an optimizer step, and average the parameters if that is due.
+
+        Call this method after each micro-batch. Only the last micro-batch of a group counts.
+        """
         if not self.enabled or not self._accelerator.sync_gradients:
             return
         self.num_steps += 1

@@ -18,7 +18,7 @@ class LossScale:
 
     torch's ``update`` changes the scale and resets the record of unscaled gradients, so it must run after all
     optimizers of a group have stepped. It is not known which optimizer steps last, so ``update`` runs before the next
-    loss is scaled.
+    loss is scaled or a checkpoint is saved.
 
     Args:
         scaler: torch's scaler.
@@ -32,7 +32,7 @@ class LossScale:
         self._unscaled: set[int] = set()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss multiplied by the scale.
+        """Update the scale if this is due, and return the loss multiplied by the scale.
 
         Args:
             loss: The loss, as a 0-d tensor.
@@ -41,7 +41,7 @@ class LossScale:
         return self.scaler.scale(loss)
 
     def update_scale(self) -> None:
-        """Update the scale, if optimizers have stepped since the last update."""
+        """Update the scale, if `step` was called since the last update."""
         if self._due:
             self._due = False
             self._unscaled.clear()
@@ -68,7 +68,8 @@ class LossScale:
             closure: The closure to pass to the optimizer's ``step``, or None.
 
         Returns:
-            The optimizer's return value, and whether the step was skipped.
+            The return value of the optimizer's ``step`` (None if that was not called), and whether the step was
+            skipped.
         """
         self.unscale((optimizer,))
         skipped = any(flag.item() for flag in self._overflows(optimizer))
@@ -84,7 +85,7 @@ class LossScale:
 def divide_gradients(parameters: Iterable[Tensor], weight: float | Tensor, size: int) -> None:
     """Convert gradients of a weighted sum, averaged over ``size`` processes, to those of the weighted mean, in place.
 
-    If the total weight is zero, the gradient is zero.
+    If the total weight is not positive, the gradients are multiplied by zero.
 
     Args:
         parameters: The parameters whose gradients are converted. A parameter that occurs twice is processed once.

@@ -1,4 +1,4 @@
-"""Diagnosis of NaN and infinity in a failed step: the samples and the parameter in which they first occurred."""
+"""Diagnosis of a step with NaN or infinity: the samples, and the parameter whose gradient is closest to the origin."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class Evidence:
     """Information that one rank has about a step with values that are not finite.
 
     Attributes:
-        batches: The micro-batches whose loss is not finite on this rank.
+        batches: The numbers of the micro-batches whose loss is not finite on this rank.
         gradients: Parameters whose gradients are not finite, as `order_by_backward` returns them.
-        samples: A description of the samples that the rank has processed.
-        has_bad_input: Whether the samples contain values that are not finite.
+        samples: A description of the samples that the rank has processed, or ``""``. If losses are not finite, only
+            their samples are described.
+        has_bad_input: Whether the last micro-batch contains values that are not finite. False if it was not examined.
     """
 
     batches: list[int] = field(default_factory=list)
@@ -46,8 +47,8 @@ class Findings(NamedTuple):
 
     Attributes:
         problem: A phrase that names the ranks whose loss, or the parameter whose gradient, is not finite.
-        batches: The numbers of the affected micro-batches.
-        samples: A sentence for each rank about its samples, each preceded by a space.
+        batches: The numbers of the affected micro-batches, as text.
+        samples: Sentences about the ranks' samples, each preceded by a space; may be empty.
         losses: True if a loss is not finite; False if only a gradient is not finite.
     """
 
@@ -84,7 +85,9 @@ def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings
 
 
 def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
-    """Return descriptions of the non-finite gradient closest to the origin, and of its position among such gradients.
+    """Return texts on the non-finite gradient closest to the origin and on its position among such gradients.
+
+    The second text is empty if there is only one such gradient.
 
     Args:
         evidence: The `Evidence` of each rank, by rank.
@@ -102,7 +105,9 @@ def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
 
 
 def list_samples(evidence: Mapping[int, Evidence]) -> str:
-    """Return a sentence for each rank about its samples, each preceded by a space; at most eight ranks are listed.
+    """Return a sentence for each rank whose samples are known, each preceded by a space.
+
+    At most eight ranks are listed. A last sentence contains the number of other ranks.
 
     Args:
         evidence: The `Evidence` of each rank, by rank.
@@ -170,8 +175,8 @@ def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool
         indices: The dataset indices of the samples in the batch; None for a stream.
 
     Returns:
-        A text such as ``"samples 12, 13 of the dataset; batch['x'] contains NaN in sample 13"``, and whether the batch
-        contains such a value.
+        A text such as ``"samples 12, 13 of the dataset; batch['x'] contains NaN in sample 13"``, and whether there is
+        such a tensor. Tensors are found in nested dicts, lists and tuples.
     """
     parts = [f"{_name_samples(indices)} of the dataset"] if indices else []
     bad = [(path, tensor) for path, tensor in _iterate_tensors(batch, "batch") if not torch.isfinite(tensor).all()]
@@ -191,7 +196,7 @@ def describe_group(loader: Any, batch: Any, number: int) -> tuple[str, bool]:
     Args:
         loader: The prepared loader that yielded the group.
         batch: The last micro-batch; None if it is not available.
-        number: Its index in the group, from 0.
+        number: The index of the last micro-batch in the group, from 0.
     """
     indices = batch_indices(loader)
     text, is_bad = describe_batch(batch, indices)

@@ -36,8 +36,8 @@ def name_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[s
         models: The models that may contain the parameters.
 
     Returns:
-        The models' own names, in the optimizer's order. A parameter of the second model has the prefix ``1:``; a fourth
-        parameter that belongs to no model is called ``parameter 3``.
+        The models' own names, in the optimizer's order. A parameter of the second model has the prefix ``1:``. A
+        parameter that belongs to no model is named after its index in the optimizer, such as ``parameter 3``.
     """
     names_by_id: dict[int, str] = {}
     for number, model in enumerate(models):
@@ -69,7 +69,7 @@ def name_class(optimizer: Optimizer) -> str:
 
 
 def encode_by_name(state: State, optimizer: Optimizer, names: list[str]) -> OptimizerState:
-    """Return the result of ``optimizer.state_dict()``, keyed by parameter name.
+    """Return an optimizer's state keyed by parameter name, with its class and the parameters' shapes and dtypes.
 
     Args:
         state: The result of ``state_dict``. Its tensors may be this process's shards.
@@ -95,6 +95,9 @@ def _is_index(key: Any, names: list[str]) -> bool:
 
 def list_differences(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> list[str]:
     """Return the differences between a state returned by `encode_by_name` and an optimizer, as one text for each.
+
+    The class and the names and shapes of the parameters are compared. If they are equal, the division of the parameters
+    into groups is compared too.
 
     Args:
         saved: A result of `encode_by_name`, from the checkpoint.
@@ -128,7 +131,7 @@ def _list_group_members(groups: list[State]) -> list[frozenset[str]]:
 
 
 def _find_counterpart(group: State, saved: list[State]) -> State:
-    """Return the one saved group that contains a group's parameters; the group itself if none or several do."""
+    """Return the only saved group that contains parameters of a group; the group itself if none or several do."""
     owners = [saved_group for saved_group in saved if not set(group["params"]).isdisjoint(saved_group["params"])]
     return owners[0] if len(owners) == 1 else group
 
@@ -188,7 +191,7 @@ def _read_tensors(value: Any, parameter: Tensor | None, saved_dtype: torch.dtype
     """Return a nested state with tensors read into memory; those with the parameter's shape get its sharding.
 
     Slots whose dtype was that of the saved parameter, ``saved_dtype``, are cast to the parameter's current dtype.
-    Scalar counts and products keep their dtype.
+    Scalar counts and products keep their dtype, unless the parameter is a scalar too.
     """
     if isinstance(value, Mapping):
         return {key: _read_tensors(item, parameter, saved_dtype) for key, item in value.items()}

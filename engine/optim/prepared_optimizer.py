@@ -32,14 +32,17 @@ class PreparedOptimizer(Optimizer):
         all_optimizers: All prepared optimizers of the Accelerator, including this one.
 
     Attributes:
+        optimizer: The wrapped optimizer.
         accumulation: The Accelerator's gradient accumulation, which determines when a group ends.
-        built: The options with which the script built the optimizer.
-        effective_options: The options in effect, which a resume changes.
+        built: The options with which the script built the optimizer; see `copy_plain_options`.
+        effective_options: The options that checkpoints record: those in ``built`` or, after a resume, those that the
+            checkpoint contains. Learning rates are the script's after a resume with ``schedule="script"``.
         steps_taken: Number of steps taken in this process, without those counted in ``skipped``.
-        skipped: Number of steps skipped because of a float16 overflow or a gradient that was not finite.
-        fused_by_choice: Whether `choose_fused` enabled fused kernels for its steps.
-        guarded: Whether the device skips the latest step if a gradient is not finite, before the host has read the
-            check of the gradients.
+        skipped: Number of steps that `step` skipped because of a float16 overflow, or because a loss or gradient was
+            not finite.
+        fused_by_choice: Whether `choose_fused` enabled fused kernels for the wrapped optimizer.
+        guarded: False if the device could not skip the latest step although the host had not read the check of the
+            gradients yet; otherwise True.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Gradient scaler of the Accelerator if the precision is float16; else None."""
+        """Gradient scaler of the Accelerator; None if the loss is not scaled."""
         return self.accumulation.scaler
 
     @scaler.setter
@@ -91,7 +94,7 @@ class PreparedOptimizer(Optimizer):
             )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Step if a group of micro-batches is complete, unless its gradients overflowed or are not finite.
+        """Step if a group of micro-batches is complete, unless a check finds that its gradients are not finite.
 
         Args:
             closure: Closure to pass to the wrapped optimizer's ``step``, or None.
@@ -100,7 +103,10 @@ class PreparedOptimizer(Optimizer):
             The return value of the wrapped optimizer's ``step``; None if that was not called.
 
         Raises:
-            ValueError: With ``Accelerator(on_nonfinite="raise")``, if a gradient is not finite; see `GradientGuard`.
+            ValueError: With ``on_nonfinite="raise"``, if a gradient or, in a Trainer, a loss is not finite; see
+                `GradientGuard`. Also if a `DDP` model's gradients could not be reduced, for example because a parameter
+                was not used.
+            ReplicasDiffer: In debug mode, if the replicas differ after the step.
         """
         accumulation = self.accumulation
         if not accumulation.sync_gradients:
@@ -127,8 +133,8 @@ class PreparedOptimizer(Optimizer):
         """Step such that torch's fused kernels change neither weights nor state if a flag on the device is 1.
 
         ``GradScaler`` reports an overflow to the kernels in the same way. Other optimizers step without this
-        protection. The first step of SGD is not protected either, because SGD would treat its momentum as initialized
-        after a skipped step (torch 2.13).
+        protection. Steps of SGD without any state, such as the first one, are not protected either, because SGD would
+        treat its momentum as initialized after a skipped step (torch 2.13).
         """
         optimizer: Any = self.optimizer
         device, groups = not_finite.device.type, optimizer.param_groups
@@ -151,7 +157,7 @@ class PreparedOptimizer(Optimizer):
         """Reset the gradients if a group of micro-batches is complete.
 
         Args:
-            set_to_none: Set gradients to None rather than to zero.
+            set_to_none: Set gradients to None rather than to zero. Default: True.
         """
         if not self.accumulation.sync_gradients:
             return
@@ -171,7 +177,7 @@ class PreparedOptimizer(Optimizer):
 
         Args:
             sync_grad: Accepted for compatibility with Lightning; unused. In manual optimization, gradients are reduced
-                once, when a step needs them, after any number of backward passes.
+                once, when a step or clipping needs them, after any number of backward passes.
         """
         trained = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         toggled = [
@@ -228,9 +234,10 @@ class PreparedScheduler:
     """Wrapper of the user's scheduler, which advances only for optimizer steps that were applied.
 
     A script derives the length of its schedule from the length of its loader. The processes share the batches of this
-    loader: one optimizer step processes one batch per process. Each call therefore advances the schedule by the number
-    of processes, as in Accelerate, or by one with ``split_batches``. With any world size, the learning rate then
-    follows the number of samples seen. A schedule with ``total_steps`` does not advance beyond its end.
+    loader: one micro-batch consists of one batch per process. A call of `step` without arguments therefore advances the
+    schedule by the number of processes that share the batches, as in Accelerate, or by one with ``split_batches``. With
+    any world size, the learning rate then follows the number of samples seen. Such a call does not advance a schedule
+    with ``total_steps`` beyond its end.
 
     Args:
         scheduler: The scheduler to wrap.
@@ -304,7 +311,7 @@ class PreparedScheduler:
 
     @property
     def since(self) -> tuple[int, int]:
-        """Number of steps that its optimizer has taken, and number skipped, since the last effective call of `step`."""
+        """Number of steps that the optimizer has taken, and number skipped, since `step` last advanced the schedule."""
         steps, skipped = self._count_steps()
         return steps - self._last_counts[0], skipped - self._last_counts[1]
 
@@ -331,7 +338,7 @@ class PreparedScheduler:
         """Rescale the position of a ``LambdaLR`` saved with another world size. Return False if it was not rescaled.
 
         Functions are not saved in a checkpoint, so the script's functions are used. The position is not rescaled if the
-        saved learning rate shows that they do not depend on the world size.
+        saved learning rate shows that these functions do not depend on the world size.
         """
         scheduler = self.scheduler
         if not isinstance(scheduler, LambdaLR):
@@ -355,7 +362,7 @@ class PreparedScheduler:
 
     @property
     def optimizers(self) -> list[PreparedOptimizer]:
-        """Prepared wrappers of the scheduler's optimizer; several if the script prepared this optimizer repeatedly."""
+        """Prepared wrappers of the scheduler's optimizer; empty if that optimizer is not prepared."""
         driven = getattr(self.scheduler, "optimizer", None)
         return [o for o in self._accumulation.optimizers if driven is o or driven is o.optimizer]
 

@@ -28,7 +28,8 @@ class ReplicasDiffer(RuntimeError):
 def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> None:
     """Raise an error if the models of the processes differ. Must be called on all ranks.
 
-    Sharded tensors are skipped, because every process holds a different shard.
+    Sharded tensors are skipped, because every process holds a different shard. Tensors on the meta device are skipped
+    too.
 
     Args:
         models: The user's own modules.
@@ -36,8 +37,9 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
         buffers: Whether to compare buffers too. Default: False.
 
     Raises:
-        ReplicasDiffer: On every process, if tensors differ. The error lists their names, the ranks, and the differences
-            in the first tensor. If names, shapes or dtypes differ, it lists those instead.
+        ReplicasDiffer: On every process, if tensors differ. The error lists up to eight of their names, and the largest
+            difference in the first tensor for up to eight ranks. If names, their order, shapes or dtypes differ, the
+            error describes that instead.
     """
     if world.size == 1:
         return
@@ -74,6 +76,9 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
 
 def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
     """In debug mode, compare the replicas after the first step of ``optimizer`` and then after every N steps.
+
+    With one process, nothing is compared. The comparison is skipped in `join_uneven_inputs` and while
+    ``DDP(local_sgd_steps=...)`` lets each process step separately.
 
     Args:
         accelerator: The Accelerator. Its world contains the debug settings, such as N, which is 100 by default.

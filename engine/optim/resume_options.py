@@ -34,8 +34,7 @@ class LoadedOptimizer(NamedTuple):
     Attributes:
         optimizer: The user's optimizer.
         state: The state to pass to its ``load_state_dict``.
-        options: The result of `copy_plain_options` at the start of the saved run; None if the checkpoint does not
-            contain it.
+        options: The saved `PreparedOptimizer.effective_options`; None if the checkpoint does not contain them.
         groups: The number of the optimizer's parameter groups in the checkpoint.
     """
 
@@ -46,7 +45,7 @@ class LoadedOptimizer(NamedTuple):
 
 
 def _to_numbers(value: Any) -> list[int | float]:
-    """Return ``value`` if it is a list of numbers; else an empty list, because a damaged file may contain any value."""
+    """Return a list of numbers as plain data, and an empty list for any other value, as in a damaged file."""
     numbers = to_plain(value)
     return numbers if isinstance(numbers, list) and all(isinstance(item, int | float) for item in numbers) else []
 
@@ -64,8 +63,8 @@ def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOpti
         state: The training state in the checkpoint, which contains the schedulers.
 
     Raises:
-        ValueError: If a saved ``OneCycleLR`` schedule ends before that of the script, because torch would end the run
-            with an error.
+        ValueError: If there are differences and a saved ``OneCycleLR`` schedule ends before that of the script, because
+            torch would end the run with an error.
     """
     lines = _compare_options(accelerator, optimizers)
     schedules, rates = _compare_schedules(accelerator, state)
@@ -144,7 +143,7 @@ def _compare_rates(scheduler: LambdaLR, saved: State) -> list[str]:
 def _iter_schedulers(
     accelerator: Accelerator, state: TrainState
 ) -> Iterator[tuple[Any, BuiltSchedule, State, str, Any]]:
-    """Yield each scheduler, its state before the first step, its saved state, its class and its saved arguments."""
+    """Yield each scheduler whose class is the saved one, its first state, its saved state, its class and arguments."""
     saved_arguments = state.get("schedules_built")
     arguments = saved_arguments if isinstance(saved_arguments, list) else []
     for number, (scheduler, built) in enumerate(zip(accelerator.schedulers, accelerator.schedules_built, strict=True)):

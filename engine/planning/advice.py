@@ -16,7 +16,10 @@ Again = Callable[..., Plan]
 
 
 def advise(plan: Plan, again: Again) -> list[str]:
-    """Return suggestions that make a run fit into memory or, if it fits, make it at least 2 % faster; may be empty.
+    """Return suggestions that make a run fit into memory or, if it fits, make it at least 2 % faster.
+
+    If the run does not fit, the list has one entry, which may state that no simple change suffices. If the run fits,
+    the list may be empty. A faster setting that would not fit is included, with a note.
 
     Args:
         plan: The plan of the run as the user requested it.

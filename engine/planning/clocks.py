@@ -18,7 +18,7 @@ class Event:
         """Set the event to the time at which all work in ``stream`` is complete.
 
         Args:
-            stream: The stream to record in. Default: the current stream.
+            stream: The stream to record in. Default: the current stream, for an event that `Clocks.Event` has created.
         """
         if stream is None:
             assert self.clocks is not None
@@ -29,7 +29,7 @@ class Event:
         """Make subsequent work in ``stream`` wait for the event.
 
         Args:
-            stream: The stream that waits. Default: the current stream.
+            stream: The stream that waits. Default: the current stream, for an event that `Clocks.Event` has created.
         """
         if stream is None:
             assert self.clocks is not None

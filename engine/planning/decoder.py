@@ -48,10 +48,10 @@ def sizes_of(name: str) -> Sizes:
     """Return the dimensions of a model by name, such as ``llama-7b`` or, for short, ``7b``.
 
     Args:
-        name: A key of `MODELS`, or its part after the hyphen.
+        name: A key of `MODELS`, or its part after the hyphen, in lower or upper case.
 
     Raises:
-        ValueError: If the name is unknown. The error names the closest one.
+        ValueError: If the name is unknown. The error lists the valid names.
     """
     short = {full.partition("-")[2]: full for full in MODELS}
     chosen = choose("model", name.lower(), [*MODELS, *short])
@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotate pairs of features by angles that grow with the position.
+    """Rotate pairs of features by angles, one for each position and pair.
 
     Args:
         x: Features of shape (batch, length, heads, features). Each feature of the first half forms a pair with one of

@@ -78,10 +78,11 @@ def find_gpu(name: str | GPU) -> GPU:
     """Return a GPU by name.
 
     Args:
-        name: A key of `GPUS`, such as ``"h100"``. A `GPU` object is returned unchanged.
+        name: A key of `GPUS`, such as ``"h100"``; upper case and underscores are accepted too. A `GPU` object is
+            returned unchanged.
 
     Raises:
-        ValueError: If the name is unknown. The error names the closest one.
+        ValueError: If the name is unknown. The error lists the valid names.
     """
     if isinstance(name, GPU):
         return name

@@ -182,7 +182,7 @@ class Meter(TorchDispatchMode):
         self._members: dict[Any, tuple[int, ...]] = {}
 
     def begin(self) -> None:
-        """Reset the times, counts and memory peak, to record a new step. Memory in use remains counted."""
+        """Reset the recorded times, counts and memory peak, to record a new step. Memory in use remains counted."""
         self.traffic = Traffic()
         self.launched = 0
         self.spent: dict[str, float] = defaultdict(float)

@@ -20,21 +20,22 @@ class Conditions:
 
     Args:
         world_size: Number of processes.
-        strategy: The strategy that distributes the model over the processes. A strategy object can be used by only one
+        strategy: The strategy that distributes the model over the processes. Create a new strategy object for each
             plan.
         gpu: The GPU of each process, as a `GPU` or a key of `gpus.GPUS`. Default: ``"h100"``.
         micro_batch: Number of samples per forward pass. Default: 1.
         accumulate: Number of forward passes per optimizer step. Default: 1.
         precision: The precision, as for `Trainer`. Default: ``"bf16-mixed"``.
-        compiled: Whether the model is compiled, which fuses pointwise operations.
-        clip: Maximum norm to which gradients are clipped; None for no clipping.
-        step: Name of the method of the model that returns the loss, such as ``"training_step"``; None for ``forward``.
+        compiled: Whether the model is compiled, which fuses pointwise operations. Default: False.
+        clip: Maximum norm to which gradients are clipped. Default: None, for no clipping.
+        step: Name of the method of the model that the loss calls, such as ``"training_step"``. Default: None, for
+            ``forward``.
         rank: The rank of the process to plan. Default: 0.
         calibration: Corrections to the GPU's data sheet, and assumptions about overheads and errors.
 
     Raises:
-        ValueError: If ``world_size``, ``micro_batch``, ``accumulate`` or ``rank`` is out of range, or if the GPU or the
-            precision is unknown.
+        ValueError: If ``world_size``, ``micro_batch`` or ``accumulate`` is not a positive integer, if ``rank`` is
+            negative or not less than ``world_size``, or if the GPU or the precision is unknown.
     """
 
     world_size: int
@@ -104,7 +105,7 @@ class Plan(Conditions):
 
     @property
     def reserved(self) -> float:
-        """Bytes that torch's allocator reserves at the peak."""
+        """Estimate of the bytes that torch's allocator reserves at the peak."""
         return self.peak * self.calibration.reserved
 
     @property
@@ -139,7 +140,7 @@ class Plan(Conditions):
         """Step time in seconds: at best, most likely, at worst.
 
         The slower of the device and the host determines the time. Beyond 128 processes (by default), each doubling of
-        the world size increases the likely time and, more strongly, the worst one.
+        the world size increases the device's likely time and, more strongly, its worst one.
         """
         spread = self.calibration.spread if self.checked else self.calibration.spread_unchecked
         late = (1 + self.calibration.straggler) ** max(0.0, log2(self.world_size / self.calibration.straggler_from))

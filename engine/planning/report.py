@@ -212,8 +212,8 @@ def draw_curve(values: Sequence[float], width: int = 40) -> str:
     """Return a bar chart of numbers as one line of Unicode block characters; "" without numbers.
 
     Args:
-        values: The numbers. The largest of those that are drawn has a full bar.
-        width: Maximum number of bars. If there are more values, evenly spaced ones are drawn. Default: 40.
+        values: The numbers. The largest of those that are drawn has a full bar, unless it is 0 or negative.
+        width: Maximum number of bars, at least 1. If there are more values, evenly spaced ones are drawn. Default: 40.
     """
     if not values:
         return ""

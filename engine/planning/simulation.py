@@ -30,8 +30,8 @@ def simulate(
     """Simulate one optimizer step of one process with fake tensors, and return its plan.
 
     With ``FSDP``, the model is sharded as in the run, and torch's FSDP2 schedules the all-gathers and reduce-scatters.
-    With ``DDP``, all-reduces follow the buckets that torch's reducer would form. For any world size, the simulation
-    takes seconds and a few hundred MB of memory.
+    With ``DDP``, all-reduces follow the buckets that torch's reducer would form. The duration of the simulation
+    (usually seconds) and its memory (usually a few hundred MB) hardly depend on the world size.
 
     Args:
         build_model: Function that creates the model. It is called on the meta device, so parameters take no memory.
@@ -48,6 +48,7 @@ def simulate(
         ValueError: If an argument of `Conditions` is invalid, this process is already in a process group, the strategy
             cannot lay out the processes, a plan does not support the strategy or a collective, the step reads a
             tensor's value, or the optimizer requires a closure.
+        TypeError: If an argument of `Conditions` is missing or unknown, or an FSDP policy has an unsupported type.
     """
     on = Conditions(**conditions)
     clocks, memory = Clocks(), Memory()

@@ -1,4 +1,4 @@
-"""Time limit that ends this process after a signal, regardless of the state of its main thread."""
+"""Time limit that ends this process after a signal, even if its main thread hangs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class Deadline:
     """Time limit that begins with a signal, and ends the process even if its main thread hangs.
 
     Python's own signal handlers would wait for the main thread. Instead, the interpreter immediately writes the number
-    of each signal that has a Python handler into a pipe (`signal.set_wakeup_fd`), which a thread reads. The thread also
-    writes the number to the file descriptor that was set before, such as asyncio's.
+    of each signal that has a Python handler into a pipe (`signal.set_wakeup_fd`), which a thread reads. If another file
+    descriptor was set before, such as asyncio's, the number is also written to it. A main thread that hangs in C code
+    and holds the GIL also blocks this thread, so such a process does not end.
 
     Args:
-        seconds: Time from the first signal to the end of the process, in seconds.
+        seconds: Time from the first signal, or from the call of `start`, to the end of the process, in seconds.
         signals: The signals that start the time limit. `start` starts it without a signal.
     """
 
@@ -40,12 +41,15 @@ class Deadline:
         self._thread.start()
 
     def start(self) -> None:
-        """Start the time limit, unless it has already started, because some rank has received a signal."""
+        """Start the time limit without a signal, because another rank has received one.
+
+        Has no effect if the time limit has already started or has been canceled.
+        """
         with contextlib.suppress(OSError):  # it has ended
             os.write(self._writing, bytes([_BY_OTHER_RANK]))
 
     def cancel(self) -> None:
-        """Cancel the time limit, because the run has ended in time. Must be called in the main thread."""
+        """Cancel the time limit, because the block that it covers has ended. Must be called in the main thread."""
         signal.set_wakeup_fd(self._others)
         self._over.set()
         os.write(self._writing, bytes([_OVER]))

@@ -3,7 +3,7 @@
 The ranks may be at different batches, or wait for each other within a batch. A rank must not simply stop, because a
 rank that is further ahead may wait for the stopped rank in a collective. Therefore:
 
-1. The rank that wants to leave writes a request to the store.
+1. A rank that wants to leave writes a request to the store.
 2. Each rank that reads the request pledges not to begin the batch after its current batch without a decision. A thread
 does this, because the main thread may be waiting for other ranks.
 3. Rank zero chooses the furthest batch that was pledged, which no rank has begun. All ranks leave before it.
@@ -30,8 +30,9 @@ class _Round:
     """State of the agreement in one stage.
 
     Attributes:
-        number: The number of the stage, which is the same on all ranks.
-        position: The batch that this rank is processing, or is about to begin.
+        number: The number of the stage, which is the same on all ranks; 0 without a watchdog.
+        position: The batch that this rank is processing or is about to begin. Between two loops, its number is larger
+            than that of any batch.
         asked: Whether this rank has requested to leave.
         limit: The batch before which this rank waits for the decision; None until this rank knows of a request to
             leave.
@@ -110,7 +111,10 @@ class Departure:
         return position >= state.decision
 
     def stay(self) -> None:
-        """Cancel the request to leave. Must be called on all ranks, at the batch before which they would leave."""
+        """Cancel the request to leave. Must be called on all ranks, at the batch before which they would leave.
+
+        With several ranks, later requests in the same stage have no effect.
+        """
         self._round.asked, self._round.limit = False, (_FAR, 0)
         self._round.decision = self._round.limit
 

@@ -56,27 +56,29 @@ class Preempted(SystemExit):
 class Preemption:
     """Handler of SIGTERM, SIGUSR1 and SIGHUP that lets a loop complete its step and save before the process ends.
 
-    The handler only sets a flag, so a signal does not interrupt a step or a save, even if it is sent repeatedly. If
-    another rank has ended, however, the step raises `PeerFailed`, because it cannot finish. All ranks leave after the
-    same step, no matter which one received the signal. In the Trainer's training loop, the ranks exchange the flag in
-    each step. In a user-defined loop and in evaluations, they agree through the store, which usually takes up to two
-    seconds. SLURM's ``--signal=USR1@90`` sends SIGUSR1 90 seconds before the time limit of a job; `leave` then requeues
-    the job.
+    The handler sets a flag, so a signal does not interrupt a step or a save, even if it is sent repeatedly. If another
+    rank has ended, however, the step raises `PeerFailed`, because it cannot finish. All ranks leave after the same
+    step, no matter which one received the signal. In the Trainer's training loop, the ranks exchange the flag in each
+    optimizer step. In a user-defined loop and in evaluations, they agree through the store, which usually takes up to
+    two seconds. If the store does not support this, the Trainer completes an evaluation first. SLURM's
+    ``--signal=USR1@90`` sends SIGUSR1 90 seconds before the time limit of a job; `leave` then requeues the job.
 
     Before the first step, nothing has to be saved. In the context of `leaving_at_once`, a rank that receives a signal
     therefore leaves without waiting for the other ranks. Its launcher then sends SIGTERM to them.
 
-    Ctrl-C (SIGINT) raises KeyboardInterrupt immediately, with two exceptions. If ``interrupts`` is set, Ctrl-C is
-    handled like the other signals. Inside `holding_interrupts`, the save completes first. A second Ctrl-C is not
-    delayed; with several processes, it must arrive more than a second after the first.
+    Ctrl-C (SIGINT) raises KeyboardInterrupt or calls the script's own handler immediately, with two exceptions. If
+    ``interrupts`` is set, Ctrl-C is handled like the other signals. Inside `holding_interrupts`, the save completes
+    first. A second Ctrl-C is not delayed; with several processes, it must arrive more than a second after the first.
 
     Args:
         accelerator: The Accelerator of the run, whose ranks agree to leave.
-        grace: Time limit in seconds, from the first signal that any rank receives. When it expires, all ranks end, even
-            if they hang. Default: no limit.
+        grace: Time limit in seconds. On each rank, it begins when the rank receives a signal, or learns that another
+            rank has received one. When it expires, the rank ends, even if it hangs, except in C code that holds the
+            GIL. Default: no limit.
 
     Attributes:
-        caught: The signal that this process received; None if it has not received one.
+        caught: The first signal with which this process was asked to end; None if there is none. Ctrl-C counts only if
+            ``interrupts`` is set.
         interrupts: Whether Ctrl-C is handled like the other signals.
         abandoned: Whether a second Ctrl-C arrived, so nothing more is saved.
         departure: Agreement of the ranks on the batch before which they leave a user-defined loop or an evaluation.
@@ -109,8 +111,9 @@ class Preemption:
     def watching(self) -> Iterator[Preemption]:
         """Return a context in which SIGTERM, SIGUSR1, SIGHUP and Ctrl-C (SIGINT) are handled.
 
-        A handler that the script has set is called too; where Ctrl-C would raise KeyboardInterrupt, it is called
-        instead. Ignored signals remain ignored. Outside the main thread, where Python cannot set handlers, no signal is
+        If the script has set a handler for a signal, this handler is called too. Where Ctrl-C would raise
+        KeyboardInterrupt, only the script's handler is called. Ignored signals remain ignored, and handlers that were
+        not set from Python stay in place. Outside the main thread, where Python cannot set handlers, no signal is
         handled. A signal after the last step raises `Preempted` at the end of the context, after all cleanup, unless
         the script has set a handler for it.
         """
@@ -148,7 +151,10 @@ class Preemption:
 
     @contextmanager
     def catching_interrupts(self) -> Iterator[None]:
-        """Return a context that handles Ctrl-C like other signals. After Ctrl-C, its end raises KeyboardInterrupt."""
+        """Return a context that handles Ctrl-C like other signals.
+
+        After Ctrl-C, the end of the context raises KeyboardInterrupt, unless the script has set a handler for Ctrl-C.
+        """
         self.interrupts = True
         try:
             yield
@@ -159,7 +165,10 @@ class Preemption:
 
     @contextmanager
     def leaving_at_once(self) -> Iterator[None]:
-        """Return a context in which a signal raises `Preempted` immediately, because nothing has to be saved."""
+        """Return a context in which a signal raises `Preempted` immediately, because nothing has to be saved.
+
+        Ctrl-C raises KeyboardInterrupt.
+        """
         self._at_once = True
         try:
             self._leave_if_caught()
@@ -170,7 +179,10 @@ class Preemption:
 
     @contextmanager
     def holding_interrupts(self) -> Iterator[None]:
-        """Return a context for a save, which delays the effect of signals until the save is complete."""
+        """Return a context for a save, which delays the effect of signals until the save is complete.
+
+        A second Ctrl-C and the end of the grace period are not delayed.
+        """
         held, self._held = self._held, True
         try:
             yield
@@ -182,11 +194,11 @@ class Preemption:
             self._raise_delayed_interrupt()
 
     def note_failure(self) -> None:
-        """Record that an exception ends the run, so that a signal does not replace it with another exception."""
+        """Record that an exception ends the run, so that `PeerFailed` does not replace it if another rank ends."""
         self._failing = True
 
     def _start_deadline(self) -> None:
-        """Start the deadline, because a rank has received a signal. The watchdog's thread calls this method."""
+        """Start the deadline, if any, because a rank has received a signal. The watchdog's thread calls this."""
         if (deadline := self._deadline) is not None:
             deadline.start()
 
@@ -230,7 +242,10 @@ class Preemption:
         return watchdog.ended if watchdog is not None and watchdog.interruptible else None
 
     def _raise_interruption(self) -> None:
-        """Raise `PeerFailed` if another rank has ended, so the step cannot finish. A save is completed first."""
+        """Raise `PeerFailed` if another rank has ended while this rank waits to leave, so its step cannot finish.
+
+        During a save and after a failure of this rank, nothing is raised.
+        """
         rank, watchdog = self._interruption(), self._accelerator.watchdog
         if rank is None or watchdog is None:
             return
@@ -242,7 +257,7 @@ class Preemption:
             )
 
     def _leave_if_caught(self) -> None:
-        """Leave if a signal has arrived inside `leaving_at_once`, unless a save is in progress."""
+        """Inside `leaving_at_once`, leave if a signal has arrived, unless a save is in progress."""
         if not self._at_once or self._held or self.caught is None:
             return
         self._at_once = False  # another signal must not interrupt the cleanup
@@ -286,7 +301,7 @@ class Preemption:
             signal.raise_signal(signal.SIGINT)
 
     def _raise_delayed_interrupt(self) -> None:
-        """Handle a Ctrl-C that was delayed. A handler of the script has been called when it arrived."""
+        """Handle a Ctrl-C that was delayed. If the script has a handler, it was called when Ctrl-C arrived."""
         handler = self._replaced.get(signal.SIGINT, signal.default_int_handler)
         if not callable(handler) or handler is signal.default_int_handler:
             self._raise_interrupt(None)
@@ -320,6 +335,8 @@ class Preemption:
 
     def leave(self) -> NoReturn:
         """Requeue the SLURM job after SIGUSR1, and end the process. Call it on all ranks, after saving.
+
+        A rank must have received a signal, as `should_stop` or `agree` reports.
 
         Raises:
             Preempted: After any signal except Ctrl-C.

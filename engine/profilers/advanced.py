@@ -25,7 +25,8 @@ class AdvancedProfiler(Profiler):
             snakeviz.
 
     Raises:
-        TypeError: If ``line_count_restriction`` is not a number.
+        TypeError: If ``line_count_restriction`` is neither an int nor a float, or is a bool. If ``dirpath`` or
+            ``filename`` is neither a string nor a path.
         ValueError: If ``line_count_restriction`` is negative, or a float above 1.0.
 
     Example:
@@ -109,7 +110,10 @@ class AdvancedProfiler(Profiler):
             self.profiled_actions[self._running[-1]].enable()
 
     def summary(self) -> str:
-        """Return the report as text, and write the statistics if ``dump_stats`` is True; see `Profiler.summary`."""
+        """Return the report as text, and write the statistics if ``dump_stats`` is True; see `Profiler.summary`.
+
+        A call while an action is running interrupts the recording of that action.
+        """
         parts = []
         for name, profile in self.profiled_actions.items():
             profile.create_stats()

@@ -20,7 +20,7 @@ class Span:
         outer: The enclosing span, or None.
 
     Attributes:
-        inner: Total duration of the inner spans that were read, in milliseconds.
+        inner: Total duration of the spans directly inside this span that were read, in milliseconds.
         repeats: Whether the span lies within another span of the same name.
     """
 

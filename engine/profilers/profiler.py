@@ -24,12 +24,13 @@ class Profiler:
     action.
 
     Args:
-        dirpath: Directory of the profiler's files. Default: the run's log directory.
+        dirpath: Directory of the profiler's files. Default: the run's log directory or, without a Trainer, the current
+            directory.
         filename: Word in the names of the profiler's files, such as ``fit-FILENAME-0.txt``; see `path_for`. If it is
             set, each process writes its report to a file. Default: rank zero logs its report.
 
     Attributes:
-        device: The device of the run; None without a Trainer.
+        device: The device of the run; None until a Trainer begins a stage.
         model: The task of the Trainer, a ``torch.nn.Module``; None outside of a stage.
         advice: Suggestions on how to make actions faster, by name of the action. The Trainer adds advice on its
             dataloaders.
@@ -81,7 +82,10 @@ class Profiler:
         """
 
     def step(self) -> None:
-        """Mark the end of an optimizer step, with its callbacks and logging, or of a batch in an evaluation stage."""
+        """Mark the end of an optimizer step, after its callbacks, logging and validation. The base class does nothing.
+
+        In the stages ``"validate"``, ``"test"`` and ``"predict"``, mark the end of a batch.
+        """
 
     def summary(self) -> str:
         """Return the report as text; "" if there is nothing to report."""
@@ -127,7 +131,10 @@ class Profiler:
             yield item
 
     def describe(self) -> None:
-        """Log the report on rank zero or, if ``filename`` is set, append each process's report to its own file."""
+        """Log the report on rank zero or, if ``filename`` is set, append each process's report to its own file.
+
+        An empty report is neither logged nor written.
+        """
         text = self.summary()
         if not text:
             return
@@ -172,8 +179,8 @@ class Profiler:
     def path_for(self, ending: str, part: str = "") -> Path:
         """Return a path such as ``dirpath/STAGE-FILENAME-RANK-PART.txt``, and create its directory.
 
-        Words that are not set are omitted, as is the rank with a world size of one. Characters other than letters,
-        digits and ``_.+-`` are replaced with ``_``.
+        Words that are not set are omitted, as is the rank with a world size of one. Without any word, the name is
+        ``profile``. A sequence of characters other than letters, digits and ``_.+-`` is replaced with one ``_``.
 
         Args:
             ending: The suffix of the file name, with its dot.

@@ -42,9 +42,9 @@ class PyTorchProfiler(Profiler):
             ``record_shapes``, ``profile_memory``, ``with_stack``, ``with_flops`` and ``with_modules``.
 
     Raises:
-        ValueError: If a sort key or an argument is unknown. The error names the closest match.
+        ValueError: If a sort key or an argument is unknown. The error names the closest match or the valid names.
         TypeError: If ``schedule`` is neither None nor a function from a step number to a ``ProfilerAction``, such as a
-            result of ``torch.profiler.schedule``.
+            result of ``torch.profiler.schedule``. If ``dirpath`` or ``filename`` is neither a string nor a path.
 
     Example:
         >>> import treadle
@@ -176,7 +176,7 @@ class PyTorchProfiler(Profiler):
         super().describe()
 
     def summary(self) -> str:
-        """End the recording, and return the table of operations in its last cycle; see `Profiler.summary`."""
+        """End the recording, and return the table of operations in its last cycle; "" if none was recorded."""
         self._end()
         return self._table
 

@@ -27,6 +27,9 @@ class SimpleProfiler(Profiler):
     Attributes:
         actions: The measurements of the current stage (see `verdict.Action`), by name of the action.
 
+    Raises:
+        TypeError: If ``dirpath`` or ``filename`` is neither a string nor a path.
+
     Example:
         >>> import time
         >>> from treadle.profilers import SimpleProfiler
@@ -122,7 +125,10 @@ class SimpleProfiler(Profiler):
             action.device_first = exclusive
 
     def summary(self) -> str:
-        """Return the table of actions and the verdict on the bottleneck; "" without actions; see `Profiler.summary`."""
+        """Return the table of actions and, if computation was measured, the verdict on the bottleneck.
+
+        Without actions, return "".
+        """
         elapsed = time.perf_counter() - self._started
         if self._clock is not None:
             self._clock.read(wait=True)
@@ -141,7 +147,9 @@ class SimpleProfiler(Profiler):
 
 
 def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_device: bool) -> list[str]:
-    """Return the lines of the table of actions, largest share first. The last line is the time outside of all actions.
+    """Return the lines of the table of actions, largest share first, below a line with the names of the columns.
+
+    The last line is the time outside of all actions.
 
     Args:
         actions: The measurements of each action, by its name.

@@ -27,7 +27,8 @@ def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pro
         The running ``torch.profiler.profile``.
 
     Raises:
-        ValueError: If one of the handler's activities is unknown. The error names the closest one.
+        ValueError: If one of the handler's activities is unknown. The error lists the valid names.
+        TypeError, AssertionError: If ``torch.profiler.schedule`` rejects the handler's ``schedule_option``.
     """
     profiler = _build_profiler(handler, world.rank)
     with profiler:

@@ -1,4 +1,4 @@
-"""Verdict on the bottleneck of a run in one sentence, from the durations of its actions."""
+"""Verdict on the bottleneck of a run, from the durations of its actions."""
 
 from __future__ import annotations
 

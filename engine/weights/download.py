@@ -35,6 +35,9 @@ def find_in_store(source: object) -> RemotePath | None:
 
     Args:
         source: A path or URL; see `load_weights`.
+
+    Raises:
+        ValueError: If `RemotePath` rejects the URL, for example because its scheme is read-only.
     """
     if not is_url(source) or str(source).partition("://")[0].lower() in _WEB:
         return None
@@ -52,8 +55,10 @@ def fetch_from_store(source: RemotePath, folder: Path) -> Path:
         The path of the local file or folder.
 
     Raises:
-        ValueError: If the source does not exist or is empty.
-        OSError: If the object store reports an error.
+        ValueError: If the source does not exist, the folder contains no objects, or the scheme of the URL is not
+            supported.
+        ModuleNotFoundError: If the package for the scheme is not installed.
+        OSError: If the object store reports an error, or the local file cannot be written.
     """
     if source.is_file():
         source.download(folder / source.name)
@@ -75,6 +80,7 @@ def check_digest(path: Path, sha256: str) -> None:
 
     Raises:
         ValueError: If the digest differs, or if ``sha256`` is not a valid digest.
+        OSError: If the file cannot be read.
     """
     expected = _parse_digest(sha256)
     with path.open("rb") as file:

@@ -64,28 +64,35 @@ def load_weights(
             ``torch.save``, such as Lightning's ``.ckpt``; an index of several such files (``.index.json``); a folder in
             Hugging Face's format; and any other folder with a single index or weights file. A file of ``torch.save``
             contains a state dict, at the top level or under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``. An
-            ``http``, ``https`` or ``file`` URL must name a single file and requires ``sha256``. Each process reads or
-            downloads the source separately.
-        strict: Require that names and shapes in the source are exactly those of the model. If False, the weights that
-            fit are loaded, and a warning lists the differences.
-        prefix: Load only weights whose names begin with this prefix, and remove it from the names. If no prefix is set,
-            the prefixes of common wrappers, such as DDP, are removed automatically.
+            ``http``, ``https`` or ``file`` URL must name a single file and requires ``sha256``. For an index in an
+            object store, such as ``s3://``, pass the URL of its folder. Each process reads or downloads the source
+            separately.
+        strict: Require that the source and the model have the same names and shapes. One name of a tied parameter is
+            sufficient. If False, the weights that fit are loaded, and a warning describes the differences. Default:
+            True.
+        prefix: Load only weights whose names begin with this prefix, and remove it from the names. Default: the
+            prefixes of common wrappers, such as DDP, are removed if the model's names do not have them.
         rename: A function that maps a name in the source to the name in the model, or to None to skip the weight. The
             name is passed without ``prefix``. Alternatively, a mapping of names. A key that is empty or ends with
-            ``"."`` applies to all names with this prefix.
-        sha256: The SHA-256 digest of the file, which is verified before the content is parsed. Required for an
-            ``http``, ``https`` or ``file`` URL.
+            ``"."`` applies to all names with this prefix for which the mapping has no longer key. Default: keep the
+            names.
+        sha256: The SHA-256 digest of the file, which is verified before the content is parsed. The digest of an index
+            does not cover the files that the index names. Required for an ``http``, ``https`` or ``file`` URL.
 
     Returns:
         The names of the weights that were loaded, and of the weights that were not.
 
     Raises:
-        ValueError: If the source is missing, damaged, harmful or in an unsupported format. If ``prefix`` matches no
-            name, or the model is already dispatched or on device ``meta``. If names or shapes differ from those of the
-            model or, with ``strict=False``, if no weight fits. The error lists the differences, and suggests a prefix
-            if one would fit. The model is then unchanged, with one exception: if it has a custom ``load_state_dict`` or
-            hooks that change names, torch may already have loaded the weights that fit.
-        TypeError: If an argument has the wrong type, or if ``rename`` returns anything other than a string or None.
+        ValueError: If the source is missing, damaged, harmful or in an unsupported format, or its digest is missing or
+            different. If ``prefix`` matches no name, or ``rename`` maps two weights to one name. If the model is
+            dispatched over several devices, offloaded, or on device ``meta``. With ``strict=True``, if names or shapes
+            differ from those of the model, or the model has other values for frozen weights that a Treadle checkpoint
+            omits. With ``strict=False``, if no weight fits. The error may suggest a ``prefix`` or ``rename``. The model
+            is then unchanged, unless it has a custom ``load_state_dict`` or ``set_extra_state``, or hooks that change
+            names: torch may then have loaded the weights that fit.
+        TypeError: If ``model``, ``source``, ``prefix`` or ``rename`` has the wrong type, or if ``rename`` returns
+            anything other than a string or None.
+        ModuleNotFoundError: If the package for the scheme of the URL is not installed.
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(model, nn.Module):
@@ -105,9 +112,9 @@ def load_opened(
     Args:
         model: The model, prepared or not.
         source: The result of `open_source`.
-        strict: Require that names and shapes in the source are exactly those of the model.
-        prefix: Load only names with this prefix.
-        rename: A function or a mapping from names in the source to names in the model.
+        strict: See `load_weights`.
+        prefix: See `load_weights`.
+        rename: See `load_weights`.
     """
     unwrapped = _unwrap_model(model)
     state = unwrapped.state_dict()
@@ -189,7 +196,7 @@ def _compare(
     targets: Mapping[str, str],
     differences: tuple[tuple[str, ...], ...],
 ) -> None:
-    """Raise an error if names or shapes of weights are not exactly those of the model."""
+    """Raise an error if names or shapes of weights are not those of the model, unless the model may rename weights."""
     missing, unexpected, reshaped = differences
     if not any(differences):
         return
@@ -297,7 +304,7 @@ def _strip_wrappers(values: dict[str, Any], model_names: set[str]) -> dict[str, 
 
 
 def _suggest_prefix(weights: Mapping[str, Any], model_names: Mapping[str, Any]) -> str:
-    """Return a hint with a prefix whose removal or addition makes more names fit; "" if there is no such prefix."""
+    """Return a hint with a prefix whose removal or addition makes more names fit; "" if no such prefix is found."""
     if len(weights) > 100_000:
         return ""
 

@@ -54,7 +54,7 @@ class UnbuiltCall:
 
     Attributes:
         name: The name of the called class or function; ``"persistent"`` for data stored outside the pickle, such as the
-            memory of tensors.
+            memory of tensors; ``"a call of a call"`` if the pickle calls something other than a class or function.
         args: The positional arguments.
         state: The state that the pickle would set on the result, or the keyword arguments of the call. None if the
             pickle contains neither.
@@ -76,11 +76,12 @@ def read(stream: Any) -> Any:
         stream: An open file with at most `MAX_BYTES` bytes.
 
     Returns:
-        The object in the pickle, which consists of lists, dicts, tuples, sets, text, bytes, numbers, None, `Name` and
-        `UnbuiltCall`. Containers may contain themselves.
+        The object in the pickle, which consists of lists, dicts, tuples, sets, frozensets, text, bytes, bytearrays,
+        numbers, booleans, None, `Name` and `UnbuiltCall`. Containers may contain themselves.
 
     Raises:
-        ValueError: If the pickle is damaged, is too large, or contains names that only an attack would use.
+        ValueError: If the pickle is damaged or too large, contains instructions or keys that files of weights do not
+            have, or contains names that only an attack would use.
     """
     machine = _Machine()
     count = 0
@@ -133,7 +134,7 @@ class _Machine:
 
 
 def _check_key(value: Any) -> Any:
-    """Return a dict key or set item; raise an error if many such keys could be crafted with the same hash."""
+    """Return a dict key or set item; raise an error if its type is unsupported or allows many keys with one hash."""
     if isinstance(value, int) and value.bit_length() > 64:
         raise ValueError(f"its pickle has a number of {value.bit_length():,} bits as a key, but at most 64 are allowed")
     if isinstance(value, tuple):

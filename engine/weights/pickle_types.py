@@ -1,6 +1,6 @@
 """Conversion of the names in other programs' files to data: torch, NumPy and path types, and common containers.
 
-Names that are not in the table raise `Unknown`. A name never runs code of another program, because Treadle defines the
+Names without a conversion raise `Unknown`. A name never runs code of another program, because Treadle defines the
 conversion of each name.
 """
 
@@ -23,21 +23,21 @@ _NUMPY_DTYPE = re.compile(r"(\?|b1|[iufc](1|2|4|8|16)|U\d{1,6}|S\d{1,6})")
 
 
 class Unknown(Exception):
-    """Error for a name that is not in the table or does not denote data. Its message is the name or a description."""
+    """Error for a name without a conversion, or a value that is not data. Its message is the name or a description."""
 
 
 class Reader:
     """Converter that turns results of `pickle_reader.read` into plain data, such as numbers, arrays and containers.
 
     Args:
-        persistent: Function that converts a persistent id, which is a tuple, to data.
+        persistent: Function that converts a persistent id, the pickle's reference to data stored outside it, to data.
         calls: Functions that convert the arguments of a call to data, by name of the called function. They extend the
             built-in table.
         budget: The maximum number of bytes to copy. Without a limit, a file that refers to one long text a million
             times would fill the memory. Default: 256 MiB.
 
     Attributes:
-        dropped: The types of the items that `mapping` omitted because they are not data, by place.
+        dropped: The types or descriptions of the items that `mapping` omitted because they are not data, by place.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Reader:
 
         Raises:
             ValueError: If ``value`` is not a dict, or if an item is invalid; see `data`.
+            Unknown: See `container`.
         """
         value = self.container(value)
         if not isinstance(value, dict):
@@ -84,6 +85,10 @@ class Reader:
 
         Args:
             value: A result of `pickle_reader.read`, or a part of it.
+
+        Raises:
+            Unknown: If an ``OrderedDict`` in the form of Python 2 has contents that are not pairs with plain keys.
+            ValueError: If the budget is exceeded.
         """
         if isinstance(value, UnbuiltCall):
             name = value.name
@@ -184,7 +189,7 @@ def check_extent(value: Any, limit: int = 1_000_000) -> None:
 
     Raises:
         ValueError: If the traversal has more items.
-        RecursionError: If the data contains itself.
+        RecursionError: If the data contains itself or is nested too deeply.
     """
     extents: dict[int, int] = {}
 

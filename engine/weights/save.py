@@ -39,9 +39,12 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
             lists the names of the others.
 
     Raises:
-        TypeError: If ``obj`` contains anything other than data that ``torch.load(weights_only=True)`` loads, or one
-            process's shard of a tensor. For safetensors, if it is not a dict of dense tensors with supported dtypes, or
-            if a tensor is on device ``meta``.
+        TypeError: If ``obj`` contains a value that cannot be saved, such as an object of a custom class, a sparse
+            tensor, a tensor on device ``meta``, a tensor with a dtype that safetensors does not support, or one
+            process's shard of a tensor. For safetensors, if ``obj`` is not a dict of tensors. If ``f`` is neither a
+            path, a URL nor an open file.
+        ValueError: If ``obj`` contains itself or is nested more than 100 levels deep, or if the URL is invalid.
+        OSError, RuntimeError: If the file cannot be written.
     """
     write: Callable[[Any], None]
     if safe:
@@ -132,7 +135,7 @@ def _delete(path: AnyPath) -> None:
 def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, safe: bool) -> None:
     """Write weights as one file, or as several files with an index, under Hugging Face's file names.
 
-    At any time, the folder contains either the complete old or the complete new weights. Several new files get unused
+    At any time, the folder contains the complete old or the complete new weights. Several new files get unused
     names, which contain ``-v1``, ``-v2`` or a higher number if the usual names exist. The new index replaces the old
     index in one rename. Then the old files are deleted.
 
@@ -140,13 +143,14 @@ def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, saf
         weights: Tensors by name. In a safetensors file, only the first of several tied tensors is written, and the
             header lists the names of the others.
         directory: The path or URL of the folder.
-        limit: The maximum size of a file in bytes, which only a single larger tensor exceeds.
+        limit: The maximum total size of the tensors in a file, in bytes. A larger tensor gets a file of its own.
         safe: Write safetensors files. If False, write files of ``torch.save``.
 
     Raises:
         TypeError: If a value is not a tensor, is one process's shard of a tensor, or is a tensor that cannot be stored,
             such as a sparse one or one on device ``meta``.
         ValueError: If the directory is a Treadle checkpoint.
+        OSError, RuntimeError: If a file cannot be written.
     """
     others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if others:
@@ -167,12 +171,13 @@ def write_weights(
         tensors: Tensors by name, each under one name only. A value may be a reference to an unread tensor.
         aliases: Further names of tied tensors, each with the name of the tensor in ``tensors``.
         directory: The path or URL of the folder.
-        limit: The maximum size of a file in bytes, which only a single larger tensor exceeds.
+        limit: The maximum total size of the tensors in a file, in bytes. A larger tensor gets a file of its own.
         safe: Write safetensors files. If False, write files of ``torch.save``, in which a tied tensor is listed under
             all its names.
 
     Raises:
         ValueError: If the directory is a checkpoint, whose files would be replaced. No file is written then.
+        OSError, RuntimeError: If a file cannot be written.
     """
     directory = absolute(directory)
     refuse_checkpoint(directory)
@@ -315,7 +320,9 @@ _ADVICE: dict[type, str] = {
 
 
 def make_readable(value: Any, place: str) -> Any:
-    """Return a value with Python numbers and plain containers, so that ``torch.load(weights_only=True)`` loads it.
+    """Return a value in a form that ``torch.load(weights_only=True)`` loads.
+
+    NumPy scalars become Python values, and a ``defaultdict`` becomes a dict.
 
     Args:
         value: Anything that `json_codec.encode` accepts. Values that need no conversion are returned as the same
@@ -323,7 +330,7 @@ def make_readable(value: Any, place: str) -> Any:
         place: The position of the value in the saved object, such as ``"obj.name"``, for errors.
 
     Raises:
-        TypeError: If a value is not supported. The error names the value's position and type, and a fix.
+        TypeError: If a value is not supported. The error names the value's position and a fix.
     """
     kind = type(value)
     if isinstance(value, np.generic):

@@ -1,7 +1,7 @@
-"""Sources of weights in all supported formats, recognized by their content and opened without reading tensors.
+"""Sources of weights in all supported formats, which are recognized by their content and read on demand.
 
-Safetensors files are memory-mapped. `torch_files` reads files of ``torch.save``, including Lightning's. This package
-uses neither an unpickler nor ``torch.load``, so no setting can make it trust a file.
+`torch_files` reads files of ``torch.save``, including Lightning's. This package uses neither an unpickler nor
+``torch.load``, so no setting can make it trust a file.
 """
 
 from __future__ import annotations
@@ -68,19 +68,20 @@ class Opened:
 
 @contextmanager
 def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
-    """Return a context in which a source of weights is open. Downloads are deleted when the context ends.
+    """Return a context in which a source of weights is open. Downloads are deleted after the context ends.
 
     Args:
         source: A path or URL; see `load_weights`.
-        sha256: The expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
+        sha256: The expected SHA-256 digest of the file; see `load_weights`.
 
     Yields:
         The opened source.
 
     Raises:
         TypeError: If the source is neither a path nor a URL.
-        ValueError: If the source does not exist, is damaged or is not in a supported format, or if its digest is
-            missing or different.
+        ValueError: If the source does not exist, is damaged or is not in a supported format, or if ``sha256`` is
+            missing, invalid or not the digest of the file.
+        ModuleNotFoundError: If the package for the scheme of the URL is not installed.
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(source, str | os.PathLike):
@@ -104,17 +105,20 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
 def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
     """Return the weights of a checkpoint as unread tensors, by name.
 
-    For a Treadle checkpoint on disk, only the sizes of the files are checked and not their digests, because the model
-    may be larger than memory.
+    For a Treadle checkpoint on disk, only the sizes of the files are checked and not their digests, so that the files
+    are not read in full.
 
     Args:
         checkpoint: A path, or a URL of an object store, whose files are kept locally until the process ends. The
             supported formats are a safetensors file, a file of ``torch.save``, a ``.index.json`` that names several
-            files, a folder that contains one of these, and a Treadle checkpoint. No code in a file is run. A file may
-            be a symbolic link, as in Hugging Face's cache.
+            files, a folder that contains one of these, and a Treadle checkpoint. For an index in an object store, pass
+            the URL of its folder. No code in a file is run. A file may be a symbolic link, as in Hugging Face's cache.
 
     Raises:
-        ValueError: If the format is not supported, or if the checkpoint does not exist, is damaged or lacks a file.
+        ValueError: If the format is not supported, if the checkpoint does not exist, is damaged or lacks a file, or if
+            it is an ``http``, ``https`` or ``file`` URL.
+        TypeError: If ``checkpoint`` is neither a path nor a URL.
+        ModuleNotFoundError: If the package for the scheme of the URL is not installed.
         OSError: If the object store reports an error.
     """
     stored = find_in_store(checkpoint)
@@ -254,8 +258,8 @@ def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
         file: The parsed file of ``torch.save``.
 
     Raises:
-        ValueError: If the file does not contain a state dict, or if the state dict contains values other than tensors
-            and extra state.
+        ValueError: If the file does not contain a state dict or is damaged, or if the state dict contains values other
+            than tensors and extra state.
     """
     document = file.reader.container(file.document)
     if not isinstance(document, dict):

@@ -97,6 +97,7 @@ class TorchFile:
     Raises:
         ValueError: If the file is damaged, harmful or too large, was written on a big-endian machine, or was not
             written by ``torch.save``.
+        OSError: If the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:

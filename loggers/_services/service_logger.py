@@ -32,6 +32,7 @@ class ServiceLogger(Logger):
         separator: Text between the prefix and the name. Default: ``"-"``.
         log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit; ``"all"`` uploads each one
             as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``; False uploads none.
+            Checkpoints at a URL are skipped.
         strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger.
         texts: Additional arguments to check, by name. Each must be a string or None.
@@ -152,12 +153,12 @@ class ServiceLogger(Logger):
         """Record hyperparameters and, if passed, metrics at step 0.
 
         Args:
-            params: Settings by name, nested or not. Values other than containers, strings, numbers, bools and None are
-                recorded as their ``str``.
+            params: Settings by name, nested or not. Values are converted to plain data; see `plain`.
             metrics: Initial values of the metrics by which runs are compared. Default: none.
 
         Raises:
-            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None, or a metric is not a number.
+            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None, or ``metrics`` is not a dict of
+                numbers by name.
             ValueError: If a metric is a tensor that does not have exactly one element.
         """
         values = plain(as_mapping(params))
@@ -167,7 +168,11 @@ class ServiceLogger(Logger):
             self.log_metrics(metrics, step=0)
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload the kept checkpoints immediately, at the end of the fit, or never, depending on ``log_model``."""
+        """Upload the kept checkpoints immediately, leave them to `finalize`, or do nothing; see ``log_model``.
+
+        Args:
+            checkpoint_callback: The callback that saved the checkpoint.
+        """
         self._upload(self._uploads.collect_after_save(checkpoint_callback))
 
     def _upload(self, checkpoints: Iterable[tuple[str, Any, dict[str, Any]]]) -> None:
@@ -184,10 +189,10 @@ class ServiceLogger(Logger):
     def finalize(self, status: str = "success") -> None:
         """Upload the pending checkpoints. Close the run if the stage failed or `closes_with_stage` is True.
 
-        If the run stays open, its buffered data is written. Later logging continues the run.
+        If the run stays open, `save` is called. Later logging continues the run.
 
         Args:
-            status: ``"success"`` or ``"failed"``.
+            status: ``"success"`` or ``"failed"``. Default: ``"success"``.
         """
         try:
             self._upload_waiting()

@@ -14,7 +14,10 @@ from contextlib import contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore the RNG states of Python, NumPy and PyTorch (CPU) and the signal handlers when the block ends.
 
-    Importing comet_ml or trackio, or opening a run with most services, draws from Python's RNG. Training would
+    The state of NumPy or PyTorch is restored only if the package was imported before the block. The handlers are
+    restored only if the block runs in the main thread.
+
+    Importing comet_ml, swanlab or trackio, or opening a run with most services, draws from Python's RNG. Training would
     then no longer be reproducible. ClearML and SwanLab install signal handlers that end their run. These would replace
     Treadle's handlers, which save a checkpoint first.
 

@@ -28,7 +28,7 @@ class TorchSyncBatchNorm:
 
 
 def synchronize(module: nn.Module, world: World) -> None:
-    """Replace every BatchNorm layer within ``module`` with a synchronized one.
+    """Replace the BatchNorm layers within ``module`` with synchronized ones.
 
     The new layers have the same parameters, buffers and hooks, under the same names.
 
@@ -38,7 +38,7 @@ def synchronize(module: nn.Module, world: World) -> None:
 
     Raises:
         ValueError: If ``module`` itself is a BatchNorm layer, or if it contains a BatchNorm layer of an unsupported
-            class (lazy or custom).
+            class, such as a lazy or custom one.
     """
     # torch's SyncBatchNorm does not support the CPU, at least up to 2.13.
     kind: type[_BatchNorm] = GlobalBatchNorm if world.device.type == "cpu" else nn.SyncBatchNorm
@@ -89,8 +89,8 @@ class GlobalBatchNorm(_BatchNorm):
             input: Tensor of shape (samples, channels, ...).
 
         Raises:
-            ValueError: If the input has fewer than two dimensions or, in training mode, if all processes together have
-                fewer than two values per channel.
+            ValueError: If the input has fewer than two dimensions, or if statistics would be computed from too few
+                values per channel.
         """
         if not self.training or not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
             return super().forward(input)

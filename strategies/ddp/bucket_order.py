@@ -26,8 +26,8 @@ class ReadyOrder:
         fixed: Whether torch never changes the grouping, in which case no order is recorded.
 
     Attributes:
-        order: Indices of the trained parameters, in the order in which their gradients became ready; empty before the
-            first reduced backward pass, and always if ``fixed`` is set.
+        order: Indices of the trained parameters, in the order in which their gradients became ready, or in the order
+            passed to `rehearse`. Empty before one of the two has happened, and always if ``fixed`` is set.
     """
 
     def __init__(self, replica: Any, fixed: bool) -> None:
@@ -59,7 +59,8 @@ class ReadyOrder:
     def rehearse(self, order: Iterable[int]) -> None:
         """Make the next backward pass reduce as if a first backward pass in this order had preceded it.
 
-        Must be called on all ranks. An order that does not match this model is ignored.
+        Must be called on all ranks. Existing gradients are discarded. An order that does not match this model is
+        ignored.
 
         Args:
             order: Indices of the trained parameters, in the order in which their gradients become ready.

@@ -33,10 +33,10 @@ def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> Iterator[li
 
 
 def average(tensors: Iterable[Tensor], world: World) -> None:
-    """Replace each tensor with its mean over the ranks, in place. All ranks must pass tensors of the same shapes.
+    """Replace each tensor with its mean over the ranks, in place.
 
     Args:
-        tensors: Floating-point tensors of any shape.
+        tensors: Floating-point tensors, with the same shapes and dtypes on every rank.
         world: Ranks over which the mean is taken.
     """
     for bucket in buckets(tensors):
@@ -56,11 +56,11 @@ def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
 
 
 def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor | None = None) -> Tensor | None:
-    """Replace each gradient with its mean over all ranks. A missing gradient counts as zero.
+    """Replace each gradient with its mean over several ranks. A missing gradient counts as zero.
 
-    Averaging does not change gradients that are already equal on all ranks. Averaged gradients may therefore be
-    averaged again after further gradients have been added to them. A gradient that no rank has stays None. Must be
-    called on all ranks with the same parameters.
+    Apart from rounding, averaging does not change gradients that are already equal on all ranks. Averaged gradients may
+    therefore be averaged again after further gradients have been added to them. A gradient that no rank has stays None.
+    Must be called on all ranks with the same parameters.
 
     Args:
         parameters: Parameters whose gradients are averaged.
@@ -71,7 +71,7 @@ def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor |
         The sum of ``note`` (0 if it is None); None with a world size of one.
 
     Raises:
-        ValueError: If a gradient is sparse.
+        ValueError: With several ranks, if a gradient is sparse.
     """
     if world.size == 1:
         return None

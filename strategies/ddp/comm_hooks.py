@@ -21,14 +21,14 @@ class CommHook:
     Args:
         hook: ``"fp16"``, ``"bf16"``, ``"power_sgd"``, or a function for torch's ``register_comm_hook``; ``"no"`` or
             None for no hook.
-        state: The first argument of a function passed as ``hook``. For PowerSGD, it may be a dict of arguments for
-            ``PowerSGDState``.
+        state: The first argument of a function passed as ``hook``. For PowerSGD, torch's ``PowerSGDState`` or a dict of
+            its arguments.
         wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``hook`` runs, and from which
             they are cast back afterwards. A function instead receives the hook and returns a new one. ``"no"`` or None
             for no wrapper.
 
     Raises:
-        ValueError: If a name is unknown, the arguments contradict each other, or the hook is broken in torch.
+        ValueError: If a name is unknown, the arguments contradict each other, or the hook is not supported.
 
     Source: PowerSGD (Vogels et al., 2019), https://arxiv.org/abs/1905.13727
     """

@@ -49,6 +49,7 @@ class _Replica(DistributedDataParallel):
 
     Attributes:
         apart: Number of active `DDP.no_sync` contexts, in which gradients are not reduced.
+        ready: Order in which the gradients become ready; None until `DDP.wrap` has set it.
     """
 
     def __init__(self, router: Router, advance: Callable[[], None], **options: Any) -> None:
@@ -89,7 +90,7 @@ class _Replica(DistributedDataParallel):
         """Check that the reduction is complete, because torch would raise an error only in the next forward pass.
 
         Raises:
-            ValueError: If parameters received no gradient. The error lists them.
+            ValueError: If parameters received no gradient. The error lists their names as far as torch reports them.
         """
         if self.ready is not None and self.ready.watching:
             self.ready.finish_recording()
@@ -114,7 +115,7 @@ class _Replica(DistributedDataParallel):
 
 
 class DDP(Strategy):
-    """Strategy with a full copy of the model on every process. Gradients are averaged during the backward pass.
+    """Strategy with a full copy of the model on every process. By default, backward passes average the gradients.
 
     Args:
         find_unused_parameters: Permit parameters that are not used in a step, at the cost of a traversal of the graph.
@@ -124,8 +125,8 @@ class DDP(Strategy):
         gradient_as_bucket_view: Store gradients in the buffers in which they are sent, so no second copy of them is
             needed.
         bucket_cap_mb: Size in MiB of the buffers in which gradients are sent. Default: 25, as in torch.
-        broadcast_buffers: Broadcast rank zero's buffers (BatchNorm's statistics) to every process before each forward
-            pass.
+        broadcast_buffers: Broadcast rank zero's buffers (BatchNorm's statistics) to every process before forward
+            passes.
         comm_hook: Compression of gradients: ``"fp16"``, ``"bf16"``, ``"power_sgd"`` or a function for torch's
             ``register_comm_hook``. None or ``"no"`` disables compression. Values that the processes exchange to agree
             on a step are never compressed.
@@ -134,23 +135,22 @@ class DDP(Strategy):
         comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``comm_hook`` runs, or a
             function that receives the hook and returns a new one. None or ``"no"`` disables the cast.
         sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes, even on the CPU.
-        zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). The results are bit-identical to
-            those of ``zero=False``.
+        zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). For optimizers that update each
+            parameter separately, the results are bit-identical to those of ``zero=False``.
         local_sgd_steps: Number of optimizer steps between two averages of the parameters. After ``local_sgd_start``
             steps, gradients are no longer reduced, and each process steps separately. Parameters are also averaged
             before an evaluation or a checkpoint. Default: None, which reduces gradients in every step.
         local_sgd_start: Number of optimizer steps before local steps begin. Until then, gradients are reduced in every
             step. Default: 0.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: 30
-            minutes.
+            minutes, unless the Accelerator or an existing process group sets another limit.
         process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: NCCL for GPUs and gloo for host
             memory.
         other: Aliases from Lightning and Accelerate: ``ddp_comm_hook``, ``ddp_comm_state``, ``ddp_comm_wrapper``,
             ``comm_state_option``, ``model_averaging_period``.
 
     Raises:
-        TypeError: If an argument does not exist (the error names the nearest valid one), or if ``timeout`` has the
-            wrong type.
+        TypeError: If an argument does not exist, or if ``timeout`` has the wrong type or wrong entries.
         ValueError: If an argument has an invalid value, or if arguments contradict each other.
 
     Example:
@@ -218,7 +218,7 @@ class DDP(Strategy):
         """See `Strategy.attach`.
 
         Raises:
-            ValueError: If local steps are set for a precision with a loss scaler (float16).
+            ValueError: If ``local_sgd_steps`` is set for a precision with a loss scaler (``"16-mixed"``).
         """
         super().attach(world, precision)
         self.delays_sync = world.size > 1
@@ -242,11 +242,15 @@ class DDP(Strategy):
 
     @property
     def replicas_equal(self) -> bool:
-        """False while each rank steps separately (local SGD)."""
+        """False while each rank steps separately because of ``local_sgd_steps``, otherwise True."""
         return self.local_steps is None or not self.local_steps.alone
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
-        """See `Strategy.wrap`. With ``step`` and no ``comm_hook``, votes are reduced together with the gradients."""
+        """See `Strategy.wrap`. With ``step`` and no ``comm_hook``, replicas reduce votes together with the gradients.
+
+        Raises:
+            ValueError: If parameters of the model are sharded, or if ``sync_batchnorm`` does not support a layer.
+        """
         if self.world.size == 1 or not (step or any(p.requires_grad for p in module.parameters())):
             return super().wrap(module)
         self.place(module)
@@ -277,7 +281,12 @@ class DDP(Strategy):
         return replica
 
     def replicate(self, module: nn.Module) -> nn.Module:
-        """See `Strategy.replicate`. The backward pass does not reduce gradients."""
+        """See `Strategy.replicate`. The backward pass does not reduce gradients.
+
+        Raises:
+            ValueError: If parameters of the model are sharded. With several processes, also if ``comm_hook`` or
+                ``local_sgd_steps`` is set, or if ``sync_batchnorm`` does not support a layer.
+        """
         if self.world.size == 1:
             return super().wrap(module)
         if self.comm_hook or self.local_steps is not None:
@@ -291,7 +300,11 @@ class DDP(Strategy):
         return super().wrap(module)
 
     def reduce_gradients(self, parameters: Iterable[Tensor], note: Tensor | None = None) -> Tensor | None:
-        """See `Strategy.reduce_gradients`."""
+        """See `Strategy.reduce_gradients`.
+
+        Raises:
+            ValueError: With several processes, if a gradient is sparse.
+        """
         return average_gradients(parameters, self.world, note)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -409,7 +422,12 @@ class DDP(Strategy):
             replica.require_backward_grad_sync = before
 
     def steps_apart(self, module: nn.Module) -> Any:
-        """See `Strategy.steps_apart`."""
+        """See `Strategy.steps_apart`.
+
+        Raises:
+            ValueError: If ``zero`` or ``local_sgd_steps`` is set. On entry, the context may raise the error of
+                `no_sync`.
+        """
         if self.zero or self.local_steps is not None:
             option = "zero=True" if self.local_steps is None else f"local_sgd_steps={self.local_steps.every}"
             raise ValueError(
@@ -418,7 +436,11 @@ class DDP(Strategy):
         return self.no_sync(module)
 
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """See `Strategy.join`."""
+        """See `Strategy.join`.
+
+        With ``comm_hook``, ``sync_batchnorm``, ``zero`` or ``local_sgd_steps``, ranks cannot continue without another
+        rank. Without them, the context raises a ValueError on entry if a trained model does not reduce gradients.
+        """
         exchanges = {
             "comm_hook": self.comm_hook,  # it divides by the world size, not by the number of remaining ranks
             "sync_batchnorm": self.sync_batchnorm,
@@ -466,12 +488,12 @@ class DDP(Strategy):
             self.local_steps.meet(self._local_optimizer, self.world)
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """See `Strategy.sync_buffers`. If processes have stepped separately, their parameters are averaged."""
+        """See `Strategy.sync_buffers`. If local steps have made parameters differ, the parameters are averaged."""
         self._meet()
         super().sync_buffers(module)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """See `Strategy.model_state`. If processes have stepped separately, their parameters are averaged."""
+        """See `Strategy.model_state`. If local steps have made parameters differ, the parameters are averaged."""
         self._meet()
         return super().model_state(module)
 
@@ -487,7 +509,7 @@ class DDP(Strategy):
             replica.ready.rehearse(order)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See `Strategy.optimizer_state`."""
+        """See `Strategy.optimizer_state`. With local steps on several processes, the state includes the step count."""
         if self.local_steps is not None and self.world.size > 1:
             return self.local_steps.state_dict(optimizer, self.world)
         return super().optimizer_state(optimizer)

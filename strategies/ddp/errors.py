@@ -12,7 +12,7 @@ _MAX_NAMES = 30
 
 
 def explain_reducer_error(error: BaseException, names: list[str], finds_unused: bool = False) -> ValueError | None:
-    """Return the error to raise instead of ``error``, or None if ``error`` is not about the reduction of gradients.
+    """Return an error that explains ``error`` if a gradient was missing or was ready twice, otherwise None.
 
     Args:
         error: Error that a forward or backward pass raised.

@@ -60,7 +60,7 @@ class LocalSteps:
             self._apart = False
 
     def state_dict(self, optimizer: Optimizer, world: World) -> dict[str, Any]:
-        """Return the optimizer's state. During local steps, parameters and state are first averaged over all processes.
+        """Return the optimizer's state. During local steps, parameters and state tensors are averaged first.
 
         Args:
             optimizer: The user's optimizer.
@@ -78,7 +78,7 @@ class LocalSteps:
         return {**optimizer.state_dict(), "local_sgd_count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the number of completed steps. The number is zero if another strategy saved the state.
+        """Restore the number of completed steps. The number is zero if the state was saved without local steps.
 
         Args:
             state: A state returned by `state_dict`.
@@ -92,7 +92,7 @@ def _list_trained_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _list_slots(optimizer: Optimizer) -> list[tuple[tuple[int, str], Tensor]]:
-    """Return the optimizer's state tensors by parameter index and name, except step counts, which never differ."""
+    """Return the optimizer's floating-point state tensors by parameter index and name. 0-d tensors are omitted."""
     slots = []
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         for name, value in optimizer.state.get(parameter, {}).items():
@@ -106,7 +106,7 @@ def parse_local_steps(every: Any, start: Any) -> LocalSteps | None:
 
     Args:
         every: Value of ``local_sgd_steps``: an integer of at least 1, or None.
-        start: Value of ``local_sgd_start``: an integer of at least 0.
+        start: Value of ``local_sgd_start``: an integer of at least 0, or None for 0.
 
     Raises:
         ValueError: If a value is not an integer in its range, or if ``start`` is set without ``every``.

@@ -46,10 +46,11 @@ def examine(
     Args:
         launched: Values that the launcher has set for this rank.
         run_folder: Folder into which the run would write.
-        limit: Time limit in seconds for the reports of all ranks, and separately for the measurements.
+        limit: Seconds to wait for other ranks. The reports of all ranks, and then the measurements, may each take twice
+            as long, plus `MARGIN`. A process that takes longer exits with status 1.
         publish: Function that is called with the report on one rank: rank zero, or the lowest rank that reported. The
-            other ranks wait until it has returned. A rank that cannot reach the store or fails the roll call publishes
-            a report of this failure.
+            other ranks wait at most ``limit`` seconds for it to return. A rank that cannot connect or exceeds a time
+            limit publishes a report of its own failure.
         accelerator: Device type of the ranks. Default: ``"auto"``, the available devices.
 
     Returns:
@@ -74,11 +75,11 @@ def examine(
 
 
 def examine_without_ranks(run_folder: str | Path, errors: list[str]) -> Report:
-    """Return a report on this process alone, for use if no ranks could be started.
+    """Return a report on this process alone, for use if no ranks report.
 
     Args:
         run_folder: Folder into which the run would write.
-        errors: Reasons why no ranks could be started.
+        errors: Reasons why there is no report of ranks.
     """
     facts = inspect_process(run_folder) | {"rank": 0}
     return make_report([facts], judge([facts], size=1, launched=None, missing=[], errors=errors, measured={}))
@@ -181,7 +182,8 @@ class _Examination:
 
         Raises:
             ValueError: If another process has the same rank.
-            RuntimeError: If rank zero reported, but did not state which ranks are missing.
+            RuntimeError: If the rank that decides does not state in time which ranks are missing, or if the store does
+                not respond.
         """
         rank, size = self.launched.rank, self.launched.world_size
         if store.add(f"arrivals of {rank}", 1) > 1:
@@ -243,7 +245,7 @@ class _Examination:
             disconnect()
 
     def _list_errors(self) -> list[str]:
-        """Return the failures of the measurements with their ranks, or an empty list if all succeeded."""
+        """Return the failures of the measurements with their ranks; an empty list if this rank knows of none."""
         if self._store is None or not self._facts or self.missing:
             return []
         store, ranks, errors = self._store, range(self.launched.world_size), []

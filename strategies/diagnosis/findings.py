@@ -1,4 +1,4 @@
-"""Findings of a diagnosis: one line for each subject, marked good, note or fault."""
+"""Findings of a diagnosis. Each is a text about one subject, marked good, note or fault."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Finding:
     Args:
         mark: ``"good"``, ``"note"`` or ``"fault"``.
         subject: Name of the inspected item, such as ``"memory"``.
-        text: State of the subject, and a fix if something is wrong.
+        text: State of the subject, with a fix if one is known for what is wrong.
     """
 
     mark: str
@@ -278,10 +278,10 @@ def _judge_environment(ranks: list[Facts], launched: LaunchEnvironment | None) -
 
 
 def _list_contradictions(facts: Facts, launched: LaunchEnvironment | None) -> Iterator[tuple[str, str]]:
-    """Yield the contradictions between variables that launchers and users set.
+    """Yield the problems with environment variables, such as contradictions between launchers and users.
 
     Yields:
-        The mark and the text of each contradiction.
+        The mark and the text of each problem.
     """
     env = facts["environment"]
     by_torchrun = "TORCHELASTIC_RUN_ID" in env

@@ -1,4 +1,4 @@
-"""Inspection of the machine and environment from one process, as plain data that is sent to rank zero."""
+"""Inspection of the machine and environment from one process, as plain data that can be sent as JSON."""
 
 from __future__ import annotations
 
@@ -198,7 +198,8 @@ def _list_backends() -> dict[str, str]:
 def inspect_folder(folder: str | Path) -> Facts:
     """Return a folder's path, its free and total bytes, and the error that writing a file to it raises, if any.
 
-    If the folder does not exist yet, the nearest existing parent is inspected instead.
+    After an error, the numbers of bytes are None. If the folder does not exist yet, its nearest existing parent is
+    inspected instead.
 
     Args:
         folder: Folder to inspect.
@@ -219,7 +220,7 @@ def inspect_folder(folder: str | Path) -> Facts:
 
 
 def _find_port() -> int | None:
-    """Return a port on which this machine can listen; None if the system has no free port."""
+    """Return a port of 127.0.0.1 on which this process can listen; None if there is none."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port: int = server.getsockname()[1]
@@ -229,7 +230,7 @@ def _find_port() -> int | None:
 
 
 def _read(path: str | Path) -> str:
-    """Return a file's text, or "" if this system or container does not have the file."""
+    """Return a file's text, or "" if the file cannot be read, for example because the system does not have it."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -20,8 +20,8 @@ _QUICK = 0.1  # seconds for the medium tensor; if it takes longer, the large one
 def measure_clocks(world: World) -> list[float]:
     """Return the number of seconds by which each rank's clock is ahead of rank zero's.
 
-    Each rank reads its clock as it leaves a barrier, so the error is the time between the first and the last rank to
-    leave.
+    Each rank reads its clock as it leaves a barrier. The median of several rounds is returned. Ranks do not leave a
+    barrier at exactly the same time, which limits the accuracy.
 
     Args:
         world: Processes whose clocks are compared.

@@ -1,4 +1,4 @@
-"""Examination without a launcher. Treadle starts two or more ranks for it on this machine."""
+"""Examination without a launcher. Treadle starts the ranks for it on this machine."""
 
 from __future__ import annotations
 

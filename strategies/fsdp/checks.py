@@ -1,4 +1,4 @@
-"""Checks that a model can be sharded. They run before anything is changed."""
+"""Checks that a model can be sharded."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.
     Args:
         module: The user's model.
         blocks: The submodules that are each gathered as one unit, inner modules first.
-        storage: The dtype that floating-point parameters are converted to first.
+        storage: The dtype to which floating-point parameters are converted first, or None to keep their dtypes.
 
     Raises:
-        ValueError: If a parameter is 0-d, or if trained parameters are empty or have several dtypes in one block. The
-            error lists them.
+        ValueError: If a parameter is 0-d, if a trained parameter is empty, or if trained parameters that are gathered
+            together differ in dtype.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     single = [name for parameter, name in names.items() if not parameter.ndim]
@@ -86,11 +86,12 @@ def check_parallelized(module: nn.Module, size: int) -> None:
 
 
 def check_unchanged(tape: Tape, tensor: Tensor, words: str) -> None:
-    """Check that a tensor without memory was changed only by operations that ``tape`` has recorded.
+    """Check that a parameter or buffer without memory was changed only by operations that ``tape`` has recorded.
 
     Args:
         tape: Recording of the operations that created the tensor.
-        tensor: Tensor on the meta device that was created during the recording.
+        tensor: Tensor on the meta device that was created during the recording. Only parameters and buffers are
+            checked.
         words: The name of the tensor, for the error message.
 
     Raises:

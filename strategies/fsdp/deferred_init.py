@@ -98,8 +98,9 @@ class Tape(TorchDispatchMode):
     """Recorder of the operations that initialize tensors on the meta device, in order to compute their values later.
 
     Random numbers are drawn and discarded during the recording. Later draws, such as the order of samples, are
-    therefore the same as with a model that is created with memory. The generator's state before each draw is kept (5
-    kB), so that values can be computed later in any order. Only operations that a value depends on are repeated.
+    therefore the same as with a model that is created with memory. The generator's state before each draw is kept (5 kB
+    on the CPU), so that values can be computed later in any order. Only operations that a value depends on are
+    repeated.
 
     With ``torch.device("meta")`` alone, the values would be lost, and every module would need a ``reset_parameters``
     method.
@@ -218,7 +219,7 @@ class Tape(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return a context that records the construction of models, with ``meta`` as the default device."""
+        """Return a context that records the construction of models. The default device must be ``meta``."""
 
         def register_built(part: Any, name: str, value: Tensor | None) -> None:
             if _is_meta(value):
@@ -250,10 +251,11 @@ class Tape(TorchDispatchMode):
         return all(tensor() is None for tensor in self._built.values())
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` has not been written to since the recording ended.
+        """Return whether a parameter or buffer has not been written to since the recording ended.
 
         Args:
-            tensor: Tensor on the meta device that was created during the recording.
+            tensor: Tensor on the meta device that was created during the recording. If it is neither a parameter nor a
+                buffer, it counts as unchanged.
         """
         built = self._built.get(id(tensor))
         return built is None or built() is not tensor or _get_version(tensor) == self._versions.get(id(tensor))
@@ -323,7 +325,7 @@ def get_generator(device: torch.device) -> torch.Generator:
     """Return the default generator of a device.
 
     Args:
-        device: The CPU or a CUDA device.
+        device: A CUDA device. For any other device, the CPU's generator is returned.
     """
     if device.type != "cuda":
         return torch.default_generator
@@ -359,7 +361,7 @@ _LOOKS = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
 
 
 def _needs_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operator on tensors without memory returns their values or a number computed from them."""
+    """Return whether an operator needs the values of tensors without memory, not only their shapes and dtypes."""
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return True
     device = kwargs.get("device")

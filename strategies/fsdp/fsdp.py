@@ -37,14 +37,15 @@ if TYPE_CHECKING:
 class FSDP(Strategy):
     """Strategy in which each process keeps a shard of every parameter, its gradient and its optimizer state.
 
-    A block's parameters are gathered when the block runs and freed afterwards. The strategy works on CPU (gloo) and
-    CUDA, even with a world size of one. Build large models in `Accelerator.init_module` or `TaskModule.configure_model`
-    so that no process ever holds the full model.
+    A block's parameters are gathered when the block runs and, by default, freed afterwards. The strategy works on CPU
+    (gloo) and CUDA, even with a world size of one. Build large models in `Accelerator.init_module` or
+    `TaskModule.configure_model` so that the full model need not fit in the memory of one process.
 
     Args:
         auto_wrap_policy: Policy that selects the modules that are each gathered as one unit: ``"auto"`` (the repeated
             blocks), ``"parts"`` (also the other submodules), module classes or their names, a minimum number of
-            parameters, or a function of a module. Parameters outside these modules are gathered once per step.
+            parameters, or a function of a module. Parameters outside these modules are gathered in the forward pass and
+            kept until the end of the backward pass.
         activation_checkpointing_policy: Modules that keep only their inputs and recompute other activations in the
             backward pass. True selects the modules of ``auto_wrap_policy``, a separate policy selects others, and False
             or None disables recomputation. A `Recompute` can also select every n-th module, keep the results of some
@@ -54,8 +55,8 @@ class FSDP(Strategy):
             groups of that many processes.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory.
         gather_dtype: The dtype in which parameters are gathered. Default: their storage dtype. Autocast then converts
-            gathered parameters, so results equal those of one process. ``torch.bfloat16`` sends half as many bytes as
-            float32, and also rounds the weights of norms. Gradients are reduced in float32.
+            gathered parameters, as on a single device. ``torch.bfloat16`` sends half as many bytes as float32, and also
+            rounds the weights of norms. If ``gather_dtype`` is set, gradients are reduced in float32.
         mixed_precision: Torch's ``MixedPrecisionPolicy``, as an alternative to ``gather_dtype``.
         data_parallel_size: Number of processes over which the data is sharded. ``"auto"`` means the world size divided
             by ``tensor_parallel_size``.
@@ -67,15 +68,16 @@ class FSDP(Strategy):
         sync_each_batch: Reduce gradients in every micro-batch, so that only shards of them are kept. With accumulation,
             this uses less memory and more communication.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: 30
-            minutes.
+            minutes, unless the Accelerator or an existing process group sets another limit.
         process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: NCCL for GPUs and gloo for host
             memory.
 
     Raises:
         TypeError: If ``auto_wrap_policy`` is a bool, ``gather_dtype`` is not a floating-point dtype, or ``timeout`` has
-            the wrong type. A policy of another unsupported type raises this error when a model is wrapped.
-        ValueError: If a size is not positive, a policy's name or ``timeout`` is invalid, or arguments contradict each
-            other. Sizes that do not divide the world size raise this error when the run starts.
+            the wrong type or wrong entries. A policy of another unsupported type raises this error when a model is
+            wrapped.
+        ValueError: If a size is not a positive integer, a policy's name or ``timeout`` is invalid, or arguments
+            contradict each other. Sizes that do not fit the world size raise this error when the run starts.
 
     Example:
         >>> import treadle
@@ -130,7 +132,11 @@ class FSDP(Strategy):
         self._moved: Any = WeakIdKeyDictionary()
 
     def attach(self, world: World, precision: Precision) -> None:
-        """See `Strategy.attach`."""
+        """See `Strategy.attach`.
+
+        Raises:
+            ValueError: If the sizes do not fit the world size, or if the installed torch does not support the device.
+        """
         super().attach(world, precision)
         check_device(world.device)
         self.device_mesh = self._mesh = self.layout.mesh(world)
@@ -187,6 +193,7 @@ class FSDP(Strategy):
 
         Raises:
             ValueError: If the model cannot be sharded, or was sharded over another mesh or in another precision.
+            TypeError: If a policy has an unsupported type.
         """
         root = module.__dict__.get(_ROOT)
         if root is None:
@@ -213,7 +220,12 @@ class FSDP(Strategy):
         return self.method(self.wrap(self.unwrap(module)), name)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
-        """See `Strategy.compiled_parts`. Modules that are gathered as one unit are always compiled separately."""
+        """See `Strategy.compiled_parts`. Modules that are gathered as one unit are always compiled separately.
+
+        Raises:
+            ValueError: If ``auto_wrap_policy`` names a class that the model does not have, or a number less than 1.
+            TypeError: If ``auto_wrap_policy`` has an unsupported type.
+        """
         gathered = self._choose_blocks(module)
         return [*gathered, *direct_parts(module, gathered)], True
 
@@ -353,7 +365,10 @@ class FSDP(Strategy):
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def decisions(self, module: nn.Module) -> list[str]:
-        """See `Strategy.decisions`. A note is returned if a gather in the compute dtype would be smaller."""
+        """See `Strategy.decisions`.
+
+        With autocast on several processes, a note suggests ``gather_dtype``, unless it or ``mixed_precision`` is set.
+        """
         if self.mixed_precision is not None or self.precision.compute is None or self.world.size == 1:
             return []
         size = sum(p.numel() * p.element_size() for p in module.parameters()) / self.layout.tensor / 2**30
@@ -456,12 +471,21 @@ class FSDP(Strategy):
     # -- for plans -----------------------------------------------------------------------------------------------
 
     def grid(self, world_size: int) -> dict[str, int]:
-        """See `Strategy.grid`."""
+        """See `Strategy.grid`.
+
+        Raises:
+            ValueError: If the sizes do not fit the world size.
+        """
         shard = self.layout.sizes(world_size)["data_parallel"]
         return {"replicate": self.layout.replicate, "shard": shard, "tensor": self.layout.tensor}
 
     def wrap_without_values(self, module: nn.Module) -> nn.Module:
-        """See `Strategy.wrap_without_values`."""
+        """See `Strategy.wrap_without_values`.
+
+        Raises:
+            ValueError: If ``cpu_offload`` is set, torch is older than 2.7, or the model cannot be sharded.
+            TypeError: If a policy has an unsupported type.
+        """
         if not hasattr(torch.cpu.Stream, "record_event"):
             raise ValueError(
                 f"a plan of strategy='fsdp' needs torch 2.7 or newer, but this is torch {torch.__version__}. Upgrade "
@@ -481,7 +505,7 @@ class FSDP(Strategy):
 
     @property
     def gathers_in_storage_dtype(self) -> bool:
-        """See `Strategy.gathers_in_storage_dtype`."""
+        """True if neither ``gather_dtype`` nor ``mixed_precision`` is set."""
         return self.mixed_precision is None
 
     @property
@@ -492,7 +516,12 @@ class FSDP(Strategy):
     def variant(
         self, *, replicate: int | None = None, recompute: bool | None = None, gather: torch.dtype | None = None
     ) -> FSDP:
-        """See `Strategy.variant`. The copy does not have the models of the original."""
+        """See `Strategy.variant`. The copy does not have the models of the original.
+
+        Raises:
+            ValueError: If ``replicate`` is not a positive integer.
+            TypeError: If ``gather`` is not a floating-point dtype.
+        """
         variant = copy.copy(self)
         variant._tapes, variant._roots, variant._moved = [], WeakSet(), WeakIdKeyDictionary()
         if replicate is not None:

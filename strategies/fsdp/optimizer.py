@@ -21,7 +21,7 @@ def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World
     Args:
         optimizer: The user's optimizer.
         moved: The sharded parameter for each original parameter.
-        world: Processes of the run. Existing optimizer state is taken from rank zero.
+        world: Processes of the run. Existing optimizer state, except scalars, is copied from rank zero.
 
     Raises:
         ValueError: If the optimizer or its state cannot be sharded, or if a parameter belongs to a model that is not

@@ -22,23 +22,26 @@ FLAG = "activation_checkpointing_policy"
 class Recompute:
     """Selection of the activations that `FSDP` recomputes in the backward pass instead of keeping them.
 
-    Blocks keep only their inputs. Recomputation takes the time of one more forward pass. It reduces the memory for
-    activations from that of the whole model to that of one block. Recomputing fewer activations takes less time.
+    By default, each block keeps only its inputs, and recomputation takes about the time of one more forward pass. The
+    other activations are in memory for only one block at a time. Recomputing fewer activations takes less time and more
+    memory.
 
     Args:
         blocks: A policy that selects the modules, in any form that ``auto_wrap_policy`` accepts. Default:
             ``auto_wrap_policy``.
-        every: Select only every n-th of these modules, starting with the first.
+        every: Select only every n-th of these modules, starting with the first. Default: 1, all of them.
         keep: Operations whose results are kept, such as ``torch.ops.aten.mm.default``. ``"products"`` keeps the results
-            of matrix products and attention, which take longest, so that recomputation is cheap.
+            of matrix products, convolutions and attention, which take longest, so that recomputation is cheap. Default:
+            none.
         budget: Fraction of the activations' memory that the compiler may use, from 0.0 (free all) to 1.0 (keep all).
             Within this budget, the compiler minimizes the time for recomputation. The value applies to all compiled
             models of the process and cannot be combined with other arguments.
 
     Raises:
-        ValueError: If a number is out of range, a name is unknown, or ``budget`` is combined with another argument.
-        TypeError: If ``blocks`` is a bool, ``keep`` contains something that is not an operation, or ``budget`` is not a
-            number.
+        ValueError: If ``every`` is not a positive integer, ``budget`` is out of range, a name is unknown, or ``budget``
+            is combined with another argument.
+        TypeError: If ``blocks`` is a bool, ``keep`` is neither a string nor a collection of operations, or ``budget``
+            is not a number.
 
     Example:
         >>> from treadle.strategies import FSDP, Recompute
@@ -83,7 +86,7 @@ class Recompute:
             value: True, False, None, a policy, or a `Recompute`, which is returned unchanged.
 
         Raises:
-            TypeError, ValueError: If the policy is invalid.
+            ValueError: If the policy is a lower-case string other than ``"auto"`` and ``"parts"``.
         """
         if value is None or value is False:
             return None
@@ -99,7 +102,9 @@ class Recompute:
             blocks: The modules that ``auto_wrap_policy`` has selected.
 
         Raises:
-            ValueError: If nothing is selected, or if ``budget`` is set for a model that is not compiled.
+            ValueError: If the policy is invalid for this model or selects nothing, or if ``budget`` is set for a model
+                that is not compiled.
+            TypeError: If the policy has an unsupported type.
         """
         if self.budget is not None:
             self._set_budget(module)

@@ -14,9 +14,9 @@ from ..forward_router import Router
 class ShardedRouter(Router):
     """Root module of a sharded model.
 
-    If no backward pass will follow a forward pass, the model's parameters are resharded afterwards, because its
-    optimizer needs the shards. The model never computes in torch's inference mode, because parameters first gathered in
-    that mode could not be trained (torch 2.13).
+    After a forward pass without gradients, the model's parameters are resharded, because its optimizer needs the
+    shards. Such a pass does not run in torch's inference mode, because parameters first gathered in that mode could not
+    be trained (torch 2.13).
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def forget_gradients(root: nn.Module) -> None:
 
 
 def gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each gathered parameter, which torch keeps without its memory, with the corresponding sharded parameter.
+    """Yield each parameter that has been gathered, as torch's unsharded tensor, with its sharded parameter.
 
     Args:
         root: The root of a sharded model.

@@ -1,4 +1,4 @@
-"""Columns of a `RichProgressBar`, for scripts that override ``configure_columns``."""
+"""Parts of Lightning's rich progress bar, such as the columns, for scripts that override ``configure_columns``."""
 
 from __future__ import annotations
 

@@ -13,15 +13,15 @@ __all__ = ["TQDMProgressBar", "Tqdm", "convert_inf"]
 
 
 class Tqdm(tqdm):  # type: ignore[type-arg]
-    """Progress bar whose metrics have equal widths, so that the width of the line stays the same."""
+    """Progress bar that pads short numbers with zeros, so that the width of the line changes less often."""
 
     @staticmethod
     def format_num(n: int | float | str) -> str:
-        """Format a number. Floats are padded with zeros to at least five characters, such as ``0.500`` or ``10.00``.
+        """Format a number. Pad floats with zeros to at least five characters, as in ``0.500`` or ``10.00``.
 
         Args:
-            n: The number, or a text. A text with a decimal point is padded like a float; any other text is returned
-                unchanged.
+            n: The number, or a text. A text with a decimal point is padded like a float. A number with an exponent, and
+                a text with the letter ``e`` or without a decimal point, is not padded.
         """
         text = n if isinstance(n, str) else tqdm.format_num(n)
         if isinstance(n, float) and "e" not in text and "." not in text and len(text) < 5:

@@ -8,14 +8,18 @@ from ....loggers import CSVLogger as LightningCSVLogger
 
 
 class CSVLogger(LightningCSVLogger):
-    """Writer of ``metrics.csv`` in ``root_dir/name/version_N``.
+    """Logger that writes ``metrics.csv`` and ``hparams.yaml`` to ``root_dir/name/version_N``.
 
     Args:
-        root_dir: Local directory above all experiments.
-        name: Directory of the experiment below ``root_dir``; None or ``""`` for no such directory.
-        version: A number N for ``version_N``, or a directory name. Default: the next free number.
-        prefix: Prefix of every metric's name, as ``prefix-name``.
-        flush_logs_every_n_steps: Steps after which pending rows are written to the file.
+        root_dir: Parent directory of the experiments, or a URL; see `DirectoryLogger`.
+        name: Directory of the experiment in ``root_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
+        version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
+        prefix: Text before every metric's name, as ``prefix-name``. Default: none.
+        flush_logs_every_n_steps: Maximum number of steps before buffered rows are written. Default: 100.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument has an invalid value.
     """
 
     def __init__(

@@ -9,18 +9,22 @@ from ....loggers import TensorBoardLogger as LightningTensorBoardLogger
 
 
 class TensorBoardLogger(LightningTensorBoardLogger):
-    """Writer of event files for TensorBoard in ``root_dir/name/version_N``.
+    """Logger that writes event files for TensorBoard, and ``hparams.yaml``, to ``root_dir/name/version_N``.
 
     `log_graph` records the graph at its first call.
 
     Args:
-        root_dir: Local directory above all experiments.
-        name: Directory of the experiment below ``root_dir``; None or ``""`` for no such directory.
-        version: A number N for ``version_N``, or a directory name. Default: the next free number.
-        default_hp_metric: Whether `log_hyperparams` without metrics records ``hp_metric`` = -1.
-        prefix: Prefix of every metric's name, as ``prefix-name``.
-        sub_dir: Directory below ``version_N`` for the files.
+        root_dir: Parent directory of the experiments, or a URL; see `DirectoryLogger`.
+        name: Directory of the experiment in ``root_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
+        version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
+        default_hp_metric: Whether `log_hyperparams` without metrics records ``hp_metric`` = -1. Default: True.
+        prefix: Text before every metric's name, as ``prefix-name``. Default: none.
+        sub_dir: Directory below ``version_N`` for the files. Default: none.
         **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``.
+
+    Raises:
+        TypeError: If an argument is unknown or has the wrong type.
+        ValueError: If an argument has an invalid value.
     """
 
     def __init__(
@@ -42,5 +46,5 @@ class TensorBoardLogger(LightningTensorBoardLogger):
 
     @property
     def sub_dir(self) -> str | None:
-        """Directory below ``version_N`` for the files."""
+        """Directory below ``version_N`` for the files, or None."""
         return self._sub_dir

@@ -21,7 +21,8 @@ def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None 
     Args:
         path_or_url: A path, or an open file.
         map_location: Device to which tensors are loaded.
-        weights_only: See ``torch.load``. None means True, so no code in a file is run.
+        weights_only: See ``torch.load``. None means True, so that no code in a file is run. For a directory, the value
+            is ignored, and no code is run.
     """
     if isinstance(path_or_url, str | os.PathLike) and os.path.isdir(path_or_url):
         return load_checkpoint(path_or_url, map_location)

@@ -22,9 +22,9 @@ class ClosureResult(OutputResult):
     """Loss of a step and its further outputs.
 
     Attributes:
-        closure_loss: The loss with its autograd graph.
+        closure_loss: The loss with its autograd graph, or None.
         extra: The further outputs by name.
-        loss: A copy of the loss without its autograd graph.
+        loss: A copy of the loss without its autograd graph, or None.
     """
 
     closure_loss: Tensor | None
@@ -41,7 +41,7 @@ class ClosureResult(OutputResult):
 
         Args:
             training_step_output: A loss, a dict with ``"loss"``, or None.
-            normalize: Divisor of the loss.
+            normalize: Divisor of the loss. Default: 1.
 
         Raises:
             ValueError: If the output is neither a loss, a dict with a loss, nor None.
@@ -85,6 +85,8 @@ class Closure(AbstractClosure[ClosureResult]):
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         """Run the step, clear the gradients, run the backward pass, and return the step's result.
 
+        Without a loss, a warning is issued and the backward pass is skipped.
+
         Args:
             *args: Accepted and ignored.
             **kwargs: Accepted and ignored.
@@ -99,7 +101,7 @@ class Closure(AbstractClosure[ClosureResult]):
         return result
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Run the closure and return the loss without its graph."""
+        """Run the closure and return the loss without its graph; None without a loss."""
         super().__call__(*args, **kwargs)
         assert self._result is not None
         return self._result.loss

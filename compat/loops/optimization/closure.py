@@ -30,7 +30,8 @@ class AbstractClosure(ABC, Generic[T]):
         """Return the result of the last call and clear it.
 
         Raises:
-            ValueError: If the closure was not called since the last result was consumed.
+            ValueError: If there is no result, for example because the closure was not called since the last result was
+                consumed.
         """
         result, self._result = self._result, None
         if result is None:
@@ -47,6 +48,6 @@ class AbstractClosure(ABC, Generic[T]):
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the closure and store its result."""
+        """Run the closure, store its result, and return this object."""
         self._result = self.closure(*args, **kwargs)
         return self

@@ -16,19 +16,20 @@ __all__ = ["ManualResult"]
 
 @dataclass
 class ManualResult(OutputResult):
-    """Outputs of a step by name. The loss is detached from its graph."""
+    """Outputs of a step with manual optimization, by name."""
 
     extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_training_step_output(cls, training_step_output: Any) -> ManualResult:
-        """Build the result from the output of a training step.
+        """Build the result from the output of a training step. The loss is detached from its graph.
 
         Args:
-            training_step_output: The step's return value: a loss, a dict, or None.
+            training_step_output: The step's return value: a loss, a dict whose ``"loss"``, if any, is a tensor, or
+                None.
 
         Raises:
-            ValueError: If the output is not a loss, a dict, or None.
+            ValueError: If the output is neither a tensor, a dict, nor None.
         """
         output = {"loss": training_step_output} if isinstance(training_step_output, Tensor) else training_step_output
         if output is not None and not isinstance(output, Mapping):

@@ -1,4 +1,4 @@
-"""Files of a checkpoint in an object store, downloaded to a folder of this process and compared with its manifest."""
+"""Files of a checkpoint in an object store, downloaded to a folder of this process and compared with the manifest."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Checkpoints in a folder of an object store: listing, checks, deletion, and removal of leftover objects.
 
 A checkpoint's URL contains ``manifest.json`` and one folder of files, ``data-<random>``, which the manifest names. A
-new save to the same URL writes its files to a new folder and does not change the existing checkpoint. The one request
-that replaces the manifest is the commit. Folders that the manifest does not name are left over from a save that was
-killed, or from the previous save. Other objects are foreign and are not deleted.
+new save to the same URL writes its files to a new folder and does not change the existing checkpoint before the commit.
+The one request that replaces the manifest is the commit. Folders that the manifest does not name belong to a save in
+progress, or are left over from a killed or an earlier save. Other objects are foreign and are not deleted.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def check_writable(directory: RemotePath) -> None:
 
     Raises:
         OSError: If checkpoints cannot be saved. The text gives the reason.
+        ValueError: If fsspec does not support the URL's scheme.
+        ImportError: If the package of the URL's store is not installed.
     """
     probe = directory / f".probe-{os.urandom(8).hex()}"
     try:
@@ -61,7 +63,7 @@ def check_writable(directory: RemotePath) -> None:
 
 
 def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, RemotePath]], list[str]]:
-    """Return a folder's committed checkpoints with manifests, latest last, and a message for each damaged manifest.
+    """Return a folder's committed checkpoints with manifests, latest last, and a message for each unreadable manifest.
 
     Args:
         directory: The URL of the checkpoints.
@@ -79,7 +81,9 @@ def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, Remote
 
 
 def find_next_sequence(directory: RemotePath) -> int:
-    """Return a number above all sequence numbers in a folder of checkpoints. A process lists the folder only once.
+    """Return a number above the sequence numbers of the checkpoints in a folder with readable manifests.
+
+    The process remembers the number, and counts on from it in later calls without listing the folder again.
 
     Args:
         directory: The URL of the checkpoints.
@@ -131,14 +135,14 @@ def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, in
 
 
 def remove(path: RemotePath) -> None:
-    """Delete a committed checkpoint. The manifest is deleted first; from then on, the checkpoint does not count.
+    """Delete a committed checkpoint. The manifest is deleted first; without it, no checkpoint exists at the URL.
 
     Args:
         path: The checkpoint's URL.
 
     Raises:
-        ValueError: If no checkpoint exists at the URL, or the URL contains foreign objects. In that case, nothing is
-            changed.
+        ValueError: If no checkpoint with a readable manifest exists at the URL, or the URL contains foreign objects. In
+            these cases, nothing is changed.
         OSError: If the store rejects a request.
     """
     manifest, objects = read_manifest(path), path.sizes()
@@ -180,13 +184,13 @@ def delete_superseded(target: RemotePath, folder: str) -> None:
 
 
 def recover(directory: RemotePath) -> list[str]:
-    """Delete the objects that killed saves left in a folder.
+    """Delete the objects that killed and earlier saves left in a folder, except next to an unreadable manifest.
 
     Args:
         directory: The URL of the checkpoints.
 
     Returns:
-        A description of each deletion.
+        A message for each checkpoint of which objects were deleted.
     """
     left: dict[str, list[str]] = {}
     objects = directory.sizes()
@@ -209,7 +213,7 @@ def recover(directory: RemotePath) -> list[str]:
 
 
 def _is_data(name: str) -> bool:
-    """Return whether an object, by its path in a checkpoint, is in a folder that `Upload` created."""
+    """Return whether an object, by its path in a checkpoint, is in a folder with a name that `Upload` would use."""
     folder, _, inside = name.partition("/")
     return bool(inside) and re.fullmatch(FOLDER, folder) is not None
 

@@ -1,4 +1,4 @@
-"""Save to an object store: files are written locally, uploaded, and committed by their manifest."""
+"""Save to an object store: every process uploads its files, and one process commits them with a manifest."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Upload:
             files: The content of each file, by file name.
 
         Raises:
-            OSError: If a disk operation fails, or the store rejects a request several times.
+            OSError: If a disk operation or a request to the store fails.
         """
 
         def transfer(name: str) -> filesystem.Entry:
@@ -79,8 +79,11 @@ class Upload:
 
         Raises:
             ValueError: If something other than a checkpoint exists at the URL, a file is missing in the store or has
-                the wrong size, a count is negative, or a hook wrote a file that is not accepted.
-            OSError: If the store rejects a request. An earlier commit remains.
+                the wrong size, the manifest would be invalid (for example, because a count is negative), or a hook
+                wrote a file that is not accepted.
+            TypeError: If ``info`` contains a tensor, an array or something that is not data.
+            OSError: If a request to the store fails. An earlier checkpoint remains, unless the new manifest was written
+                although the store did not confirm it.
         """
         target = self._target
         check_target(target)
@@ -121,10 +124,10 @@ class Upload:
         return dict(zip(names, _run_side_by_side(transfer, names), strict=True))
 
     def discard(self, is_main: bool) -> None:
-        """Delete this process's files and, on rank zero, all uploaded files, unless they are committed.
+        """Delete this process's files and, on rank zero, all uploaded files, unless they are or may be committed.
 
         Args:
-            is_main: Whether this is rank zero.
+            is_main: True on rank zero.
         """
         clear_staging(self._target)
         if is_main and not self._may_be_committed:
@@ -132,7 +135,7 @@ class Upload:
 
 
 def open_staging(target: RemotePath) -> Path:
-    """Return the folder in which this process assembles files for a checkpoint's URL.
+    """Return the folder, created if necessary, in which this process assembles files for a checkpoint's URL.
 
     Args:
         target: The checkpoint's URL.
