@@ -7,7 +7,7 @@ from enum import Enum, StrEnum
 from typing import Any
 
 from ..common.messages import format_count, name_type
-from ..common.validation import check_int, choose
+from ..common.validation import check_int, check_optional_type, choose
 from .ddp import DDP
 from .distributed import World
 from .registry import resolve_strategy
@@ -363,8 +363,10 @@ def choose_strategy(
     Raises:
         ValueError: If the arguments contradict each other, the name is unknown, or the layout does not fit the world
             size.
-        TypeError: If ``strategy`` is neither a name nor a `Strategy`.
+        TypeError: If ``strategy`` is neither a name nor a `Strategy`, or another argument has the wrong type.
     """
+    check_optional_type("fsdp_plugin", plugin, FullyShardedDataParallelPlugin)
+    check_optional_type("parallelism_config", parallelism, ParallelismConfig)
     if parallelism is not None:
         parallelism.check(world)
     strategy_arguments = [

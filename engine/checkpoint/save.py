@@ -120,6 +120,8 @@ def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any
         ValueError: If the name of a part is reserved, something other than a checkpoint exists at a target, or weights
             or optimizer states are not finite.
     """
+    if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
+        raise TypeError(f"save_state(parts={parts!r:.100}) must be a dict of states by name.")
     for name in parts:
         if _RESERVED.fullmatch(name):
             raise ValueError(

@@ -761,6 +761,32 @@ def prepare_seeded(kind, seed):
     return accelerator, accelerator.prepare_data_loader(loaders()[kind])
 
 
+def test_what_is_no_place_and_no_part(tmp_path):
+    accelerator = cpu()
+    accelerator.prepare(nn.Linear(2, 1))
+    with pytest.raises(TypeError, match=r"save_state\(output_dir=5\) must be a path"):
+        accelerator.save_state(5)
+    with pytest.raises(TypeError, match=r"load_state\(input_dir=5\) must be a path"):
+        accelerator.load_state(5)
+    for parts in ({3: 3}, [3]):
+        with pytest.raises(TypeError, match=r"save_state\(parts=.*must be a dict of states by name"):
+            accelerator.save_state(tmp_path / "a", parts=parts)
+
+
+def wrong_on_one(folder):
+    accelerator = treadle.Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 1))
+    with pytest.raises((TypeError, RuntimeError), match="info.loss is a tensor") as caught:
+        accelerator.save_state(f"{folder}/a", info={"loss": torch.ones(1)} if accelerator.is_main_process else {})
+    return str(caught.value)
+
+
+def test_wrong_metadata_on_one_rank_is_an_error_on_all(tmp_path):
+    first, second = run(wrong_on_one, 2, tmp_path)
+    assert first in second
+    assert "rank 0" in second
+
+
 def resuming_at_an_end(folder):
     """The epochs that scripts read which count them in different ways, resumed from the second epoch's last batch."""
     found = {}
