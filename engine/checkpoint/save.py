@@ -306,7 +306,8 @@ def select_optimizer_files(files: Files) -> set[str]:
     Args:
         files: The files of a checkpoint, by name.
     """
-    return {name for name in files if name.startswith(optimizer_part(0))}
+    first = optimizer_part(0)
+    return {name for name in files if name.partition(".")[0] == first or name.startswith(f"{first}-")}
 
 
 def collect_rank_random_state(accelerator: Accelerator) -> RandomState:

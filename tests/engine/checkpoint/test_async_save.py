@@ -9,7 +9,7 @@ import pytest
 import torch
 from processes import run, script
 from torch import nn
-from treadle.engine.checkpoint import async_save, filesystem
+from treadle.engine.checkpoint import OpenCheckpoint, async_save, filesystem
 from treadle.engine.checkpoint.parts import TensorFile
 from treadle.engine.checkpoint.store import CheckpointStore, verify
 from treadle.strategies import DDP, FSDP
@@ -135,6 +135,17 @@ def test_a_thread_that_can_not_start_leaves_nothing_to_wait_for(tmp_path, monkey
     accelerator.save_state(tmp_path / "good", blocking=False)
     accelerator.finish_saving()
     assert os.listdir(tmp_path) == ["good"]
+
+
+def test_a_part_named_like_the_optimizer_is_copied_at_once(tmp_path):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+    mine = torch.ones(100_000)
+    accelerator.save_state(tmp_path / "a", parts={"optimizer_mine": {"values": mine}}, blocking=False)
+    mine.zero_()
+    accelerator.finish_saving()
+    saved = OpenCheckpoint(tmp_path / "a").read_part("optimizer_mine")["values"]
+    assert torch.equal(saved, torch.ones(100_000))
 
 
 def test_what_is_noted_is_as_it_was(tmp_path):

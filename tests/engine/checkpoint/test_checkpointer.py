@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import uuid
 import warnings
 from collections import Counter, OrderedDict, defaultdict
 from datetime import timedelta
@@ -388,6 +389,14 @@ def test_hooks(tmp_path):
     accelerator.load_state(tmp_path / "c")
     assert calls == [[2, 2], 2]
     assert not (tmp_path / "c" / "second.pt").exists()
+
+
+def test_a_hooks_files_at_a_url():
+    accelerator = cpu()
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: open(f"{folder}/mine", "w").close())
+    path = accelerator.save_state(f"memory://{uuid.uuid4().hex}/c")
+    assert set(read_manifest(path).others) == {"mine"}
 
 
 def refused_hooks(folder):
