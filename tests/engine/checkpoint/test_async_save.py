@@ -9,8 +9,9 @@ import pytest
 import torch
 from processes import run, script
 from torch import nn
-from treadle.engine.checkpoint import OpenCheckpoint, async_save, filesystem
+from treadle.engine.checkpoint import async_save, filesystem
 from treadle.engine.checkpoint.parts import TensorFile
+from treadle.engine.checkpoint.save import select_optimizer_files
 from treadle.engine.checkpoint.store import CheckpointStore, verify
 from treadle.strategies import DDP, FSDP
 
@@ -137,15 +138,10 @@ def test_a_thread_that_can_not_start_leaves_nothing_to_wait_for(tmp_path, monkey
     assert os.listdir(tmp_path) == ["good"]
 
 
-def test_a_part_named_like_the_optimizer_is_copied_at_once(tmp_path):
-    accelerator, model, optimizer = prepared()
-    step(accelerator, model, optimizer)
-    mine = torch.ones(100_000)
-    accelerator.save_state(tmp_path / "a", parts={"optimizer_mine": {"values": mine}}, blocking=False)
-    mine.zero_()
-    accelerator.finish_saving()
-    saved = OpenCheckpoint(tmp_path / "a").read_part("optimizer_mine")["values"]
-    assert torch.equal(saved, torch.ones(100_000))
+def test_only_the_optimizers_own_files_are_copied_later():
+    later = {"optimizer.json", "optimizer-1.safetensors", "optimizer-rank-00003.json"}
+    files = dict.fromkeys([*later, "optimizer_mine.json", "model.safetensors", "state.json"], b"")
+    assert select_optimizer_files(files) == later
 
 
 def test_what_is_noted_is_as_it_was(tmp_path):
