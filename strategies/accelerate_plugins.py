@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
@@ -281,8 +282,14 @@ class FullyShardedDataParallelPlugin:
         argument, sharding = "sharding_strategy", self.sharding_strategy
         if sharding is None and isinstance(self.reshard_after_forward, str | Enum):
             argument, sharding, self.reshard_after_forward = "reshard_after_forward", self.reshard_after_forward, None
-        name = str(getattr(sharding, "name", sharding or "FULL_SHARD")).upper().lstrip("_")
-        self._sharding = choose(argument, name, _SHARDING)
+        self._sharding = choose(argument, _name_sharding(sharding or "FULL_SHARD"), _SHARDING)
+        if isinstance(self.reshard_after_forward, str | Enum):
+            if choose("reshard_after_forward", _name_sharding(self.reshard_after_forward), _SHARDING) != self._sharding:
+                raise ValueError(
+                    f"reshard_after_forward={self.reshard_after_forward!r} contradicts "
+                    f"sharding_strategy={self.sharding_strategy!r}. Set only one of them."
+                )
+            self.reshard_after_forward = None
         self._wrap = self._build_wrap_policy()
 
     def _build_wrap_policy(self) -> Any:
@@ -293,7 +300,13 @@ class FullyShardedDataParallelPlugin:
             policy = choose("auto_wrap_policy", policy.lower(), _POLICIES)
         names = self.transformer_cls_names_to_wrap
         if policy in (None, "transformer_based_wrap") and names:
-            return frozenset(name.strip() for name in (names.split(",") if isinstance(names, str) else names))
+            listed = names.split(",") if isinstance(names, str) else names
+            if not isinstance(listed, Iterable) or not all(isinstance(name, str | type) for name in listed):
+                raise TypeError(
+                    f"transformer_cls_names_to_wrap={names!r} must be names of classes: a list, or a string with "
+                    "commas between them."
+                )
+            return frozenset(name.strip() if isinstance(name, str) else name for name in listed)
         if policy in (None, "size_based_wrap") and self.min_num_params:
             return self.min_num_params
         if policy == "size_based_wrap":
@@ -329,6 +342,11 @@ class FullyShardedDataParallelPlugin:
             data_parallel_replicate=replicas if parallelism is None else parallelism.dp_replicate_size,
             tensor_parallel_size=1 if parallelism is None else parallelism.tp_size,
         )
+
+
+def _name_sharding(value: str | Enum) -> str:
+    """Return the name of a sharding strategy in capitals, from its name or from torch's enum."""
+    return str(getattr(value, "name", value)).upper().lstrip("_")
 
 
 def _convert_mixed_precision(value: Any) -> Any:

@@ -117,6 +117,12 @@ OWN = {
     "limit": (lambda: utils.ProjectConfiguration(total_limit=0), "total_limit=0"),
     "format": (lambda: utils.FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT"), "save_model"),
     "ignored": (lambda: utils.FullyShardedDataParallelPlugin(ignored_modules=[1]), "ignored_modules"),
+    "two shardings": (
+        lambda: utils.FullyShardedDataParallelPlugin(
+            sharding_strategy="FULL_SHARD", reshard_after_forward="SHARD_GRAD_OP"
+        ),
+        "contradicts sharding_strategy='FULL_SHARD'",
+    ),
     "sharding": (lambda: utils.FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHRAD"), "FULL_SHARD"),
     "wrapping": (lambda: utils.FullyShardedDataParallelPlugin(auto_wrap_policy="size_based_wrap"), "min_num_params"),
 }

@@ -435,6 +435,7 @@ def test_grids_that_do_not_fit(options, says):
     ("options", "error", "says"),
     [
         ({"data_parallel_size": 0}, ValueError, "data_parallel_size=0"),
+        ({"reshard_after_forward": "x"}, ValueError, "reshard_after_forward='x' must be True, False"),
         ({"tensor_parallel_size": True}, ValueError, "tensor_parallel_size=True"),
         ({"auto_wrap_policy": "atuo"}, ValueError, "Did you mean 'auto'"),
         ({"gather_dtype": "bf16"}, TypeError, "gather_dtype='bf16' must be a floating-point dtype"),
@@ -446,6 +447,13 @@ def test_grids_that_do_not_fit(options, says):
 def test_wrong_arguments(options, error, says):
     with pytest.raises(error, match=says):
         FSDP(**options)
+
+
+def test_classes_of_the_plugin_of_accelerate():
+    plugin = treadle.FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=[Block, "Head"])
+    assert plugin.strategy(World()).auto_wrap_policy == {Block, "Head"}
+    with pytest.raises(TypeError, match="transformer_cls_names_to_wrap=5 must be names of classes"):
+        treadle.FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=5)
 
 
 # -- policies ----------------------------------------------------------------------------------------------------------
