@@ -120,8 +120,9 @@ def swap_in(staging: Path, target: Path) -> None:
 
 
 def finish(target: Path) -> str:
-    """Complete or roll back an interrupted replacement whose ``.old`` has a manifest. Keep both versions if the new one
-    is in place but damaged.
+    """Complete or roll back an interrupted replacement whose ``.old`` has a manifest.
+
+    Both versions are kept if the new one is in place but damaged.
 
     Args:
         target: Path of the checkpoint that was being replaced.

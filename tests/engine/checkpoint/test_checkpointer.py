@@ -785,7 +785,7 @@ def test_what_is_no_place_and_no_part(tmp_path):
 def wrong_on_one(folder):
     accelerator = treadle.Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 1))
-    with pytest.raises((TypeError, RuntimeError), match="info.loss is a tensor") as caught:
+    with pytest.raises((TypeError, RuntimeError), match=r"info\.loss is a tensor") as caught:
         accelerator.save_state(f"{folder}/a", info={"loss": torch.ones(1)} if accelerator.is_main_process else {})
     return str(caught.value)
 
