@@ -180,6 +180,8 @@ class BatchSizeFinder(Callback):
         """Restore the result of a search from a checkpoint.
 
         Args:
-            state_dict: State that `state_dict` returned after a search.
+            state_dict: State that `state_dict` returned.
         """
+        if not state_dict:  # saved before the search
+            return
         self.optimal_batch_size, self.accumulate = state_dict["batch_size"], state_dict["accumulate"]

@@ -275,8 +275,10 @@ class LearningRateFinder(Callback):
         """Restore the result of a search from a checkpoint.
 
         Args:
-            state_dict: State that `state_dict` returned after a search.
+            state_dict: State that `state_dict` returned.
         """
+        if not state_dict:  # saved before the search
+            return
         state = dict(state_dict)
         results = state.pop("results")
         self.optimal_lr = _LRFinder(**state)

@@ -80,6 +80,7 @@ class LearningRateMonitor(BestEffortCallback):
         self.last_weight_decay_values: dict[str, float] = {}
         self._rates: dict[str, float] = {}
         self._others: dict[str, float] = {}
+        self._written = 0  # optimizer step whose rates were logged last
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Clear the rates of an earlier run and check that rates can be logged."""
@@ -100,6 +101,7 @@ class LearningRateMonitor(BestEffortCallback):
         if self.log_momentum and without:
             warn(f"log_momentum=True, but {type(without[0]).__name__} has no momentum, so 0 is logged.")
         self.lrs, self._rates = {}, {}
+        self._written = trainer.progress.step
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Log the learning rates whose interval is ``"epoch"``."""
@@ -119,7 +121,10 @@ class LearningRateMonitor(BestEffortCallback):
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Log the rates that were read for the step."""
         if self._rates:
-            if trainer.progress.step % trainer.log_every_n_steps == 0:
+            step = trainer.progress.step
+            # After a step that float16 skipped, this is still the number of the previous step.
+            if step % trainer.log_every_n_steps == 0 and step != self._written:
+                self._written = step
                 self._safely(self._write, trainer)
             self._rates, self._others = {}, {}
 

@@ -131,6 +131,23 @@ def check_path(name: str, value: Any) -> str:
     return os.fspath(value)
 
 
+def check_optional_type(name: str, value: Any, kind: type) -> None:
+    """Check that an argument is None or an object of a class, such as a configuration.
+
+    Args:
+        name: Name of the argument, for the error message.
+        value: Value to check.
+        kind: The class.
+
+    Raises:
+        TypeError: If the value has another type.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(
+            f"{name} is {name_type(value)}, but must be a {kind.__name__}. Pass {name}={kind.__name__}(...)."
+        )
+
+
 def check_monitor(value: Any) -> str:
     """Return the value if it can be the name of a logged value, that is, a non-empty string.
 

@@ -657,7 +657,8 @@ class Accelerator(Process):
         the context.
 
         Args:
-            empty_init: Leave parameters uninitialized, because a checkpoint will be loaded. Default: False.
+            empty_init: Skip the most common functions of ``torch.nn.init``, such as those that torch's own layers call,
+                because a checkpoint will be loaded. Default: False.
         """
         return self.strategy.construction(empty_init)
 

@@ -298,7 +298,7 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
         result = tensor.detach().clone()
         if reduction == "none":
             return result
-        if reduction == "mean" and not result.is_floating_point():
+        if reduction == "mean" and not (result.is_floating_point() or result.is_complex()):
             result = result.double()
         return world.all_reduce(result, reduction) * scale if scale != 1.0 else world.all_reduce(result, reduction)
 

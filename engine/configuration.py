@@ -13,7 +13,7 @@ from torch import nn
 
 from ..common.durations import parse_duration
 from ..common.messages import announce, name_type, nearest, warn
-from ..common.validation import check_int, choose
+from ..common.validation import check_int, check_optional_type, check_path, choose
 from ..strategies import Precision, ReplicaKwargs, Strategy
 from .modules import Compiler, compile_modules, forget
 
@@ -511,6 +511,10 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
         TypeError: If an object is not a handler.
     """
     kinds = _HANDLERS
+    if handlers is not None and not isinstance(handlers, Iterable):
+        raise TypeError(
+            f"kwargs_handlers is {name_type(handlers)}, but must be a list. Pass [{type(handlers).__name__}(...)]."
+        )
     sorted_handlers: dict[str, Any] = dict.fromkeys(kinds)
     for handler in handlers or ():
         name = next((name for name, kind in kinds.items() if isinstance(handler, kind)), None)
@@ -627,9 +631,12 @@ def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
         on_nonfinite: ``"raise"``, ``"skip"`` or ``"ignore"``.
 
     Raises:
+        TypeError: If ``rng_types`` is not a list or another iterable.
         ValueError: If a value is not supported.
     """
     choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
+    if rng_types is not None and not isinstance(rng_types, Iterable):
+        raise TypeError(f"rng_types={rng_types!r} must be a list, such as ['generator'].")
     for kind in rng_types or ():
         if getattr(kind, "value", kind) != "generator":
             raise ValueError(
@@ -645,7 +652,11 @@ def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batc
     Args:
         config: The user's settings, or None.
         split_batches: The Accelerator's argument. True overrides the setting of ``config``.
+
+    Raises:
+        TypeError: If ``config`` has the wrong type.
     """
+    check_optional_type("dataloader_config", config, DataLoaderConfiguration)
     config = config or DataLoaderConfiguration()
     return replace(config, split_batches=True) if split_batches else config
 
@@ -660,8 +671,12 @@ def resolve_project(
         directory: The Accelerator's ``project_dir``, or None.
 
     Raises:
+        TypeError: If ``config`` has the wrong type, or ``directory`` is not a path.
         ValueError: If ``directory`` differs from the directory of ``config``.
     """
+    check_optional_type("project_config", config, ProjectConfiguration)
+    if directory is not None:
+        check_path("project_dir", directory)
     if config is None:
         return ProjectConfiguration(directory)
     if directory is not None and config.project_dir is None:
@@ -716,9 +731,11 @@ def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) 
         steps: Micro-batches per optimizer step.
 
     Raises:
+        TypeError: If ``plugin`` has the wrong type.
         ValueError: Without ``plugin``, if ``steps`` is not an integer of at least 1. With ``plugin``, if ``steps`` is
             neither 1 nor its number of steps.
     """
+    check_optional_type("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if plugin is None:
         check_int("gradient_accumulation_steps", steps, 1)
         return GradientAccumulationPlugin(steps)
@@ -738,8 +755,10 @@ def resolve_compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> Torch
         backend: The user's ``dynamo_backend``, or None.
 
     Raises:
+        TypeError: If ``plugin`` has the wrong type.
         ValueError: If ``plugin`` and ``backend`` are both set, or if torch does not have the backend.
     """
+    check_optional_type("dynamo_plugin", plugin, TorchDynamoPlugin)
     if plugin is not None and backend is not None:
         raise ValueError("dynamo_plugin and dynamo_backend both configure compilation. Set only one of them.")
     plugin = plugin or TorchDynamoPlugin(backend)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
 from ..common.messages import format_count, name_type
-from ..common.validation import check_int, choose
+from ..common.validation import check_int, check_optional_type, choose
 from .ddp import DDP
 from .distributed import World
 from .registry import resolve_strategy
@@ -283,8 +284,14 @@ class FullyShardedDataParallelPlugin:
         argument, sharding = "sharding_strategy", self.sharding_strategy
         if sharding is None and isinstance(self.reshard_after_forward, str | Enum):
             argument, sharding, self.reshard_after_forward = "reshard_after_forward", self.reshard_after_forward, None
-        name = str(getattr(sharding, "name", sharding or "FULL_SHARD")).upper().lstrip("_")
-        self._sharding = choose(argument, name, _SHARDING)
+        self._sharding = choose(argument, _name_sharding(sharding or "FULL_SHARD"), _SHARDING)
+        if isinstance(self.reshard_after_forward, str | Enum):
+            if choose("reshard_after_forward", _name_sharding(self.reshard_after_forward), _SHARDING) != self._sharding:
+                raise ValueError(
+                    f"reshard_after_forward={self.reshard_after_forward!r} contradicts "
+                    f"sharding_strategy={self.sharding_strategy!r}. Set only one of them."
+                )
+            self.reshard_after_forward = None
         self._wrap = self._build_wrap_policy()
 
     def _build_wrap_policy(self) -> Any:
@@ -295,7 +302,13 @@ class FullyShardedDataParallelPlugin:
             policy = choose("auto_wrap_policy", policy.lower(), _POLICIES)
         names = self.transformer_cls_names_to_wrap
         if policy in (None, "transformer_based_wrap") and names:
-            return frozenset(name.strip() for name in (names.split(",") if isinstance(names, str) else names))
+            listed = names.split(",") if isinstance(names, str) else names
+            if not isinstance(listed, Iterable) or not all(isinstance(name, str | type) for name in listed):
+                raise TypeError(
+                    f"transformer_cls_names_to_wrap={names!r} must be names of classes: a list, or a string with "
+                    "commas between them."
+                )
+            return frozenset(name.strip() if isinstance(name, str) else name for name in listed)
         if policy in (None, "size_based_wrap") and self.min_num_params:
             return self.min_num_params
         if policy == "size_based_wrap":
@@ -335,6 +348,11 @@ class FullyShardedDataParallelPlugin:
         )
 
 
+def _name_sharding(value: str | Enum) -> str:
+    """Return the name of a sharding strategy in capitals, from its name or from torch's enum."""
+    return str(getattr(value, "name", value)).upper().lstrip("_")
+
+
 def _convert_mixed_precision(value: Any) -> Any:
     if value is None or (hasattr(value, "cast_forward_inputs") and hasattr(value, "output_dtype")):
         return value
@@ -367,8 +385,10 @@ def choose_strategy(
     Raises:
         ValueError: If an argument is invalid, the arguments contradict each other, or the layout does not fit the world
             size.
-        TypeError: If ``strategy`` is neither a name nor a `Strategy`, or if a setting of ``plugin`` has the wrong type.
+        TypeError: If ``strategy`` is neither a name nor a `Strategy`, or another argument has the wrong type.
     """
+    check_optional_type("fsdp_plugin", plugin, FullyShardedDataParallelPlugin)
+    check_optional_type("parallelism_config", parallelism, ParallelismConfig)
     if parallelism is not None:
         parallelism.check(world)
     strategy_arguments = [

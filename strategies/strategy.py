@@ -238,6 +238,8 @@ class Strategy(StrategyAliases):
             name: Name of the method, such as ``"training_step"``.
         """
         bound = getattr(self.unwrap(wrapped), name)
+        while (compiled := wrapped._modules.get("_orig_mod")) is not None:  # `torch.compile` of the wrapped module
+            wrapped = compiled
         router = self._find_router(wrapped)
         return bound if router is None else routed(wrapped, router, bound)
 

@@ -24,12 +24,14 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
         model: The user's module.
         policy: ``"auto"`` (the repeated blocks), ``"parts"`` (the repeated blocks and the other direct parts, such as
             an embedding and a head), classes or their names, a minimum number of parameters (not counting those of
-            selected inner modules), or ``f(module) -> bool``. torch's ``ModuleWrapPolicy`` and
-            ``size_based_auto_wrap_policy`` are also accepted.
+            selected inner modules), or ``f(module) -> bool``. The policies in ``torch.distributed.fsdp.wrap`` are also
+            accepted: `ModuleWrapPolicy`, `CustomPolicy`, and functions with their options set by
+            ``functools.partial``.
         flag: The argument's name, for errors.
 
     Raises:
-        ValueError: If the model has no module of one of the classes, or if the number is not positive.
+        ValueError: If the model has no module of one of the classes, if the number is not positive, or if a
+            `CustomPolicy` returns options for a module.
         TypeError: If the policy has the wrong type.
     """
     if isinstance(policy, str) and policy in _NAMES:
@@ -42,12 +44,47 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
         classes = {classes}
     if isinstance(classes, Collection) and all(isinstance(name_or_class, str | type) for name_or_class in classes):
         return _choose_by_class(model, classes, flag)
-    if not callable(policy):
+    select: Any = getattr(policy, "_lambda_fn", policy)  # torch's CustomPolicy
+    if not callable(select):
         raise TypeError(f"{flag}={policy!r} {_RULE}, not {name_type(policy)}.")
-    size = _read_min_size(policy)
-    if size is not None:
-        return _choose_by_size(model, size, flag)
-    return [module for module in _list_inner_first(model) if policy(module)]
+    if "nonwrapped_numel" in inspect.signature(select).parameters:
+        return _choose_as_torch(model, select)
+    return [module for module in _list_inner_first(model) if _selects(select, module, flag)]
+
+
+def _selects(select: Callable[[nn.Module], Any], module: nn.Module, flag: str) -> bool:
+    """Return whether a function selects a module. A function of torch's `CustomPolicy` may also return options."""
+    selected = select(module)
+    if isinstance(selected, dict) and selected:
+        raise ValueError(
+            f"{flag} returned the options {', '.join(selected)} for a {type(module).__name__}, but modules have no "
+            "options of their own. Return True or False."
+        )
+    return isinstance(selected, dict) or bool(selected)
+
+
+def _choose_as_torch(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
+    """Return the modules that torch's FSDP wraps for a policy with the arguments of ``torch.distributed.fsdp.wrap``.
+
+    Such a policy decides whether to search a module (``recurse=True``) and whether to wrap it. Its third argument is
+    the module's number of parameters, first with and then without those of the wrapped modules inside.
+    """
+    chosen: dict[nn.Module, None] = {}
+
+    def count_wrapped(module: nn.Module) -> int:
+        total = sum(parameter.numel() for parameter in module.parameters())
+        if not policy(module=module, recurse=True, nonwrapped_numel=total):
+            return 0
+        wrapped = sum(count_wrapped(child) for child in module.children() if child not in chosen)
+        if module is model or isinstance(module, _LISTS) or not total:
+            return wrapped
+        if policy(module=module, recurse=False, nonwrapped_numel=total - wrapped):
+            chosen[module] = None
+            return total
+        return wrapped
+
+    count_wrapped(model)
+    return list(chosen)
 
 
 def self_contained(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
@@ -188,17 +225,6 @@ def _choose_by_size(model: nn.Module, least: int, flag: str) -> list[nn.Module]:
             chosen.append(part)
             covered |= uncovered
     return chosen
-
-
-def _read_min_size(policy: Any) -> int | None:
-    """Return the ``min_num_params`` of torch's ``size_based_auto_wrap_policy``.
-
-    Return None for a function without an argument ``nonwrapped_numel``.
-    """
-    parameters = inspect.signature(policy).parameters
-    if "nonwrapped_numel" not in parameters:
-        return None
-    return int(getattr(policy, "keywords", {}).get("min_num_params", 100_000_000))
 
 
 def check_policy(policy: Any, flag: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from ..callbacks import (
     OnExceptionCheckpoint,
     ProgressBar,
 )
-from ..common.remote_path import AnyPath
+from ..common.remote_path import AnyPath, RemotePath
 from ..common.validation import choose
 from ..engine import Accelerator, Metrics, Preemption
 from ..engine.checkpoint import OpenCheckpoint
@@ -570,6 +571,16 @@ class Trainer(LightningAliases):
         """
         if self.task is None:
             raise ValueError("save_checkpoint needs a task. Call fit or another stage first.")
+        if isinstance(also, str | os.PathLike):
+            raise TypeError(f"save_checkpoint(also={also!r}) must be a list of paths. Pass [{also!r}].")
+        for path in (filepath, *also):
+            if not isinstance(path, str | os.PathLike | RemotePath):
+                raise TypeError(f"save_checkpoint(filepath={path!r}) must be a path or a URL.")
+        if not self.accelerator.models:
+            raise ValueError(
+                "save_checkpoint has no model to save, because the last stage ended before it prepared the task. Call "
+                "it after a stage that ran."
+            )
         with self.preemption.holding_interrupts():
             self.checkpointer.save(self.task, [filepath, *also], weights_only, trainable_only, blocking)
 

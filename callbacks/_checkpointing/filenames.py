@@ -30,7 +30,6 @@ def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str
 
     Raises:
         ValueError: If a value cannot be written in its field's format.
-        TypeError: If a field has a format, and the type of its value supports none, such as None.
     """
 
     def fill(match: re.Match[str]) -> str:
@@ -42,7 +41,7 @@ def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str
             )
         try:
             text = format(values.get(name, 0), spec)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # None and lists have no formats
             raise ValueError(
                 f"the checkpoint name {template!r} cannot be formatted: {error}. Change the format of {name!r}, for "
                 f"example to {{{name}:.2f}}."
@@ -122,7 +121,6 @@ class CheckpointFilenames:
 
         Raises:
             ValueError: If a value cannot be written in its field's format.
-            TypeError: If a field has a format, and the type of its value supports none, such as None.
         """
         name = fill_in(template or self.template, values, self.equals)
         suffix = "" if version is None else f"{self.separator}v{version}"

@@ -89,7 +89,7 @@ class TopKCheckpoints:
             score: Value of ``monitor`` for the checkpoint, a 0-d tensor.
         """
         worst = self.next_replaced
-        return not worst or is_better(float(score), float(self.best_k_models[worst]), self.mode)
+        return worst not in self.best_k_models or is_better(float(score), float(self.best_k_models[worst]), self.mode)
 
     # -- changes -------------------------------------------------------------------------------------------------
 

@@ -200,7 +200,8 @@ class Copying:
         """Perform the scheduled copies of tensors in host memory, once; a second caller waits for the first."""
         with self._lock:
             for place, buffer, tensor, version in self._pairs:
-                if tensor.is_contiguous():  # not with torch's threads, which the training needs
+                # Not with torch's threads, which the training needs. Only a tensor in host memory has an address there.
+                if tensor.device.type == "cpu" and tensor.is_contiguous():
                     ctypes.memmove(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
                 else:
                     buffer.copy_(tensor)

@@ -153,12 +153,14 @@ class Checkpointer:
         if isinstance(also, str | os.PathLike):
             raise TypeError(f"save_state(also={also!r}) must be a list of directories. Pass [{also!r}].")
         accelerator, world = self._accelerator, self._accelerator.world
+        if not isinstance(output_dir, str | os.PathLike | RemotePath | None):
+            raise TypeError(f"save_state(output_dir={output_dir!r}) must be a path or a URL.")
         world.meet("accelerator.save_state")
         accelerator.finish_saving()
-        info = snapshot.describe_save(accelerator, info or {})
         project = accelerator.project_configuration
         numbering = project if output_dir is None else None
         with world.together():
+            info = snapshot.describe_save(accelerator, info or {})
             path = output_dir if output_dir is not None else automatic_naming.choose_next_target(project)
             targets = [absolute(target) for target in (path, *also)]
             snapshot.check(accelerator, targets, parts or {}, weights_only)
@@ -246,6 +248,8 @@ class Checkpointer:
         project = accelerator.project_configuration
         accelerator.finish_saving()
         check_schedule(schedule)
+        if not isinstance(input_dir, str | os.PathLike | RemotePath | OpenCheckpoint | None):
+            raise TypeError(f"load_state(input_dir={input_dir!r:.100}) must be a path or a URL.")
         if load_kwargs:
             raise ValueError(
                 f"load_state(load_kwargs={dict(load_kwargs)!r}) must be empty, because loading has no options. Remove "

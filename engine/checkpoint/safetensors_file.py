@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...common.tensor_bytes import view_bytes
-from .filesystem import DTYPES, RESTORE
+from .filesystem import DTYPES, RESTORE, allow_more_files
 
 OFFSETS = "DCP_SHARDING_INFO"
 """Note in a file's header with the offset of each tensor in the full tensor that it is a shard of.
@@ -109,10 +110,20 @@ class FilePiece:
             self.fill(out)
             return out
         skip = self.start % mmap.ALLOCATIONGRANULARITY
+        try:
+            view = self._map(skip)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            allow_more_files()
+            view = self._map(skip)
+        return torch.frombuffer(view, dtype=torch.uint8, offset=skip).view(self.dtype).view(self.shape)
+
+    def _map(self, skip: int) -> mmap.mmap:
+        """Map the tensor and the ``skip`` bytes before it. The map keeps a descriptor of the file open."""
         with self._open() as file:
             # A private mapping: writes to the tensor change memory, never the file.
-            view = mmap.mmap(file.fileno(), skip + self.nbytes, access=mmap.ACCESS_COPY, offset=self.start - skip)
-        return torch.frombuffer(view, dtype=torch.uint8, offset=skip).view(self.dtype).view(self.shape)
+            return mmap.mmap(file.fileno(), skip + self.nbytes, access=mmap.ACCESS_COPY, offset=self.start - skip)
 
     def fill(self, out: Tensor) -> None:
         """Read the tensor into ``out``, directly if ``out`` is a contiguous CPU tensor of the same dtype.
@@ -142,6 +153,8 @@ class FilePiece:
         try:
             file = self.path.open("rb", buffering=0)
         except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise
             raise ValueError(
                 f"{self.path} can't be opened: {error.strerror}. Its tensors are read on demand, so the file is still "
                 "needed. Restore it, and load the weights again."

@@ -125,6 +125,8 @@ def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any
         TypeError: If ``parts`` is not a dict of states by name.
         OSError: On rank zero, if the store of a target's URL rejects a request.
     """
+    if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
+        raise TypeError(f"save_state(parts={parts!r:.100}) must be a dict of states by name.")
     for name in parts:
         if _RESERVED.fullmatch(name):
             raise ValueError(
@@ -312,7 +314,8 @@ def select_optimizer_files(files: Files) -> set[str]:
     Args:
         files: The files of a checkpoint, by name.
     """
-    return {name for name in files if name.startswith(optimizer_part(0))}
+    first = optimizer_part(0)
+    return {name for name in files if name.partition(".")[0] == first or name.startswith(f"{first}-")}
 
 
 def collect_rank_random_state(accelerator: Accelerator) -> RandomState:

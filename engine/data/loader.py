@@ -39,8 +39,8 @@ class Loader:
     """Loader that `Accelerator.prepare` returns, which yields this process's share of the data and can be resumed.
 
     The user's loader is not rebuilt. A ``DataLoader`` is iterated through a shallow copy of the same class. For a
-    dataset that can be indexed, Treadle's sampler takes the place of the user's sampler in the copy. Treadle's sampler
-    replays the user's sampler and keeps this process's share.
+    dataset that can be indexed, Treadle's sampler replaces the user's sampler in the copy. It replays the user's
+    sampler and keeps this process's share.
 
     Args:
         source: A ``DataLoader`` (any subclass), or any iterable of batches.

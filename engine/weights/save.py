@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tempfile
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -310,6 +311,7 @@ def _drop_others(directory: AnyPath, stem: str, ending: str, new_files: set[str]
 
 
 _ADVICE: dict[type, str] = {
+    Namespace: "store vars(it)",
     PurePath: "store str(it)",
     timedelta: "store its .total_seconds()",
     date: "store its .isoformat()",

@@ -127,11 +127,14 @@ class _Examination:
             purpose: Name of the part, for the error message.
             seconds: Time limit in seconds, to which `MARGIN` is added.
         """
-        if self._timer is not None:
-            self._timer.cancel()
+        self._cancel_timer()
         self._timer = threading.Timer(seconds + MARGIN, self._time_out, (purpose, seconds))
         self._timer.daemon = True
         self._timer.start()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _time_out(self, purpose: str, seconds: float) -> None:
         """End the examination from the timer's thread, because the main thread is in an uninterruptible torch call."""
@@ -279,6 +282,7 @@ class _Examination:
                     self._publish(self.report)
                 else:
                     self._await(self._store, "reported")
+                self._cancel_timer()
                 return
             ranks = self._facts or [facts | {"rank": self.launched.rank}]
             findings = judge(
@@ -291,8 +295,7 @@ class _Examination:
             )
             self.report = make_report(ranks, findings)
             self._publish(self.report)
-            if self._timer is not None:
-                self._timer.cancel()
+            self._cancel_timer()
             if self._store is not None:
                 with suppress(*_STORE_ERRORS):
                     self._store.set("reported", "")

@@ -57,7 +57,8 @@ def whole(value: Any, keep: bool) -> Any:
     if isinstance(value, dict):
         return {name: whole(item, keep) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([whole(item, keep) for item in value])
+        items = [whole(item, keep) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 

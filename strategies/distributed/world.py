@@ -297,7 +297,8 @@ class World:
             if placed is not tensor:
                 tensor.copy_(placed)
             if operation == "mean":
-                tensor.div_(self.size) if tensor.is_floating_point() else tensor.floor_divide_(self.size)
+                exact = tensor.is_floating_point() or tensor.is_complex()
+                tensor.div_(self.size) if exact else tensor.floor_divide_(self.size)
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work | None:
@@ -339,6 +340,7 @@ class World:
         """
         if self.size == 1:
             return tensor[0]
+        self.advance()
         placed = self._place(tensor)
         summed = torch.empty_like(placed[0], memory_format=torch.contiguous_format)
         dist.reduce_scatter_tensor(summed.reshape(-1), placed.contiguous().reshape(-1), group=self.group)

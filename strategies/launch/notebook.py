@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.messages import name_type
-from ...common.validation import check_int, choose
+from ...common.validation import check_int, check_positive, choose
 from ..distributed import (
     LaunchEnvironment,
     World,
@@ -73,7 +73,8 @@ def notebook_launcher(
         rdzv_backend: Must be ``"static"``. `treadle launch` supports other backends.
         rdzv_endpoint: ``HOST:PORT``, instead of ``master_addr`` and ``use_port``. Default: none.
         rdzv_conf: May contain only ``timeout``, the time limit of the rendezvous in seconds. Default: 900 seconds.
-        rdzv_id: Name of the run. Default: a random name.
+        rdzv_id: Name of the run, the same on all machines. Default: a random name on one machine, and ``"none"`` on
+            several.
         max_restarts: Maximum number of restarts of all forked processes after a failure. Must be 0 on several machines.
             Default: 0.
         monitor_interval: Maximum time in seconds between checks of the processes. Default: 0.1.
@@ -87,6 +88,7 @@ def notebook_launcher(
             exit status of the process. The other processes of this machine are ended.
     """
     conf = dict(rdzv_conf or {})
+    patience = check_positive("rdzv_conf['timeout']", conf.get("timeout", 900))
     _refuse(mixed_precision, rdzv_backend, conf, log_line_prefix_template)
     host, port = _parse_endpoint(rdzv_endpoint, master_addr, use_port)
     _Launch(
@@ -97,8 +99,8 @@ def notebook_launcher(
         port=0 if num_nodes == 1 and not rdzv_endpoint and str(use_port) == _ANY_PORT else port,
         node=node_rank,
         nodes=num_nodes,
-        run_id=uuid.uuid4().hex if rdzv_id == "none" else rdzv_id,
-        patience=float(conf.get("timeout", 900)),
+        run_id=uuid.uuid4().hex if rdzv_id == "none" and num_nodes == 1 else rdzv_id,
+        patience=patience,
         interval=monitor_interval,
         max_restarts=max_restarts,
     ).run()
@@ -194,6 +196,9 @@ class _Launch:
     def _check(self) -> None:
         check_int("num_processes", self.count, 1)
         check_int("num_nodes", self.nodes, 1)
+        check_int("node_rank", self.node, 0)
+        check_int("max_restarts", self.max_restarts, 0)
+        check_positive("monitor_interval", self.interval)
         if self.max_restarts and self.nodes > 1:
             raise ValueError(
                 f"max_restarts={self.max_restarts} is supported on one machine only, but num_nodes={self.nodes}. "

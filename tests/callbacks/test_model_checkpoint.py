@@ -289,6 +289,15 @@ def test_names_that_do_not_fit():
         assert ModelCheckpoint(filename="{val_los:d}").format_checkpoint_name({"val_loss": 1.0}) == "val_los=0.ckpt"
     with pytest.raises(ValueError, match="cannot be formatted"):
         ModelCheckpoint(filename="{val_loss:d}").format_checkpoint_name({"val_loss": 1.0})
+    with pytest.raises(ValueError, match="Change the format of 'a'"):
+        ModelCheckpoint(filename="{a:.2f}").format_checkpoint_name({"a": None})
+
+
+def test_a_value_without_a_monitor_is_always_among_the_best(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c")
+    run = fit(tmp_path, kept, max_epochs=1)
+    assert kept.check_monitor_top_k(run, torch.tensor(1.0))
+    assert not kept.check_monitor_top_k(run, None)
 
 
 def test_versions(tmp_path):

@@ -9,7 +9,9 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import (
+    BatchSizeFinder,
     DeviceStatsMonitor,
+    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     Throughput,
@@ -376,6 +378,25 @@ def test_groups_that_are_added_later(tmp_path):
     monitor = LearningRateMonitor("step")
     fit(tmp_path, monitor, task=Grows(), logger=Rows(), log_every_n_steps=5)
     assert monitor.lrs == {"lr-SGD/pg1": [1.0, 1.0], "lr-SGD/pg2": [0.5]}
+
+
+def test_a_skipped_step_has_no_rate(tmp_path):
+    class Spoiled(Tiny):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss.float() * 1e35 if batch_idx in (1, 3) else loss  # finite, but not with the loss scale
+
+    monitor, rows = LearningRateMonitor("step"), Rows()
+    flags = {"precision": "16-mixed", "log_every_n_steps": 1, "max_epochs": 1}
+    run = fit(tmp_path, monitor, task=Spoiled(), logger=rows, **flags)
+    assert run.global_step < 5
+    assert [len(rates) for rates in monitor.lrs.values()] == [run.global_step]
+
+
+def test_the_result_of_no_search_is_none():
+    for finder in (LearningRateFinder(), BatchSizeFinder()):
+        finder.load_state_dict(finder.state_dict())
+        assert finder.state_dict() == {}
 
 
 def test_they_cost_a_step_next_to_nothing(tmp_path):

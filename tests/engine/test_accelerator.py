@@ -402,6 +402,28 @@ class Collectives:
         self.keys = [e.key for e in self.profile.key_averages() if "gloo" in e.key]
 
 
+def step_of_a_compiled_model():
+    accelerator = treadle.Accelerator(cpu=True, strategy="ddp", mixed_precision="bf16")
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(2, 1)
+
+        def loss(self, x):
+            output = self.net(x)
+            return output.sum(), output.dtype
+
+    model = torch.compile(accelerator.prepare(Model()), backend="eager")
+    loss, dtype = accelerator.method(model, "loss")(torch.full((1, 2), 1.0 + accelerator.process_index))
+    accelerator.backward(loss)
+    return dtype, accelerator.unwrap_model(model).net.weight.grad.tolist()
+
+
+def test_a_method_of_a_model_that_is_compiled_after_it_was_prepared():
+    assert run(step_of_a_compiled_model, 2) == [(torch.bfloat16, [[1.5, 1.5]])] * 2
+
+
 def steps_with_votes(kind):
     accelerator = treadle.Accelerator(
         cpu=True, strategy=DDP(find_unused_parameters=kind == "unused", static_graph=kind == "static")

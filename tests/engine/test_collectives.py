@@ -172,6 +172,9 @@ def exchange_uncommon():
         gathered = gather(values.to(dtype).t())  # not in one piece
         sent = broadcast(torch.tensor(accelerator.process_index + 1).to(dtype), 1)
         found.append((gathered.dtype, gathered.to(torch.complex64).real.tolist(), sent.dtype, bool(sent == 2)))
+    mean = accelerator.reduce(torch.tensor([1 + 2j]) * (1 + accelerator.process_index), "mean")
+    assert mean.tolist() == [1.5 + 3j]
+    assert accelerator.world.all_reduce(mean * (2 - accelerator.process_index), "mean").tolist() == [2.25 + 4.5j]
     return found
 
 

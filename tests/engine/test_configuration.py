@@ -75,6 +75,15 @@ REFUSED = {
         "contradicts ProjectConfiguration",
     ),
     "handler": ({"kwargs_handlers": [object()]}, TypeError, "contains an object"),
+    "one handler": ({"kwargs_handlers": utils.AutocastKwargs()}, TypeError, r"Pass \[AutocastKwargs\(...\)\]"),
+    "kinds": ({"rng_types": 5}, TypeError, "rng_types=5 must be a list"),
+    "loaders": ({"dataloader_config": {"split_batches": True}}, TypeError, "must be a DataLoaderConfiguration"),
+    "project": ({"project_config": "dir"}, TypeError, "project_config is a str, but must be a ProjectConfiguration"),
+    "project_dir": ({"project_dir": 5}, TypeError, "project_dir=5 must be a path"),
+    "accumulation": ({"gradient_accumulation_plugin": 4}, TypeError, "must be a GradientAccumulationPlugin"),
+    "dynamo": ({"dynamo_plugin": "inductor"}, TypeError, "must be a TorchDynamoPlugin"),
+    "fsdp": ({"fsdp_plugin": True}, TypeError, "must be a FullyShardedDataParallelPlugin"),
+    "layout": ({"parallelism_config": 5}, TypeError, "must be a ParallelismConfig"),
     "handlers": ({"kwargs_handlers": [utils.AutocastKwargs(), utils.AutocastKwargs()]}, ValueError, "two"),
     "backend": ({"dynamo_backend": "indcutor"}, ValueError, "Did you mean 'inductor'"),
     "compilers": (
@@ -108,6 +117,12 @@ OWN = {
     "limit": (lambda: utils.ProjectConfiguration(total_limit=0), "total_limit=0"),
     "format": (lambda: utils.FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT"), "save_model"),
     "ignored": (lambda: utils.FullyShardedDataParallelPlugin(ignored_modules=[1]), "ignored_modules"),
+    "two shardings": (
+        lambda: utils.FullyShardedDataParallelPlugin(
+            sharding_strategy="FULL_SHARD", reshard_after_forward="SHARD_GRAD_OP"
+        ),
+        "contradicts sharding_strategy='FULL_SHARD'",
+    ),
     "sharding": (lambda: utils.FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHRAD"), "FULL_SHARD"),
     "wrapping": (lambda: utils.FullyShardedDataParallelPlugin(auto_wrap_policy="size_based_wrap"), "min_num_params"),
 }

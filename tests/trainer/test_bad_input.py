@@ -361,6 +361,23 @@ def test_the_wrong_kind_of_task():
         trainer().save_checkpoint("nowhere")
 
 
+def test_where_a_checkpoint_is_saved(tmp_path):
+    run = trainer(max_steps=1)
+    run.fit(Plain(), loader())
+    for path in (None, 5):
+        with says(TypeError, f"filepath={path}", "must be a path"):
+            run.save_checkpoint(path)
+        with says(TypeError, f"filepath={path}", "must be a path"):
+            run.save_checkpoint(tmp_path / "a", also=[path])
+    with says(TypeError, "also='xyz'", "Pass ['xyz']"):
+        run.save_checkpoint(tmp_path / "a", also="xyz")
+    assert not (tmp_path / "a").exists()
+    with says(ValueError):
+        run.validate(Plain(), loader(), ckpt_path=tmp_path / "missing")
+    with says(ValueError, "no model to save"):
+        run.save_checkpoint(tmp_path / "a")
+
+
 def test_hooks_that_nobody_would_call():
     def nothing(self, *args):
         raise AssertionError("called after all")

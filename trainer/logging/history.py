@@ -235,14 +235,15 @@ class History(Mapping[str, Curve]):
         pyplot, which would otherwise display it again.
 
         Args:
-            names: Names of the curves. Default: all, with the learning rates.
+            names: Names of the curves, which may be those of learning rates, such as ``"lr-SGD"``. Default: all, with
+                the learning rates.
             show: Show the figure in a window. Default: False.
 
         Returns:
             The figure.
 
         Raises:
-            KeyError: If a name was not logged. Learning rates are drawn only by default, not by name.
+            KeyError: If a name was not logged.
             ModuleNotFoundError: If matplotlib is not installed.
         """
         try:
@@ -254,7 +255,8 @@ class History(Mapping[str, Curve]):
             ) from error
         from ...callbacks.reporting import group_names
 
-        chosen = {name: self[name] for name in names} if names else {**self.curves, **self.rates}
+        curves = {**self.curves, **self.rates}
+        chosen = {name: curves[name] if name in curves else self[name] for name in names} if names else curves
         groups = group_names(chosen)
         figure, places = plt.subplots(
             max(1, len(groups)), squeeze=False, sharex=True, figsize=(8, 1 + 2.5 * max(1, len(groups)))

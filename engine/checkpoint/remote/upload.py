@@ -13,7 +13,7 @@ from ....common.remote_path import RemotePath
 from ....common.temporary import temporary_folder
 from ....strategies.processes import forget_unfinished, note_unfinished
 from .. import filesystem
-from ..atomic_swap import explain_refused_file
+from ..atomic_swap import UNFINISHED, explain_refused_file
 from ..manifest import MANIFEST, Manifest, read_source
 from ..parts import Files, serialize, write_file
 from .folder import check_target, compare_sizes, delete, delete_superseded, find_next_sequence
@@ -111,7 +111,7 @@ class Upload:
 
     def _upload_others(self, files: set[str]) -> dict[str, filesystem.Entry]:
         """Upload the files that hooks wrote in addition to ``files``, and return their entries for a manifest."""
-        names = [name for name in filesystem.list_leaves(self.staging) if name not in files]
+        names = [name for name in filesystem.list_leaves(self.staging) if name not in files and name != UNFINISHED]
         for name in names:
             if name == MANIFEST or not (self.staging / name).is_file():
                 raise ValueError(explain_refused_file(name))

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import uuid
 import warnings
 from collections import Counter, OrderedDict, defaultdict
 from datetime import timedelta
@@ -390,6 +391,14 @@ def test_hooks(tmp_path):
     assert not (tmp_path / "c" / "second.pt").exists()
 
 
+def test_a_hooks_files_at_a_url():
+    accelerator = cpu()
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: open(f"{folder}/mine", "w").close())
+    path = accelerator.save_state(f"memory://{uuid.uuid4().hex}/c")
+    assert set(read_manifest(path).others) == {"mine"}
+
+
 def refused_hooks(folder):
     """What hooks wrote goes if one of them fails on one process, or the state is no data."""
     accelerator = cpu()
@@ -759,6 +768,32 @@ def prepare_seeded(kind, seed):
     torch.manual_seed(seed)
     accelerator = cpu()
     return accelerator, accelerator.prepare_data_loader(loaders()[kind])
+
+
+def test_what_is_no_place_and_no_part(tmp_path):
+    accelerator = cpu()
+    accelerator.prepare(nn.Linear(2, 1))
+    with pytest.raises(TypeError, match=r"save_state\(output_dir=5\) must be a path"):
+        accelerator.save_state(5)
+    with pytest.raises(TypeError, match=r"load_state\(input_dir=5\) must be a path"):
+        accelerator.load_state(5)
+    for parts in ({3: 3}, [3]):
+        with pytest.raises(TypeError, match=r"save_state\(parts=.*must be a dict of states by name"):
+            accelerator.save_state(tmp_path / "a", parts=parts)
+
+
+def wrong_on_one(folder):
+    accelerator = treadle.Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 1))
+    with pytest.raises((TypeError, RuntimeError), match=r"info\.loss is a tensor") as caught:
+        accelerator.save_state(f"{folder}/a", info={"loss": torch.ones(1)} if accelerator.is_main_process else {})
+    return str(caught.value)
+
+
+def test_wrong_metadata_on_one_rank_is_an_error_on_all(tmp_path):
+    first, second = run(wrong_on_one, 2, tmp_path)
+    assert first in second
+    assert "rank 0" in second
 
 
 def resuming_at_an_end(folder):

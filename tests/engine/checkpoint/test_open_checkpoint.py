@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_reads import Reads, once
-from processes import run
+from processes import run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.cli.commands.export import export
@@ -34,6 +34,29 @@ def saved(root, **options):
     accelerator, model = prepared(**options)
     accelerator.save_state(root / "saved")
     return root / "saved", accelerator, model
+
+
+MANY_TENSORS = """
+import resource, sys
+import torch, treadle
+from safetensors.torch import save_file
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+save_file({f"{i:03}": torch.full((300_000,), float(i)) for i in range(100)}, sys.argv[1])
+weights = treadle.load_checkpoint(sys.argv[1])["state_dict"]
+print(sum(float(tensor[-1]) for tensor in weights.values()))
+from treadle.engine.checkpoint.safetensors_file import read_tensor
+from treadle.engine.weights.sources import open_source
+with open_source(sys.argv[1]) as source:
+    held = [read_tensor(piece) for piece in source.weights.values()]
+print(sum(float(tensor[-1]) for tensor in held))
+"""
+
+
+def test_more_tensors_than_a_process_may_open_files(tmp_path):
+    done = script(MANY_TENSORS, str(tmp_path / "many.safetensors"), fresh=True)
+    assert (done.returncode, done.stdout.split()) == (0, ["4950.0", "4950.0"]), done.stderr
 
 
 def flip(path, at=-3):

@@ -13,6 +13,7 @@ import torch
 from processes import run
 from quiet import QUIET
 from torch import nn
+from torch.distributed.fsdp import wrap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.strategies import DDP, FSDP, Recompute, SingleDevice, World
@@ -434,6 +435,7 @@ def test_grids_that_do_not_fit(options, says):
     ("options", "error", "says"),
     [
         ({"data_parallel_size": 0}, ValueError, "data_parallel_size=0"),
+        ({"reshard_after_forward": "x"}, ValueError, "reshard_after_forward='x' must be True, False"),
         ({"tensor_parallel_size": True}, ValueError, "tensor_parallel_size=True"),
         ({"auto_wrap_policy": "atuo"}, ValueError, "Did you mean 'auto'"),
         ({"gather_dtype": "bf16"}, TypeError, "gather_dtype='bf16' must be a floating-point dtype"),
@@ -447,6 +449,13 @@ def test_wrong_arguments(options, error, says):
         FSDP(**options)
 
 
+def test_classes_of_the_plugin_of_accelerate():
+    plugin = treadle.FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=[Block, "Head"])
+    assert plugin.strategy(World()).auto_wrap_policy == {Block, "Head"}
+    with pytest.raises(TypeError, match="transformer_cls_names_to_wrap=5 must be names of classes"):
+        treadle.FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=5)
+
+
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
@@ -456,21 +465,66 @@ def names(net, policy):
 
 
 def test_policies():
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
-
     net = Net()
     blocks = ["blocks.0", "blocks.1", "blocks.2"]
     assert names(net, "auto") == blocks
     assert names(net, {Block}) == names(net, Block) == names(net, "Block") == names(net, ["Block"]) == blocks
-    assert names(net, ModuleWrapPolicy({Block})) == blocks
+    assert names(net, wrap.ModuleWrapPolicy({Block})) == blocks
     assert names(net, lambda module: isinstance(module, Block)) == blocks
     assert names(net, 200) == blocks
-    assert names(net, functools.partial(size_based_auto_wrap_policy, min_num_params=200)) == blocks
+    assert names(net, functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=200)) == blocks
     linear = [f"{block}.{part}" for block in blocks for part in ("down", "up")]
     assert names(net, {nn.Linear}) == [*linear, "head"]
     assert names(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "auto") == []
     nested = nn.ModuleDict({"a": nn.Sequential(Net(), Net()), "b": nn.Linear(2, 2)})
     assert names(nested, "auto") == ["a.0", "a.1"]
+
+
+class Wrapped(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def names_of_torch(net, policy):
+    """Names of the modules that torch's FSDP would wrap, but the root."""
+    net = copy.deepcopy(net)
+    known = {module: name for name, module in net.named_modules()}
+    wrap._recursive_wrap(net, policy, Wrapped, set(), set(), only_wrap_children=True)
+    return sorted(known[module.module] for module in net.modules() if isinstance(module, Wrapped))
+
+
+NESTED = nn.Sequential(Net(), nn.ModuleDict({"a": nn.Sequential(Net(), Block()), "b": nn.Linear(2, 2)}), nn.GELU())
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=200),
+        functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=50),
+        wrap.size_based_auto_wrap_policy,
+        functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Net, nn.Linear}),
+        functools.partial(wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
+        functools.partial(
+            wrap._or_policy,
+            policies=[
+                functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+                functools.partial(wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Net)),
+            ],
+        ),
+    ],
+)
+def test_policies_of_torch_select_what_they_do_there(policy):
+    selected = names_of_torch(NESTED, policy)
+    assert names(NESTED, policy) == selected
+    assert bool(selected) == (policy is not wrap.size_based_auto_wrap_policy)
+
+
+def test_a_custom_policy():
+    assert names(NESTED, wrap.CustomPolicy(lambda module: isinstance(module, Block))) == names(NESTED, {Block})
+    with pytest.raises(ValueError, match="returned the options backward_prefetch for a Linear"):
+        names(NESTED, wrap.CustomPolicy(lambda module: {"backward_prefetch": None}))
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,7 @@ def test_plot(tmp_path):
     assert [line.get_label() for line in figure.axes[0].lines] == ["train_loss_step", "val_loss", "train_loss_epoch"]
     assert list(figure.axes[0].lines[1].get_xdata()) == [6, 12]
     assert len(one.history.plot("val_loss").axes[0].lines) == 1
+    assert [place.get_ylabel() for place in one.history.plot("lr-SGD").axes] == ["lr-SGD"]
     with pytest.raises(KeyError, match="was not logged"):
         one.history.plot("nothing")
 
