@@ -52,7 +52,7 @@ class EarlyStopping(Callback):
         min_delta: Change that an improvement must exceed. The sign is ignored. Default: 0.0.
         patience: Number of checks without improvement before the run stops; 0 has the same effect as 1. By default,
             checks run after each complete epoch. In a run with validation, they run after each validation instead if
-            ``val_check_interval`` is a number other than 1 or ``check_val_every_n_epoch`` is not 1. Default: 3.
+            ``val_check_interval`` is not 1.0 or ``check_val_every_n_epoch`` is not 1. Default: 3.
         verbose: Announce each improvement of ``monitor`` that does not stop the run. Default: False.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. Default: ``"min"``.
         strict: Raise an error if ``monitor`` was not logged by the time of a check. Otherwise, skip the check with a

@@ -96,8 +96,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         every_n_epochs: Number of epochs between saves; 0 disables this trigger. Default: 1 if no other trigger is
             passed, otherwise 0.
         save_on_train_epoch_end: Let ``every_n_epochs`` save at the end of the epoch (True) or after each of its
-            validations (False). Default: False in a run with validation if ``val_check_interval`` is a number other
-            than 1 or ``check_val_every_n_epoch`` is not 1, otherwise True.
+            validations (False). Default: False in a run with validation if ``val_check_interval`` is not 1.0 or
+            ``check_val_every_n_epoch`` is not 1, otherwise True.
         enable_version_counter: Append ``-v1``, ``-v2``, ... to the name if a checkpoint that is not to be replaced has
             the same name. If False, replace a checkpoint with the same name, unless it is this callback's ``last.ckpt``
             or another ModelCheckpoint of this run keeps it. Default: True.

@@ -1,4 +1,4 @@
-"""`treadle completion bash|zsh|fish`: shell completion of commands and configuration keys, without importing torch."""
+"""`treadle completion bash|zsh|fish`: shell completion, without importing torch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def list_candidates(line: str, in_parts: bool = False) -> list[str]:
 
     Args:
         line: The command line up to the cursor.
-        in_parts: Whether the shell splits words at ``=``, as bash does, and expects only the text after ``=``.
+        in_parts: Whether the shell splits words at ``=``, as bash does, and expects only the text after ``=``. Default:
+            False.
     """
     try:
         words = shlex.split(line)[1:]
@@ -140,7 +141,7 @@ def _list_values(key: str) -> Iterable[str]:
 
 
 def _list_keys(before: list[str], last: str) -> Iterable[str]:
-    """Return sections, flags and keys of the configuration files, no deeper than the level of the last word."""
+    """Return sections, Trainer flags and keys of the configuration files, no deeper than the level of the last word."""
     from .config import SECTIONS, ConfigError, format_path, iterate_values, normalize
 
     keys = {f"trainer.{name}=" for name in _list_flags()} | {"seed=", "ckpt_path=", "run.name=", "run.dir="}

@@ -1,4 +1,4 @@
-"""`run`, which turns a script into a command line: ``python train.py fit --config run.yaml model.lr=3e-4``."""
+"""`run`, which gives a script a command line: ``python train.py fit --config run.yaml model.lr=3e-4``."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ def run(
     Args:
         Model: The task's class. Default: None; the configuration must then name the class.
         Data: The data module's class. Default: None; the configuration may then name the class.
-        defaults: Default configuration, a mapping with its sections. Files and the command line override it.
+        defaults: Default configuration, as nested dicts by section. An earlier run's configuration, files and the
+            command line override it. Default: None.
         arguments: The command-line arguments. Default: ``sys.argv[1:]``.
 
     Returns:
-        The session: its ``trainer``, ``model``, ``data``, and the ``result`` of the stage.
+        The session, with the attributes ``trainer``, ``model``, ``data`` (None without a data module) and ``result``,
+        the return value of the Trainer's method.
 
     Raises:
         SystemExit: With status 2 after an error in the command line or the configuration, with status 0 after

@@ -76,7 +76,8 @@ class Options:
     Attributes:
         files: Configuration files, in order. A later file takes precedence.
         overrides: Arguments such as ``KEY=VALUE``, ``KEY+=VALUE`` and ``~KEY``, in order.
-        from_run: Folder or checkpoint of a run whose configuration is loaded before ``files``.
+        from_run: Path of a run or checkpoint whose configuration is loaded before ``files``; None to load no such
+            configuration.
         show: Whether to print the configuration instead of running it.
         help: Topic of the requested help; empty for the command itself, None if help is not requested.
     """
@@ -89,17 +90,18 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Parse a command line. LightningCLI's ``--key.path=value`` and ``--key.path value`` are accepted as overrides.
+    """Parse a command line. LightningCLI's ``--section.key=value`` and ``--section.key value`` are accepted as
+    overrides.
 
     Args:
         arguments: The command-line arguments after the stage.
 
     Returns:
-        The parsed options, with ``from_run`` resolved to the path of a run or checkpoint.
+        The parsed options. The argument of ``--from-run``, such as a run's number, is converted to a path.
 
     Raises:
-        ConfigError: If an option is unknown (the error names the closest one) or has no value, another argument is not
-            an override, or the run of ``--from-run`` does not exist or is ambiguous.
+        ConfigError: If an option is unknown or has no value, another argument is not an override, or the run of
+            ``--from-run`` does not exist, is ambiguous or has an invalid URL.
     """
     options, rest = Options(), list(arguments)
     while rest:
@@ -164,7 +166,8 @@ def load_config(options: Options, defaults: Mapping[str, Any] | None = None) -> 
 
     Args:
         options: The parsed command line.
-        defaults: Default configuration. Configuration files and command-line overrides take precedence.
+        defaults: Default configuration. An earlier run's configuration, configuration files and command-line overrides
+            take precedence. Default: None.
 
     Raises:
         ConfigError: If the configuration cannot be read, merged or resolved.
@@ -223,11 +226,11 @@ def print_on_rank_zero(text: str) -> None:
 
 
 def report_error(program: str, error: ConfigError) -> int:
-    """Print an error once per job and return the exit status, 2.
+    """Print an error, if possible once per job, and return the exit status, 2.
 
     Other ranks first wait a few seconds, which allows rank zero to print the error and the launcher to terminate them.
-    A rank that is still running afterwards prints its own error. This happens if the rank is on another machine, or if
-    rank zero has no error.
+    A rank that is still running afterwards prints its own error. This can happen if the rank is on another machine, or
+    if rank zero has no error.
 
     Args:
         program: The command's name, with which the message begins.

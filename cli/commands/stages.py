@@ -65,9 +65,10 @@ def run(
             name the task's class.
         data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
             then name a data module's class.
-        defaults: Default configuration. Configuration files and command-line overrides take precedence.
-        keep: Whether ``predict`` returns the predictions. If False, they are written to files unless a callback may use
-            them. Default: True.
+        defaults: Default configuration. An earlier run's configuration, configuration files and command-line overrides
+            take precedence. Default: None.
+        keep: Whether ``predict`` returns the predictions. If False, a `PredictionWriter` writes them to files, unless
+            the configuration has a callback that may use them. Default: True.
 
     Returns:
         The session, or None if only the help or the configuration was printed.
