@@ -31,7 +31,7 @@ class BestEffortCallback(Callback):
         self._broken = False
 
     def _safely(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of ``work``; None if the callback is disabled. An error is raised only with ``strict``."""
+        """Return the result of ``work``; None if the callback is disabled. Without ``strict``, an error disables it."""
         if self._broken:
             return None
         try:

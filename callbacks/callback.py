@@ -165,7 +165,7 @@ class Callback:
         """
 
     def on_fit_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run after training.
+        """Run at the end of ``fit``, after `on_train_end`, unless an error or a signal ends ``fit``.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -200,7 +200,7 @@ class Callback:
         """
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run before the first epoch.
+        """Run before training begins or, in a resumed run, continues.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -208,7 +208,7 @@ class Callback:
         """
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run after the last epoch.
+        """Run at the end of training, unless an error or a signal ends ``fit``.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -303,7 +303,7 @@ class Callback:
         """
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run after each optimizer step, even a skipped one, the schedulers' steps and, if one is due, a validation.
+        """Run after each optimizer step (even a skipped one), its schedulers' steps and, if due, the validation.
 
         With manual optimization, the hook runs after each batch. `ModelCheckpoint` saves in this hook or, at the end of
         an epoch, in `on_train_epoch_end`.

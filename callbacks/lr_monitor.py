@@ -119,7 +119,7 @@ class LearningRateMonitor(BestEffortCallback):
             self._safely(self._read, trainer, "step", optimizer if self._rates else None)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log the rates that were read for the step."""
+        """Log the rates that were read for the step, unless the optimizer skipped the step."""
         if self._rates:
             step = trainer.progress.step
             # After a step that float16 skipped, this is still the number of the previous step.

@@ -636,7 +636,6 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
         Raises:
             ValueError: If a value cannot be written in its field's format.
-            TypeError: If a field has a format, and the type of its value supports none, such as None.
         """
         name = self._filenames.fill_in(metrics, filename, ver)
         return name if self.dirpath is None else str(as_path(self.dirpath) / name)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class ModelSummary(BestEffortCallback):
     """Callback that prints a table of the model's modules when ``fit`` begins.
 
-    If the task has an ``example_input_array``, the task is run once with this input. The table then also shows each
-    module's input and output shapes and its FLOPs. For a sharded model, the table also shows the number of parameters
-    that one process holds. Override `show` to print the table differently.
+    If the task has an ``example_input_array`` and no lazy layers, the task is run once with this input. If this run
+    succeeds, the table also shows the modules' input and output shapes and their FLOPs. For a sharded model, the table
+    also shows the number of parameters that rank zero holds. Override `show` to print the table differently.
 
     Args:
         max_depth: Levels of nested modules to show; -1 shows all, 0 prints no table. Default: 1.
@@ -50,12 +50,12 @@ class ModelSummary(BestEffortCallback):
         self.max_depth = check_int("max_depth", max_depth, -1, "shows all")
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Print the table. With an example input, all ranks run the model, because it may be sharded."""
+        """Print the table. With an example input, all ranks take part, because the model may be sharded."""
         if self.max_depth and (trainer.is_global_zero or pl_module.example_input_array is not None):
             self._safely(self._look, trainer, pl_module)
 
     def _look(self, trainer: Trainer, task: TaskModule) -> None:
-        """Create the summary and print it on rank zero. With an example input, all ranks run the model."""
+        """Create the summary and, on rank zero, print it."""
         accelerator = trainer.accelerator
 
         def prepare(example: Any) -> Any:

@@ -44,7 +44,7 @@ class LatestValidation:
         self.step = trainer.progress.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, so that restored values do not count as new ones in a resumed run."""
+        """Return the state for a checkpoint. With it, a resumed run recognizes values measured on earlier weights."""
         return {"step": self.step, "names": sorted(self.names)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ class LatestValidation:
         self.step, self.names = state_dict["step"], frozenset(state_dict["names"])
 
     def just_measured(self, trainer: Trainer) -> frozenset[str]:
-        """Return the names of the metrics that the latest validation logged, if it measured the current weights.
+        """Return the names that the latest validation logged if it measured the current weights, else an empty set.
 
         Args:
             trainer: The running Trainer.
@@ -64,7 +64,7 @@ class LatestValidation:
         return self.names if self.step == trainer.progress.step else frozenset()
 
     def stale(self, trainer: Trainer) -> frozenset[str]:
-        """Return the names of the metrics that the latest validation logged, if the weights have changed since.
+        """Return the names that the latest validation logged if the weights have changed since, else an empty set.
 
         Args:
             trainer: The running Trainer.
@@ -73,7 +73,7 @@ class LatestValidation:
 
 
 def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str, float]:
-    """Return every logged value, identical on every rank. Must be called on all ranks.
+    """Return the available logged values, identical on every rank. Must be called on all ranks.
 
     Args:
         trainer: The running Trainer.
@@ -114,7 +114,8 @@ def read_monitored_metric(
 def checks_at_epoch_end(trainer: Trainer) -> bool:
     """Return whether a monitored value is checked at the end of epochs rather than after each validation.
 
-    At the end of an epoch, both the training values and the values of the epoch's only validation are available.
+    At the end of an epoch, both the training values and the values of the epoch's only validation, if any, are
+    available.
 
     Args:
         trainer: The running Trainer.
@@ -125,13 +126,14 @@ def checks_at_epoch_end(trainer: Trainer) -> bool:
 
 
 def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = True) -> float | None:
-    """Return a monitored value, unless it was measured on earlier weights. Must be called on all ranks.
+    """Return a monitored value, unless a validation measured it on earlier weights. Must be called on all ranks.
 
     Args:
         trainer: The running Trainer.
         name: The logged name.
         consumer: Class name of the callback that checks, for messages.
-        strict: Raise an error if the name was never logged. Otherwise, warn and return None. Default: True.
+        strict: If True, a name that was never logged raises an error. If False, it causes a warning. It causes neither
+            while the run's first validation is still to come. Default: True.
 
     Returns:
         The value, identical on every rank; None if no new value is available.

@@ -1,4 +1,4 @@
-"""`NonFiniteWatch`: finds the first module that computes a value that is not finite."""
+"""`NonFiniteWatch`: finds the first module output or gradient that contains NaN or infinity."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
 
 
 class NonFiniteWatch(Callback):
-    """Callback that raises an error if a module computes NaN or infinity, and names the first rank and module to do so.
+    """Callback that raises an error if a checked tensor contains NaN or infinity, and names the first one.
 
-    The callback is for debugging only, because it slows training down. In training, it checks the output of every
-    module and the gradients of all outputs and parameters. After each backward pass, it synchronizes with the device
-    and, with automatic optimization, with all ranks. It runs before the task's own hooks (``after_task`` is 0). With
-    automatic optimization, the error is raised on all ranks. With manual optimization, it is raised only on ranks that
-    computed such a value.
+    The callback is for debugging only, because it slows training down. It checks the outputs of the task's submodules,
+    the gradients of these outputs and the gradients of the parameters. Outputs are found in nested dicts, lists and
+    tuples. Outputs that are computed with gradients disabled are not checked. After each backward pass, the callback
+    synchronizes with the device and, with automatic optimization, with all ranks. It runs before the task's own hooks
+    (``after_task`` is 0). With automatic optimization, the error is raised on all ranks. With manual optimization, it
+    is raised only on ranks that computed such a value.
 
     Args:
         outputs: Check the outputs of modules, in the order of the forward pass. Default: True.
         gradients: Check the gradients of modules' outputs, in the order of the backward pass, and then those of
-            parameters, starting at the end of the model. Disabled with float16, where gradients overflow occasionally
-            because of the loss scale. Default: True.
+            parameters, starting at the end of the model. Disabled if a gradient scaler is used, as with mixed float16
+            precision, because the scaled gradients occasionally overflow. Default: True.
 
     Raises:
-        ValueError: If both checks are disabled or, during training, if a value is not finite. The error states the
-            step, the rank, the module and the tensor.
+        ValueError: If both checks are disabled or, during training, if a value is not finite. The error names the
+            tensor, the step and, unless the gradients were already reduced over all ranks, the rank.
         TypeError: If an argument is not a bool.
 
     Example:
@@ -119,7 +120,7 @@ class NonFiniteWatch(Callback):
         self._output_flags, self._gradient_flags = [], []
 
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Record whether each output of a module is finite, and watch the gradient of the output."""
+        """Record whether a module's outputs are finite, and watch their gradients, as far as enabled."""
         if not torch.is_grad_enabled():
             return
         for tensor in _iterate_tensors(output):
@@ -142,7 +143,7 @@ def _find_bad(flags: list[tuple[str, Tensor]], device: torch.device) -> list[str
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point and complex tensors in nested containers."""
+    """Yield the floating-point and complex tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex():
             yield value

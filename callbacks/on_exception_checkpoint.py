@@ -1,4 +1,4 @@
-"""`OnExceptionCheckpoint`: saves a checkpoint when an error ends the run."""
+"""`OnExceptionCheckpoint`: saves a checkpoint when an error, Ctrl-C or another signal ends the run."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from .model_checkpoint import ModelCheckpoint
 
 
 class OnExceptionCheckpoint(ModelCheckpoint):
-    """Callback that saves the run as of the last completed step, but only when an error or Ctrl-C ends ``fit``.
+    """Callback that saves the run as of the last completed step, but only when an error or a signal ends ``fit``.
 
     The callback works like ``ModelCheckpoint(save_on_exception=True)`` with a constant name, so an older checkpoint of
-    this name is replaced. Other checkpoint callbacks save as usual. To resume from this checkpoint, or from another one
-    if that is newer, call ``fit(ckpt_path="auto")``. The callback runs with the other checkpoint callbacks
-    (``after_task`` is 2), after averaging callbacks have restored the trained weights.
+    this name is replaced. The run cannot be saved after every error; see ``save_on_exception`` of `ModelCheckpoint`.
+    Other checkpoint callbacks save as usual. After a signal other than Ctrl-C, such as SIGTERM, only the first callback
+    that saves full checkpoints saves the run. If it is this callback, the checkpoint is named ``preempted.ckpt``. To
+    resume from this checkpoint, or from another one if that is newer, call ``fit(ckpt_path="auto")``. The callback runs
+    with the other checkpoint callbacks (``after_task`` is 2), after averaging callbacks have restored the trained
+    weights.
 
     Args:
         dirpath: Directory of the checkpoint, or its URL.
         filename: Name of the checkpoint without the extension. Default: ``"on_exception"``.
 
     Raises:
-        ValueError: If ``filename`` is empty or otherwise invalid, for example because it leaves ``dirpath``.
+        ValueError: If an argument is invalid, for example because ``filename`` is empty or leaves ``dirpath``.
         TypeError: If an argument has the wrong type.
 
     Example:
@@ -43,5 +46,5 @@ class OnExceptionCheckpoint(ModelCheckpoint):
 
     @property
     def ckpt_path(self) -> str:
-        """Path of the checkpoint."""
+        """Path of the checkpoint that is saved after an error or Ctrl-C."""
         return os.path.join(self._directory, f"{self.filename}{self.FILE_EXTENSION}")

@@ -1,4 +1,4 @@
-"""Prediction files. All ranks write them during prediction; `read_predictions` reads them in the dataset's order."""
+"""Prediction files. All ranks write them during prediction; `read_predictions` reads them in the dataloader's order."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ _MAX_BATCHES = 10_000  # per file: limits predictions without tensors, such as t
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Callback that writes predictions to disk; `read_predictions` reads them in the dataset's order.
+    """Callback that writes predictions to files; `read_predictions` reads them in the order of the dataloader.
 
     Each rank writes its own batches to safetensors files, so the memory use does not grow with the data. Pass
     ``return_predictions=False`` to ``Trainer.predict``, which otherwise also keeps all predictions in memory. A
-    prediction may be a tensor, a numpy array, a number, text, or a dict, list, tuple or dataclass of these. Dataclasses
-    are read back as dicts.
+    prediction may be a dense tensor, a numeric numpy array, a number, text, or a dict, list, tuple or dataclass of
+    these. Dataclasses are read back as dicts, and named tuples as tuples.
 
     Args:
-        dirpath: Folder of the files, or its URL. If the folder exists and is not empty, ``-v1``, ``-v2``, ... is
-            appended to its name. Default: ``predictions`` in the Trainer's ``default_root_dir``.
-        shard_mib: Size in MiB of the tensors that a rank collects before it writes them to a file. A file is also
-            written after 10,000 batches. Default: 64.
+        dirpath: Folder of the files, or its URL. If the folder is not empty, ``-v1``, ``-v2``, ... is appended to its
+            name. Default: ``predictions`` in the Trainer's ``default_root_dir``.
+        shard_mib: Size in MiB of the tensors that a rank collects for a dataloader before it writes them to a file. A
+            file is also written after 10,000 batches and at the end of the prediction. Default: 64.
 
     Attributes:
-        folder: Folder of the latest predictions; None before the first prediction, or if ``predict_step`` returned only
-            None.
+        folder: Folder of the latest predictions; None before the first ``predict``, or if ``predict_step`` returned
+            only None.
 
     Raises:
-        TypeError: If ``dirpath`` is not a path or, in ``predict``, if a prediction has an unsupported type. The error
-            states its position in the prediction.
-        ValueError: If ``shard_mib`` is not a positive integer.
+        TypeError: If ``dirpath`` is not a path or, in ``predict``, if a prediction contains a value of an unsupported
+            type. The error states the position of this value.
+        ValueError: If ``shard_mib`` is not a positive integer, or if ``dirpath`` is an invalid URL. In ``predict``, if
+            a prediction contains itself or is nested too deeply. OSError: In ``predict``, if a file cannot be written.
 
     Example:
         >>> import tempfile
@@ -76,7 +77,7 @@ class PredictionWriter(BasePredictionWriter):
         self._shards: dict[int, _Shards] = {}
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Create the folder on rank zero, and discard predictions of an earlier stage."""
+        """Choose the folder on rank zero, create it if it is local, and discard predictions of an earlier stage."""
         super().on_predict_start(trainer, pl_module)
         wanted = self.dirpath or as_path(trainer.default_root_dir) / "predictions"
         chosen = _make_free_folder(wanted) if trainer.is_global_zero else None
@@ -182,7 +183,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _make_free_folder(wanted: AnyPath) -> AnyPath:
-    """Return a new or empty folder, with a version in its name if the requested folder is in use."""
+    """Return a free folder, created if it is local, with a version in its name if the requested one is in use."""
     if isinstance(wanted, RemotePath):
         names = (f"{wanted.name}-v{version}" if version else wanted.name for version in itertools.count())
         return next(place for name in names if not (place := wanted.parent / name).exists())
@@ -218,21 +219,22 @@ def _write_index(folder: Path, every: list[dict[int, dict[str, Any]]]) -> None:
 
 
 def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool = False) -> Iterator[Any]:
-    """Yield the predictions of each batch that a `PredictionWriter` wrote, in the dataset's order.
+    """Yield the predictions of each batch that a `PredictionWriter` wrote, in the order of the dataloader.
 
     One file of each rank is open at a time. Reading the files never executes code.
 
     Args:
         path: Folder of the predictions, or its URL: the value of `PredictionWriter.folder` after ``predict``.
         dataloader_idx: Index of the dataloader, if there were several. Default: 0.
-        indices: Yield pairs of the indices of the batch's samples in the dataset (None for a streamed dataset) and the
-            predictions. Default: False.
+        indices: Yield pairs of the indices of the batch's samples in the dataset and the predictions. The indices are
+            None for a streamed dataset or a `CombinedLoader`. Default: False.
 
     Yields:
         The predictions of a batch, or a pair of indices and predictions.
 
     Raises:
-        ValueError: If the folder has no predictions, is incomplete or damaged, or does not have this dataloader.
+        TypeError: If ``path`` is not a path. ValueError: If the folder has no predictions, is incomplete or damaged, or
+            does not have this dataloader, or if the URL is invalid. OSError: If the folder of a URL cannot be read.
     """
     folder = local_folder(path)
     if not (folder / _INDEX).is_file():

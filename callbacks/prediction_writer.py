@@ -36,10 +36,11 @@ class WriteInterval(StrEnum):
 class BasePredictionWriter(Callback):
     """Base class of callbacks that write predictions. Override `write_on_batch_end`, `write_on_epoch_end` or both.
 
-    Each process writes its own predictions, so include ``trainer.global_rank`` in file names. The indices locate each
-    sample in the dataset, for any sampler and any world size. Over all processes, each index occurs once if the sampler
-    yields it once. With ``trainer.predict(..., return_predictions=False)`` and ``"batch"``, no prediction is kept in
-    memory. An error while writing ends the stage, because the predictions would otherwise be lost.
+    Each process writes its own predictions, so include ``trainer.global_rank`` in file names. Unless the dataset is
+    streamed or the dataloader is a `CombinedLoader`, the indices locate each sample in the dataset, for any sampler and
+    any world size. Over all processes, each index occurs once if the sampler yields it once. With
+    ``trainer.predict(..., return_predictions=False)`` and ``"batch"``, no prediction is kept in memory. An error while
+    writing ends the stage, because the predictions would otherwise be lost.
 
     Args:
         write_interval: ``"batch"``, ``"epoch"`` (which keeps all predictions of a process in host memory until the end)
@@ -92,7 +93,7 @@ class BasePredictionWriter(Callback):
             pl_module: The task.
             prediction: The result of ``predict_step``.
             batch_indices: Indices of the batch's samples in the dataset, as the sampler yielded them; None for a
-                streamed dataset.
+                streamed dataset or a `CombinedLoader`.
             batch: The batch.
             batch_idx: Index of the batch on this process.
             dataloader_idx: Index of the dataloader.

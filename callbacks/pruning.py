@@ -33,7 +33,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], type[prune.BasePruningMethod]]] 
 
 
 class ModelPruning(Callback):
-    """Callback that prunes parameters at the end of epochs and keeps the pruned weights at zero.
+    """Callback that prunes parameters at the end of epochs or after validations and keeps the pruned weights at zero.
 
     The model in a checkpoint has the pruned weights under their own names, so it can be loaded into an unpruned model.
     The checkpoint also contains the masks and the unmasked values, so a resumed run gives the same results as an
@@ -46,16 +46,17 @@ class ModelPruning(Callback):
         pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, or
             an unstructured subclass of torch's ``BasePruningMethod``. A class requires
             ``use_global_unstructured=True``.
-        parameters_to_prune: Pairs of a module and the name of its parameter. Default: all parameters of the task's
+        parameters_to_prune: Pairs of a module and the name of its parameter. Default: the parameters of the task's
             submodules with a name in ``parameter_names``.
-        parameter_names: Names of the parameters to prune if ``parameters_to_prune`` is not set: ``"weight"``,
-            ``"bias"`` or both. Default: both.
+        parameter_names: List of the names of the parameters to prune if ``parameters_to_prune`` is not set:
+            ``"weight"``, ``"bias"`` or both. Structured pruning only supports parameters with at least two dimensions,
+            which a bias usually does not have. Default: both.
         use_global_unstructured: Compare the weights of all layers with each other, not only within each layer.
             Structured pruning requires False. Default: True.
-        amount: Fraction (float) or number (int) of the remaining weights to prune each time. May be a function of the
-            epoch's index. Default: 0.5.
+        amount: Fraction (float) or number (int) of the remaining weights, or in structured pruning of the remaining
+            slices, to prune each time. May be a function of the epoch's index. Default: 0.5.
         apply_pruning: Whether to prune. May be a function of the epoch's index. Default: True.
-        make_pruning_permanent: Replace weights and masks with the pruned weights after training. Default: True.
+        make_pruning_permanent: Replace weights and masks with the pruned weights when ``fit`` ends. Default: True.
         use_lottery_ticket_hypothesis: Reset the remaining weights to their initial values after each pruning. May be a
             function of the epoch's index. Default: True.
         resample_parameters: With ``use_lottery_ticket_hypothesis``, reset the remaining weights to new random values
@@ -69,9 +70,10 @@ class ModelPruning(Callback):
     Raises:
         ValueError: If arguments are invalid or contradict each other. Before the first step, if there are no parameters
             to prune, if a parameter is not in the model, if the model is sharded, or if pruning would run while the
-            model contains the averages of another callback. On resume, if the earlier run did not prune the same
-            parameters.
-        TypeError: If an argument has the wrong type.
+            model contains the averages of another callback. On resume, if the earlier run used this callback, but did
+            not prune all of these parameters. When pruning, if torch rejects ``amount`` or a parameter.
+        TypeError: If an argument has the wrong type. IndexError: When pruning, if a parameter does not have the
+            dimension ``pruning_dim``.
 
     References:
         Frankle and Carbin, "The Lottery Ticket Hypothesis: Finding Sparse, Trainable Neural Networks", 2019,

@@ -113,7 +113,7 @@ def _list_words(before: list[str], last: str) -> Iterable[str]:
 
 
 def _list_sweep_words(before: list[str], last: str) -> Iterable[str]:
-    """Return completions for `treadle sweep`: its options, its keys and the configuration's keys."""
+    """Return candidates for the last word of `treadle sweep ...`: options, keys, or the values of a key."""
     from .sweep import KEYS
 
     if before[-1] in ("-c", "--config"):

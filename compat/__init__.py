@@ -1,7 +1,7 @@
 """Names of other libraries: ``import treadle.compat as pl`` replaces ``import lightning.pytorch as pl``.
 
-``treadle.compat`` also has the names in Accelerate's root module, so ``import treadle.compat as accelerate`` works like
-``import treadle as accelerate``.
+``treadle.compat`` also has the names of Accelerate's root module that Treadle supports, so ``import treadle.compat as
+accelerate`` works like ``import treadle as accelerate``.
 """
 
 from __future__ import annotations

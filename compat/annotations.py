@@ -23,7 +23,7 @@ class Steppable(Protocol):
     """Protocol of objects with the ``step`` method of an optimizer."""
 
     def step(self, closure: Callable[[], float] | None = ...) -> float | None:
-        """Update the parameters once, and return the closure's value.
+        """Update the parameters once, and return the closure's value, or None without a closure.
 
         Args:
             closure: Function that recomputes the gradients and returns the loss. Default: None.
@@ -32,7 +32,7 @@ class Steppable(Protocol):
 
 @runtime_checkable
 class Optimizable(Steppable, Protocol):
-    """Protocol of objects with an optimizer's attributes and methods."""
+    """Protocol of objects with an optimizer's attributes and its methods to step, save and load its state."""
 
     param_groups: list[dict[Any, Any]]
     defaults: dict[Any, Any]

@@ -29,12 +29,13 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
     """Return whether a version, or the version of an installed library, satisfies a comparison.
 
     Args:
-        library_or_version: The left-hand side: a ``packaging`` ``Version``, or the name of an installed library.
+        library_or_version: The left-hand side: a ``packaging`` ``Version``, or the name under which pip lists a
+            library.
         operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
         requirement_version: The version on the right-hand side.
 
     Raises:
-        ValueError: If the operation is unknown.
+        ValueError: If the operation is unknown or ``requirement_version`` is not a valid version.
         PackageNotFoundError: If the library is not installed.
     """
     compare = _COMPARE[choose("operation", operation, _COMPARE)]
@@ -50,6 +51,9 @@ def is_torch_version(operation: str, version: str) -> bool:
     Args:
         operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
         version: The version on the right-hand side.
+
+    Raises:
+        ValueError: If the operation is unknown or ``version`` is not a valid version.
     """
     return compare_versions(parse(parse(torch.__version__).base_version), operation, version)
 
@@ -69,7 +73,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Return whether this machine supports bfloat16. A GPU that only emulates it does not count.
+    """Return whether the current CUDA device supports bfloat16 without emulation; True if there is no CUDA device.
 
     Args:
         ignore_tpu: Accepted and ignored.
@@ -93,7 +97,7 @@ def is_rocm_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Return whether torch is 2.4 or later, in which ``torch.load(weights_only=True)`` accepts registered types."""
+    """Return whether torch is 2.4 or later, which has ``torch.serialization.add_safe_globals``."""
     return is_torch_version(">=", "2.4.0")
 
 
@@ -112,17 +116,17 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
 
 
 def is_4bit_bnb_available() -> bool:
-    """Return whether the installed ``bitsandbytes`` supports 4-bit weights."""
+    """Return whether ``bitsandbytes`` 0.39.0 or later, which supports 4-bit weights, is installed."""
     return _is_version_installed("bitsandbytes", "0.39.0")
 
 
 def is_8bit_bnb_available() -> bool:
-    """Return whether the installed ``bitsandbytes`` supports 8-bit weights."""
+    """Return whether ``bitsandbytes`` 0.37.2 or later, which supports 8-bit weights, is installed."""
     return _is_version_installed("bitsandbytes", "0.37.2")
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
-    """Return whether the installed ``torchdata`` has ``StatefulDataLoader``."""
+    """Return whether ``torchdata`` 0.8.0 or later, which has ``StatefulDataLoader``, is installed."""
     return _is_version_installed("torchdata", "0.8.0")
 
 
@@ -136,14 +140,14 @@ def _is_version_installed(package: str, version: str) -> bool:
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Return whether the installed ``bitsandbytes`` supports devices other than CUDA."""
+    """Return whether ``bitsandbytes`` is installed and supports devices other than CUDA."""
     if not is_installed("bitsandbytes"):
         return False
     return "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", set())
 
 
 def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function to raise ImportError if ``torchao`` is not installed.
+    """Decorate a function so that calls raise an ImportError if ``torchao`` is not installed.
 
     Args:
         func: The function to decorate.

@@ -1,4 +1,4 @@
-"""Accelerate constants that public code imports, including the file names of its checkpoints."""
+"""Constants that scripts import from Accelerate, such as file names of model weights."""
 
 from __future__ import annotations
 

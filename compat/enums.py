@@ -27,7 +27,7 @@ class BaseEnum(enum.Enum, metaclass=EnumWithContains):
 
     @classmethod
     def list(cls) -> list[str]:
-        """Return the values of all members."""
+        """Return the values of all members as strings."""
         return [str(member) for member in cls]
 
 
@@ -53,14 +53,14 @@ class FP8BackendType(_TextEnum):
 
 
 class ComputeEnvironment(_TextEnum):
-    """Environments in which a run may be executed."""
+    """Environments in which Accelerate can run. Treadle does not start SageMaker jobs."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class DynamoBackend(str, BaseEnum):
-    """Compilers for ``Accelerator(dynamo_backend=...)``. Their availability depends on torch."""
+    """Names of ``torch.compile`` backends. The Accelerator rejects those that the installed torch does not have."""
 
     NO = "NO"
     EAGER = "EAGER"

@@ -52,10 +52,10 @@ def clear_environment() -> Iterator[None]:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Release the memory that the device's allocator caches.
+    """Release the unused memory that the GPU's allocator caches. Without a CUDA or Apple GPU, nothing is released.
 
     Args:
-        garbage_collection: Whether to run Python's garbage collector first.
+        garbage_collection: Whether to run Python's garbage collector first. Default: False.
     """
     if garbage_collection:
         gc.collect()
@@ -66,10 +66,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Collect garbage, empty the device's memory cache, and return None for each argument.
+    """Collect garbage, empty the device's memory cache, and return a list with None for each argument.
 
-    The caller's variables refer to the objects during the call. The memory of the objects is freed when the result is
-    assigned to these variables: ``a, b = release_memory(a, b)``.
+    The caller's variables refer to the objects during the call. The objects are freed when the result is assigned to
+    these variables and nothing else refers to the objects: ``a, b = release_memory(a, b)``.
 
     Args:
         *objects: The objects to release.
@@ -85,7 +85,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
     Args:
         *args: Positional arguments of tqdm.
-        main_process_only: Whether the bar is disabled on the other ranks of the machine.
+        main_process_only: Whether the bar is disabled on the other ranks of the machine. Default: True.
         **kwargs: Keyword arguments of tqdm.
 
     Returns:
@@ -123,7 +123,7 @@ def write_basic_config(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Return 1 for ``y, yes, t, true, on, 1`` and 0 for ``n, no, f, false, off, 0``, in upper or lower case.
+    """Return 1 for ``y, yes, t, true, on, 1`` and 0 for ``n, no, f, false, off, 0``, regardless of case.
 
     Args:
         value: The word to convert.
@@ -152,10 +152,11 @@ def parse_flag_from_env(key: str, default: Any = False) -> bool:
 
     Args:
         key: The name of the environment variable.
-        default: The value to use if the variable is not set.
+        default: The value to use if the variable is not set. Default: False.
 
     Raises:
-        ValueError: If the value is not one of the words that `str_to_bool` accepts.
+        ValueError: If the variable's value or, if the variable is not set, ``str(default)`` is not a word that
+            `str_to_bool` accepts.
     """
     return _parse_truth(key, os.environ.get(key, str(default)))
 
@@ -165,7 +166,7 @@ def parse_choice_from_env(key: str, default: Any = "no") -> str:
 
     Args:
         key: The name of the environment variable.
-        default: The value to use if the variable is not set.
+        default: The value to use if the variable is not set. Default: ``"no"``.
     """
     return os.environ.get(key, str(default))
 
@@ -195,7 +196,11 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
     r"""Return a line ``"KEY=value\n"`` for each variable in ``current_env``.
 
-    Variables that are empty or contain one of ``;<>``, a space or a line break are skipped, with a warning.
+    A variable is skipped, with a warning, if its name or value is empty or contains one of ``;<>``, a space or a line
+    break.
+
+    Args:
+        current_env: Values of the variables, by name.
     """
     lines = []
     for key, value in current_env.items():
@@ -210,18 +215,28 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return ``("cuda", "MULTI_GPU")``, the kind of accelerator that Treadle supports, without initializing CUDA."""
+    """Return ``("cuda", "MULTI_GPU")`` on every machine: the device type and `DistributedType` of training on GPUs."""
     return "cuda", "MULTI_GPU"
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of the machine's GPUs and their number, from ``nvidia-smi``, without initializing CUDA."""
+    """Return the names of the machine's GPUs and their number, from ``nvidia-smi``, without initializing CUDA.
+
+    Raises:
+        FileNotFoundError: If ``nvidia-smi`` is not installed.
+        subprocess.CalledProcessError: If ``nvidia-smi`` fails, for example because there is no driver.
+    """
     names = _query_gpus("name")
     return names, len(names)
 
 
 def get_driver_version() -> str:
-    """Return the version of the NVIDIA driver that ``nvidia-smi`` reports."""
+    """Return the version of the NVIDIA driver that ``nvidia-smi`` reports.
+
+    Raises:
+        FileNotFoundError: If ``nvidia-smi`` is not installed.
+        subprocess.CalledProcessError: If ``nvidia-smi`` fails, for example because there is no driver.
+    """
     return _query_gpus("driver_version")[0]
 
 
@@ -231,7 +246,11 @@ def _query_gpus(field: str) -> list[str]:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return whether GPUs can exchange data directly. False for several GPUs that include a GeForce RTX 40."""
+    """Return whether the machine's GPUs can exchange data directly.
+
+    The result is False if there are several GPUs and the name of one of them contains ``RTX 40``, as that of a GeForce
+    RTX 4090 does. Otherwise, also without a driver, it is True.
+    """
     try:
         names, count = get_gpu_info()
     except (OSError, subprocess.CalledProcessError):  # no driver is installed, so there is no objection
@@ -250,7 +269,10 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return this process's ranks and world sizes from the variables of torchrun, Intel MPI, Open MPI or MVAPICH2."""
+    """Return this process's ranks and world sizes from the variables of torchrun, Intel MPI, Open MPI or MVAPICH2.
+
+    Without these variables, the ranks are 0 and the world sizes are 1.
+    """
     return CPUInformation(
         get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
         get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
@@ -338,7 +360,9 @@ def check_os_kernel() -> None:
 
 
 def convert_bytes(size: float) -> str:
-    """Format a number of bytes in the largest unit in which it is at least 1. Each unit is 1024 times the previous one.
+    """Return a number of bytes as text with a unit from bytes to PB, such as ``"1.5 KB"`` for 1536.
+
+    Each unit is 1024 times the previous one.
 
     Args:
         size: The number of bytes.
@@ -376,7 +400,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the name of a class or function, or of an object's class.
+    """Return the qualified name of a class or function, or of the class of any other object.
 
     Args:
         obj: The class, function or object.
@@ -386,7 +410,7 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Return whether an error means that the batch is too large for the memory or for cuDNN.
+    """Return whether an error is a ``RuntimeError`` that reports exhausted memory or cuDNN's "not supported".
 
     Args:
         exception: The error to examine.

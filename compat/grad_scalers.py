@@ -1,4 +1,4 @@
-"""Gradient scalers with Accelerate's defaults, for loops that call ``scaler.step`` themselves."""
+"""Gradient scalers for training loops that call ``scaler.step`` without an Accelerator."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return a gradient scaler for this machine's accelerator.
+    """Return a gradient scaler for this machine's accelerator, or for CUDA if the machine has none.
 
     Args:
-        distributed_type: ``DistributedType.FSDP`` for a scaler that finds overflow in the shards of all ranks.
+        distributed_type: ``DistributedType.FSDP`` for a scaler that checks the shards of all ranks for overflow. Other
+            values have no effect. Default: None.
         **kwargs: Arguments of ``torch.amp.GradScaler``, except ``device``.
     """
     if getattr(distributed_type, "value", distributed_type) == "FSDP":

@@ -19,8 +19,13 @@ class PrepareForLaunch:
     Args:
         launcher: Function to run.
         distributed_type: A `DistributedType` or its value. With ``MULTI_*``, the rank is computed from the process's
-            index and the environment variables ``NODE_RANK`` and ``NPROC``. Default: ``"NO"``, which sets no rank.
-        debug: Whether to connect the processes with gloo through the file that ``ACCELERATE_DEBUG_RDV_FILE`` names.
+            index and the environment variables ``NODE_RANK`` and ``NPROC``; other types set no rank. Default: ``"NO"``.
+        debug: Whether to connect the processes with gloo instead of setting the rank. The environment variables
+            ``WORLD_SIZE`` and ``ACCELERATE_DEBUG_RDV_FILE``, the path of a file for the connection, must then be set.
+            Default: False.
+
+    Raises:
+        ValueError: If ``distributed_type`` is unknown.
     """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: Any = "NO", debug: bool = False) -> None:
@@ -29,7 +34,12 @@ class PrepareForLaunch:
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:
-        """Set the rank of process ``index`` and run the function with ``args``."""
+        """Set the rank or connect the processes, as configured, and run the function with ``args``.
+
+        Args:
+            index: Index of this process on its machine; with ``debug``, its rank.
+            *args: Arguments of the function.
+        """
         if self.debug:
             size = int(os.environ["WORLD_SIZE"])
             store = torch.distributed.FileStore(os.environ["ACCELERATE_DEBUG_RDV_FILE"], size)

@@ -1,4 +1,4 @@
-"""Queries about an error: whether it reports that memory ran out, and on which device."""
+"""Queries about errors: whether memory ran out on a device, in cuDNN or on the host. Also `recursive_detach`."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
 
     Args:
         in_dict: Tensors, or nested dicts, lists and tuples that contain tensors.
-        to_cpu: Whether to move the tensors to the CPU.
+        to_cpu: Whether to move the tensors to the CPU. Default: False.
     """
     return apply_to_collection(in_dict, Tensor, lambda t: t.detach().cpu() if to_cpu else t.detach())

@@ -1,4 +1,4 @@
-"""Lightning's category of warnings that may be wrong. Treadle does not issue such warnings, but libraries do."""
+"""Lightning's category of warnings about something that may be intended. Treadle issues none, but libraries do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ class PossibleUserWarning(UserWarning):
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Ignore all warnings of category `PossibleUserWarning`.
+    """Ignore warnings of category `PossibleUserWarning`.
 
     Args:
-        module: A regular expression for the beginning of module names. Default: all modules.
+        module: Regular expression that matches the beginning of the name of the module that warns. Default: all
+            modules.
     """
     warnings.filterwarnings("ignore", category=PossibleUserWarning, module=module)

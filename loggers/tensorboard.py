@@ -192,7 +192,7 @@ class TensorBoardLogger(DirectoryLogger):
     def on_resume(self, step: int) -> None:
         """Make TensorBoard ignore the events of steps after ``step`` in an existing directory.
 
-        If the logger was created with ``purge_step``, that value is used instead.
+        If the logger was created with ``purge_step`` and has not opened a file yet, that value is used instead.
 
         Args:
             step: Number of optimizer steps taken before the run was saved.

@@ -218,8 +218,8 @@ class FullyShardedDataParallelPlugin:
             within a machine), ``"NO_SHARD"`` (replicas), or a value of torch's ``ShardingStrategy``. Default:
             ``"FULL_SHARD"``.
         reshard_after_forward: Whether to free gathered weights after the forward pass, a number of processes (see
-            `FSDP`), or, if ``sharding_strategy`` is None, a value for that argument. Default: False for
-            ``"SHARD_GRAD_OP"`` and ``"HYBRID_SHARD_ZERO2"``, otherwise True.
+            `FSDP`), or a value of ``sharding_strategy``, if that argument is None or has the same value. Default: False
+            for ``"SHARD_GRAD_OP"`` and ``"HYBRID_SHARD_ZERO2"``, otherwise True.
         backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None. The value has no effect.
         mixed_precision_policy: Torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
         auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a policy of `FSDP` that
@@ -238,13 +238,14 @@ class FullyShardedDataParallelPlugin:
         activation_checkpointing: Recompute the activations of each wrapped module in the backward pass.
         activation_checkpointing_offload: Must be False or None.
         cpu_ram_efficient_loading: Must be False or None; build the model in `Accelerator.init_module` instead.
-        transformer_cls_names_to_wrap: Names of the classes whose modules are each wrapped as one unit: a list, or a
-            string of names separated by commas.
+        transformer_cls_names_to_wrap: Classes whose modules are each wrapped as one unit: a list of classes or their
+            names, or a string of names separated by commas.
         min_num_params: Minimum number of parameters for a module to be wrapped as one unit.
 
     Raises:
-        ValueError: If a value is not supported (the error names the argument), or if ``"size_based_wrap"`` is set
-            without ``min_num_params``.
+        ValueError: If a value is not supported, if ``reshard_after_forward`` contradicts ``sharding_strategy``, or if
+            ``"size_based_wrap"`` is set without ``min_num_params``. TypeError: If ``transformer_cls_names_to_wrap`` has
+            the wrong type.
 
     Example:
         >>> import treadle

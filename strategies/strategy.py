@@ -341,8 +341,8 @@ class Strategy(StrategyAliases):
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the total norm of the gradients in place.
 
-        torch would multiply all gradients by a NaN norm, so that the parameter with the NaN could no longer be found.
-        This method does not.
+        If the norm is NaN, the gradients are left unchanged. torch would multiply all of them by NaN, so that the
+        parameter with the NaN could no longer be found.
 
         Args:
             parameters: Parameters whose gradients are clipped.

@@ -49,7 +49,7 @@ class LightningAliases:
 
     @property
     def device_ids(self) -> list[int]:
-        """Indices of the GPUs of this machine's processes; on other devices, the processes' local ranks."""
+        """Indices of the GPUs of this machine's processes; local ranks if there are none or they are unknown."""
         world, device = self._trainer.accelerator.world, self._trainer.strategy.root_device
         if device.index is not None and world.local_size == 1:
             return [device.index]

@@ -497,9 +497,9 @@ class Trainer(LightningAliases):
             weights_only: See `fit`.
 
         Returns:
-            The results for the batches of all processes, one per batch, moved to the CPU, in the order of the
-            dataloader. They are the same on every process. None with ``return_predictions=False``; an empty list if
-            ``limit_predict_batches`` is 0.
+            The results for the batches of all processes, one per batch, moved to the CPU. They are the same on every
+            process, and in the order of the dataloader unless your dataloaders shard the data themselves. None with
+            ``return_predictions=False``; an empty list if ``limit_predict_batches`` is 0.
 
         Raises:
             TypeError: If the task, the data module, a dataloader or ``ckpt_path`` has the wrong type.
@@ -564,10 +564,11 @@ class Trainer(LightningAliases):
             also: Further paths under which the checkpoint is saved; see `Accelerator.save_state`. Default: none.
 
         Raises:
-            ValueError: If no stage has run, so there is no task to save; if an optimizer step is in progress and
-                ``weights_only`` is False; or for a reason that `Accelerator.save_state` lists, such as a weight that is
-                not finite.
-            TypeError, OSError: See `Accelerator.save_state`.
+            ValueError: If no stage has run, or the last one ended before it prepared the task; if an optimizer step is
+                in progress and ``weights_only`` is False; or for a reason that `Accelerator.save_state` lists, such as
+                a weight that is not finite.
+            TypeError: If a path has the wrong type, or a state to save is not data.
+            OSError: If the checkpoint cannot be written.
         """
         if self.task is None:
             raise ValueError("save_checkpoint needs a task. Call fit or another stage first.")

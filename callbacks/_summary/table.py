@@ -27,7 +27,7 @@ class Part:
         name: Path of the module in the model; ``(own)`` for parameters that belong to the model itself.
         type: Class name of the module.
         parameters: Number of parameters, over all processes.
-        lazy: Whether the module also has lazy parameters, which do not have a shape yet.
+        lazy: Whether the module also has lazy parameters, which do not have a shape yet and are not counted.
         local: Number of parameters that this process holds.
         training: Whether the module is in training mode.
         frozen: Whether all parameters of the module are frozen; False if the module has no parameters.
@@ -52,10 +52,13 @@ class Summary:
     """Summary of a model's modules, returned by `summarize`. Converting it to ``str`` renders the table.
 
     Attributes:
-        layers: Rows of the table, one `Part` for each module that is shown.
-        measured: Whether the model was run with its example input. If False, FLOPs and shapes are not shown.
-        total_parameters, trainable_parameters: Number of parameters over all processes; a shared parameter counts once.
-        model_size: Size of all parameters in MB.
+        layers: Rows of the table: a `Part` for each module that is shown and, if the model itself has parameters, one
+            for these.
+        measured: Whether the model was successfully run with its example input. If False, FLOPs and shapes are not
+            shown.
+        total_parameters, trainable_parameters: Number of parameters over all processes. A shared parameter counts once,
+            and lazy parameters are not counted.
+        model_size: Size of the counted parameters, over all processes, in MB (1,000,000 bytes).
         total_training_modes: Number of modules in ``"train"`` and in ``"eval"`` mode, not counting the model itself.
         total_flops: Number of FLOPs in the run with the example input; 0 if they were not counted.
 
@@ -87,7 +90,7 @@ class Summary:
 
     @property
     def layer_names(self) -> list[str]:
-        """Paths of the modules."""
+        """Names of the rows: paths of the modules, and ``(own)`` for parameters that belong to the model itself."""
         return [part.name for part in self.layers]
 
     @property
@@ -174,16 +177,16 @@ def summarize(
     """Return a summary of a model's modules.
 
     If the model has an ``example_input_array``, the model is run once with this input to record shapes and count FLOPs.
-    The run is in evaluation mode and without gradients. If it fails, a warning is issued and the summary contains
-    neither shapes nor FLOPs. The input may be a tensor, a list or tuple of arguments, or a dict of arguments by name.
-    The RNG state and the modules' modes are restored afterwards. A model with parameters that have no shape yet is not
-    run.
+    The run is in evaluation mode and without gradients. If it fails, a warning is issued and the table shows neither
+    shapes nor FLOPs. The input may be a single argument such as a tensor, a list or tuple of arguments, or a dict of
+    arguments by name. The RNG state and the modules' modes are restored afterwards. A model with lazy parameters or
+    buffers, which have no shape yet, is not run.
 
     Args:
         module: The model.
         max_depth: Levels of nested modules to show; -1 shows all. Default: 1.
         forward: Function that runs the model. Default: the model itself.
-        prepare: Function that prepares the example input. Default: a function that moves it to the parameters' device.
+        prepare: Function that prepares the example input. Default: a function that moves it to the device of the model.
 
     Returns:
         The summary; its ``str`` is a table.
@@ -280,7 +283,7 @@ def _collect_shapes(value: Any) -> Any:
 
 
 def _disable_compilation(module: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context in which compiled modules run eagerly, because compiling them would take minutes."""
+    """Return a context in which compiled modules run eagerly, because compiling them can take minutes."""
     compiled = any(getattr(part, "_compiled_call_impl", None) is not None for part in module.modules())
     if compiled or any(type(part).__name__ == "OptimizedModule" for part in module.modules()):
         return torch.compiler.set_stance("force_eager")

@@ -64,7 +64,7 @@ def format_usage(stage: str, program: str) -> str:
 
 
 def _format_row(name: str, words: str) -> str:
-    """Return a row of the help, with a name and its description, wrapped to the terminal's width."""
+    """Return a row of the help: a name and its description, wrapped to the terminal's width (at least 60 columns)."""
     width = max(60, shutil.get_terminal_size().columns)
     return textwrap.fill(words, width, initial_indent=f"  {name:<20}  ", subsequent_indent=" " * 24)
 
@@ -90,8 +90,9 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Parse a command line. LightningCLI's ``--section.key=value`` and ``--section.key value`` are accepted as
-    overrides.
+    """Parse a command line.
+
+    LightningCLI's ``--section.key=value`` and ``--section.key value`` are accepted as overrides.
 
     Args:
         arguments: The command-line arguments after the stage.
@@ -102,6 +103,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
     Raises:
         ConfigError: If an option is unknown or has no value, another argument is not an override, or the run of
             ``--from-run`` does not exist, is ambiguous or has an invalid URL.
+        OSError: If an object store with runs cannot be read.
     """
     options, rest = Options(), list(arguments)
     while rest:
@@ -171,6 +173,7 @@ def load_config(options: Options, defaults: Mapping[str, Any] | None = None) -> 
 
     Raises:
         ConfigError: If the configuration cannot be read, merged or resolved.
+        OSError: If the earlier run is in an object store that cannot be read.
     """
     earlier_config = None if options.from_run is None else read_earlier_config(options.from_run)
     return load(options.files, options.overrides, defaults=defaults, earlier=earlier_config)
@@ -184,6 +187,8 @@ def read_earlier_config(place: str | Path) -> tuple[str, str]:
 
     Raises:
         ConfigError: If ``place`` does not exist, cannot be read, or does not contain a configuration.
+        ValueError: If ``place`` is an invalid URL.
+        OSError: If ``place`` is in an object store that cannot be read.
     """
     from ...engine.checkpoint import find_again
 

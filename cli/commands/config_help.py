@@ -51,7 +51,7 @@ def describe_target(target: Any, title: str = "") -> str:
 
 
 def find_target(name: str, config: dict[str, Any], default_classes: dict[str, type | None]) -> Any:
-    """Return the class that `--help NAME` describes.
+    """Return the class or function that `--help NAME` describes.
 
     Args:
         name: A section, such as ``"model"``, a class's short name, or an import path.
@@ -59,8 +59,8 @@ def find_target(name: str, config: dict[str, Any], default_classes: dict[str, ty
         default_classes: Default class of each section, used if ``config`` does not name a class for the section.
 
     Raises:
-        ConfigError: If no section or class has this name, or if neither ``config`` nor ``default_classes`` has a class
-            for the section.
+        ConfigError: If no class or function can be found for ``name``. Other errors of an imported module are raised
+            with a note.
     """
     if name == "trainer":
         return Trainer

@@ -57,7 +57,7 @@ def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `treadle doctor` and return the exit status: 1 for a fault, 2 for an invalid command line, otherwise 0.
+    """Run `treadle doctor` and return the exit status: 1 if it prints a fault, 2 for invalid arguments, otherwise 0.
 
     Args:
         arguments: The command-line arguments after `treadle doctor`.
@@ -102,7 +102,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `treadle doctor`.
 
     Raises:
-        ValueError: If an option is unknown (the error names the closest one) or has an invalid value.
+        ValueError: If an argument is unknown or has an invalid value.
     """
     parser = build_parser()
     names = [name for name in parser._option_string_actions if name not in ("--report", "-h")]

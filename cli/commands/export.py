@@ -80,13 +80,12 @@ def export(
 
     Args:
         checkpoint: Folder or URL of a committed checkpoint, saved with any strategy and world size.
-        output: Path or URL of a file whose name ends in ``.safetensors``, or of a folder. The output is a folder if
-            that folder exists, the name ends with a slash, or the name does not have the suffix of a weights file.
-            Other suffixes of weights files, such as ``.pt``, are refused. Existing files are replaced once the new ones
-            are complete.
+        output: Path or URL of a file whose name ends in ``.safetensors``, or of a folder. A path that ends with a
+            slash, or at which a folder exists, is a folder. Otherwise, the suffixes ``.bin``, ``.pt``, ``.pth`` and
+            ``.ckpt`` are refused. Existing weights are replaced once the new files are complete.
         dtype: The dtype to convert floating-point weights to, such as ``"bfloat16"``. Default: None, no conversion.
-        max_shard_size: Maximum size of each file in a folder, in bytes or with a unit, such as ``"500MB"`` or
-            ``"2GiB"``.
+        max_shard_size: Maximum total size of the tensors in each file of a folder, in bytes or with a unit, such as
+            ``"500MB"`` or ``"2GiB"``. A larger tensor gets a file of its own. Default: ``"5GB"``.
         model: Index of the model, if the run prepared several. Default: 0.
 
     Returns:
@@ -94,7 +93,8 @@ def export(
 
     Raises:
         ValueError: If ``checkpoint`` is damaged or is not a checkpoint, if an argument is invalid, or if the output is
-            in a checkpoint's folder, where it would destroy the checkpoint.
+            a checkpoint's folder or a file directly in one.
+        TypeError: If ``checkpoint`` or ``output`` is neither a path nor a URL.
         OSError: If a file cannot be read or written.
     """
     # They import torch, which --help should not wait for.
@@ -156,7 +156,7 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 class _Converted:
-    """Tensor in a checkpoint that is converted to a different dtype when it is read."""
+    """Tensor that is read on demand and, if it is floating-point and ``dtype`` is not None, converted to ``dtype``."""
 
     def __init__(self, stored: Any, dtype: torch.dtype | None) -> None:
         self._stored = stored

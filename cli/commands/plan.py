@@ -171,6 +171,10 @@ def run(options: argparse.Namespace) -> tuple[str, bool]:
 
     Returns:
         The plan as text, and whether the run would fit in GPU memory.
+
+    Raises:
+        ValueError, TypeError: If an option or the configuration is invalid, or the run cannot be planned. Errors of the
+            task, its data and torch are raised unchanged.
     """
     from ...engine.planning import Plan, advise, screen, simulate
     from ...strategies import simulation
@@ -221,7 +225,7 @@ def _build_subject(options: argparse.Namespace) -> Subject:
 
 
 def _merge_settings(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
-    """Return the settings for `simulate`: those of the subject, overridden by those of the options."""
+    """Return the settings of the subject, overridden by those that the options set."""
     requested = {
         "world_size": options.world_size,
         "micro_batch": options.micro_batch,

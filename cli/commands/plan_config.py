@@ -50,7 +50,8 @@ def build_config_subject(options: argparse.Namespace) -> Subject:
 
     Raises:
         ConfigError: If the configuration is invalid.
-        ValueError: If the task cannot be planned.
+        ValueError, TypeError: If the run cannot be planned, for example with manual optimization. Errors of the task
+            and its data are raised unchanged.
     """
     if (current_directory := os.getcwd()) not in sys.path:
         sys.path.insert(0, current_directory)  # so that it can name modules next to the configuration
@@ -206,7 +207,7 @@ class _PlannedRun:
         return task
 
     def make_batch(self, samples: int) -> Any:
-        """Return a batch of zeros with the structure of the run's first batch, but with ``samples`` samples.
+        """Return a batch like the run's first one, but with ``samples`` samples and with zeros in its tensors.
 
         Args:
             samples: Number of samples in the batch.
@@ -239,7 +240,8 @@ class _PlannedRun:
         """Return the first optimizer that the task's ``configure_optimizers`` returns.
 
         Raises:
-            ValueError: If ``configure_optimizers`` returned None.
+            ValueError: If ``configure_optimizers`` returned no optimizer, several optimizers or an invalid result.
+            TypeError: If ``configure_optimizers`` returned an invalid result.
         """
         task = self.trainer.task
         assert task is not None
@@ -307,7 +309,7 @@ class _PlannedRun:
         return Schedule(steps=total, samples=samples, per_epoch=per_epoch, rates=rates, words=words)
 
     def _make_optimizer_and_schedulers(self) -> tuple[Optimizer, list[SchedulerConfig]]:
-        """Return the optimizer and the schedulers of a newly built task, before their first step."""
+        """Return the first optimizer and the schedulers of a newly built task, before their first step."""
         optimizers, schedulers = configure(self._configure_task(self._make_task()))
         return optimizers[0], schedulers
 
@@ -350,7 +352,7 @@ def _count_samples(source: Any, batch: Any) -> int:
 
 
 def _read_leading_size(batch: Any) -> int:
-    """Return the length of the first dimension of the first tensor in a batch."""
+    """Return the length of the first dimension of the first tensor in a batch. Scalar tensors are skipped."""
     pending = [batch]
     while pending:
         value = pending.pop(0)
@@ -383,7 +385,7 @@ def _resize_batches(source: Any, micro: int) -> Any:
 
 
 def _make_like(batch: Any, size: int, samples: int) -> Any:
-    """Return zeros in the structure of ``batch``, with first dimensions scaled from ``size`` to ``samples``."""
+    """Return ``batch`` with tensors of zeros, whose first dimensions are scaled from ``size`` to ``samples``."""
     if isinstance(batch, Tensor):
         shape = list(batch.shape)
         if shape:

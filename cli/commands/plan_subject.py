@@ -26,7 +26,7 @@ class Subject:
 
     Attributes:
         name: Name of the model.
-        build_model: Function that builds the model with parameters on the meta device.
+        build_model: Function that builds the model, called with the meta device as torch's default device.
         make_batch: Function that creates a batch, given the number of samples.
         loss: Function that returns the loss, given the model (or its method ``step``) and a batch.
         optimizer: Function that creates the optimizer, given the parameters.
@@ -54,7 +54,7 @@ def build_model_subject(options: argparse.Namespace) -> Subject:
         options: The parsed command line of `treadle plan`.
 
     Raises:
-        ValueError: If the model's name is unknown; the error names the closest one.
+        ValueError: If the model's name is unknown.
     """
     sizes = sizes_of(options.model)
     if options.length is not None:

@@ -21,13 +21,13 @@ Line = tuple[str, str]
 
 
 def dump_yaml(root: Value, secrets: Mapping[str, str] | None = None, head: str = "") -> str:
-    """Return YAML that parses to the values of ``root``, with the source of each value in a comment.
+    """Return YAML that loads as the configuration ``root``, with the sources of its values in comments.
 
-    A default that is not plain data (`Opaque`) is written as a comment, so it is omitted when the YAML is parsed.
+    A default that is not plain data (`Opaque`) is written as a comment, so it is omitted when the YAML is loaded.
 
     Args:
         root: The value to write, which must be a mapping.
-        secrets: Mapping from each secret to the reference that replaces it.
+        secrets: Mapping from each secret to the reference that replaces it. Default: None, no secrets.
         head: Text to write as comment lines at the top. Default: none.
     """
     lines = list(_format_mapping(root, "", secrets or {}))
@@ -93,7 +93,7 @@ def format_word(data: Any, secrets: Mapping[str, str] | None = None, within: boo
 
     Args:
         data: None, a bool, a number or text.
-        secrets: Mapping from each secret to the reference that replaces it.
+        secrets: Mapping from each secret to the reference that replaces it. Default: None, no secrets.
         within: Whether the value is an item of a list in brackets, where text is always quoted. Default: False.
     """
     if data is None:

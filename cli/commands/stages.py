@@ -108,7 +108,11 @@ def run(
 
 
 def _execute(stage: str, program: str, checked: CheckedConfig, text: str, options: Options, keep: bool) -> Session:
-    """Build the objects and run the stage. The Trainer is built first, because it may launch the run's processes."""
+    """Build the objects and run the stage.
+
+    The run folder and the Trainer come before the task and the data module, because they may launch the run's
+    processes.
+    """
     from ...engine import seed_everything
     from ...trainer import Trainer, as_callbacks
     from ..config.instantiate import locate_error
@@ -224,7 +228,7 @@ def _can_take_predictions(callback: Callback) -> bool:
 
 
 def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) -> str | None:
-    """Return the checkpoint to evaluate: ``ckpt_path`` or the earlier run's. Warn and return None if neither is set."""
+    """Return the checkpoint to evaluate, from ``ckpt_path`` or the earlier run; None for the task's initial weights."""
     from ...common.messages import warn
     from ...engine.checkpoint import MANIFEST
 
@@ -240,7 +244,7 @@ def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) 
 
 
 def _prepare_callbacks(earlier: str | None, flags: Mapping[str, Any]) -> list[Callback]:
-    """Return the callbacks, configured to look for ``last`` and ``best`` in the earlier run's folder."""
+    """Return the callbacks, configured to find ``last`` and ``best`` among the earlier run's checkpoints, if any."""
     from ...callbacks import ModelCheckpoint
     from ...trainer import as_callbacks
     from ...trainer.runs import CHECKPOINTS

@@ -74,11 +74,11 @@ def run(
             name the task's class.
         data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
             then name a data module's class.
-        defaults: Default configuration, which the sweep's configuration overrides.
+        defaults: Default configuration, which the sweep's configuration overrides. Default: None.
 
     Returns:
-        The exit status: 0 for help and dry runs, 2 after a ConfigError or without Optuna, 130 after Ctrl-C before the
-        first trial; otherwise that of `Scheduler.run`.
+        The exit status: 0 for help and dry runs, 2 after a ConfigError or if Optuna or another package is missing, 130
+        after Ctrl-C before the first trial; otherwise that of `Scheduler.run`.
     """
     try:
         file, overrides, dry = _parse(arguments)

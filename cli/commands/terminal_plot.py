@@ -24,16 +24,19 @@ def plot(
     """Return a text chart of curves over the optimizer steps.
 
     The vertical axis is logarithmic if all values are positive and span two orders of magnitude or more. With several
-    curves, a letter next to the chart marks the end of each curve. If there is only one curve and it is constant, or
-    if no value is finite, a line of text is returned instead.
+    curves, letters next to the chart mark their ends, with at most four letters per row. Values that are not finite or
+    are too large are not drawn, but counted below the chart. Identical curves are drawn as one. A line of text is
+    returned instead of a chart if no value can be drawn, or if the only curve is constant: it has several values, all
+    finite and equal.
 
     Args:
         title: The title, printed above the chart.
         lines: Steps and values of each curve, by name.
-        width: Characters per row, at least 24. Default: 80.
+        width: Characters per row of the chart, at least 24. Default: 80.
         height: Rows of the chart without title, axis and legend. Default: 10.
         ascii: Whether to draw with ASCII characters instead of braille characters, which have eight dots each.
-        color: Whether to give each curve an ANSI color.
+            Default: False.
+        color: Whether to give each curve an ANSI color. Default: False.
 
     Returns:
         The chart as lines of text.

@@ -115,12 +115,13 @@ def load(
     Args:
         files: YAML files. A later file takes precedence.
         overrides: ``key.path=value`` (list items by index, the value as in YAML), ``key.path+=value`` to append to a
-            list, ``~key.path`` to remove a key. They take precedence over the files.
-        defaults: Default values. ``earlier``, the files and the overrides take precedence.
-        earlier: Name and YAML text of an earlier run's configuration, which the files override.
+            list, ``~key.path`` to remove a key. They take precedence over the files. Default: none.
+        defaults: Default values. ``earlier``, the files and the overrides take precedence. Default: None.
+        earlier: Name and YAML text of an earlier run's configuration, which the files override. Default: None.
 
     Raises:
-        ConfigError: If the configuration is invalid; the error names file, line and key.
+        ConfigError: If the configuration is invalid. If the error concerns a value, it names the value's source, such
+            as file and line.
     """
     return resolve(merge_sources(files, overrides, defaults=defaults, earlier=earlier))
 
@@ -141,7 +142,7 @@ def merge_sources(
         earlier: See `load`.
 
     Raises:
-        ConfigError: If the configuration is invalid; the error names file, line and key.
+        ConfigError: If the configuration is invalid; see `load`.
     """
     root = normalize(make_value(dict(defaults or {}), "script"))
     if earlier is not None:
@@ -159,10 +160,10 @@ def resolve(root: Value, settings: Mapping[str, Value] | None = None) -> Config:
     Args:
         root: The return value of `merge_sources`.
         settings: Values by dotted key, which override the configuration. A value under ``vars`` that no reference uses
-            is an error.
+            is an error. Default: None.
 
     Raises:
-        ConfigError: If the configuration is invalid; the error names file, line and key.
+        ConfigError: If a setting cannot be applied, or if `resolve_references` raises an error.
     """
     settings = settings or {}
     for key, value in settings.items():
@@ -224,7 +225,7 @@ def parse_override_value(text: str, source: str = COMMAND_LINE) -> Value:
         source: The source of the value. Default: the command line.
 
     Raises:
-        ConfigError: If the text is not valid YAML, or is a number that is too long.
+        ConfigError: If the text cannot be parsed.
     """
     if text[0] in "[{\"'":
         parsed = parse(text, "the value", lines=False)
@@ -367,7 +368,7 @@ class _References:
         self.resolved_values: dict[Path, Value] = {}
 
     def check(self, marked: Iterable[Path]) -> None:
-        """Raise a ConfigError for references that are dangling or circular, or that expand to too many values."""
+        """Raise a ConfigError for references that are dangling, circular or too deep, or expand to too many values."""
         for path in marked:
             value = self.values[path]
             try:
@@ -383,7 +384,7 @@ class _References:
     def measure_extent(self, path: Path) -> int:
         """Return the size of the value at a path with every reference expanded.
 
-        The size is the number of values, including the value itself, plus one per 100 characters of each text.
+        The size is the number of values, including the value itself, plus one per full 100 characters of each text.
 
         Raises:
             ConfigError: If the references are circular or dangling.
@@ -452,7 +453,7 @@ class _References:
         return self.resolved_values[path]
 
     def _resolve_single(self, text: str, path: Path, carried: Any) -> Value | None:
-        """Return the value of a text that is exactly one reference or variable; None for any other text."""
+        """Return the value of a text that is one reference or variable; None if OmegaConf must interpolate the text."""
         source = self.values[path].source
         if text.startswith("$") and (reference := _REFERENCE.fullmatch(text)) is not None:
             return _replace_sources(self.fill(self.find_target(path, reference[1]), carried), lambda _: source)

@@ -34,7 +34,8 @@ class Value:
     Attributes:
         data: A dict or list of values, or None, a bool, a number or a string.
         source: Place where the value was written, such as ``"run.yaml:3"``, ``"command line"`` or ``"default"``.
-        text: Original text of an unquoted number, boolean or null, for use in an argument of type str. Default: None.
+        text: Original text of a parsed value, such as ``"1.10"`` for the number 1.1, which is used if an argument
+            expects text. Default: None.
     """
 
     data: Any
@@ -74,7 +75,7 @@ def make_value(data: Any, source: str) -> Value:
     """Convert plain data to values that all have the same source.
 
     Args:
-        data: Nested dicts, lists and scalars.
+        data: Nested dicts, lists, tuples and scalars. A tuple becomes a list.
         source: The source of all values, such as ``"run.yaml:3"``.
     """
     if isinstance(data, dict):
@@ -149,7 +150,7 @@ def merge(before: Value, later: Value) -> Value:
     """Merge two values. Mappings are merged key by key; otherwise, the later value replaces the earlier one.
 
     A mapping that names a class replaces an earlier mapping that names another class or none, because the earlier
-    arguments may not fit the new class.
+    arguments may not fit the new class. An earlier class name without arguments is merged like a mapping.
 
     Args:
         before: The earlier value.
@@ -182,10 +183,11 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
         root: The values, which are not modified.
         path: The path, which contains indices for list items.
         new: The new value, or None to remove a value. Missing mappings on the path are created.
-        add: Whether to append ``new`` to the list at the path. Default: False.
+        add: Whether to append ``new`` to the list at the path, which is created if missing. Default: False.
 
     Raises:
-        ConfigError: If the path does not match the values, or if the value to remove does not exist.
+        ConfigError: If the path does not match the values, if the value to remove does not exist, or if ``add`` is set
+            and the path leads to something other than a list.
     """
 
     def place(value: Value | None, done: int) -> Value | None:

@@ -38,6 +38,8 @@ class _Loader(yaml.SafeLoader):
 def parse_scalar(text: str) -> Any:
     """Convert a plain scalar by the rules of YAML 1.2: ``3e-4`` is a number; ``no``, ``12:30`` and dates are text.
 
+    Unlike in YAML 1.2, underscores may separate digits, as in ``1_000``.
+
     Raises:
         ValueError: If an integer has more digits than Python converts, 4,300 by default.
     """
@@ -60,7 +62,7 @@ def read(file: str | Path) -> Value:
 
     Raises:
         ConfigError: If the file does not exist, cannot be read, is empty, too large or not UTF-8, or does not contain a
-            valid YAML mapping. For invalid YAML, the error names the line.
+            valid YAML mapping. For a syntax error, the error names the line.
     """
     value = parse(read_text(file), str(file))
     if value is None or value.data is None:
@@ -95,7 +97,7 @@ def read_text(file: str | Path) -> str:
 
 
 def parse(text: str, name: str, lines: bool = True) -> Value | None:
-    """Return the values parsed from a YAML text, or None if the text is empty.
+    """Return the values parsed from a YAML text, or None if the text has no content.
 
     Args:
         text: The YAML text, which must be a mapping (or empty) unless ``lines`` is False.
@@ -103,8 +105,8 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
         lines: Whether sources include a line number. Default: True.
 
     Raises:
-        ConfigError: If the text is not valid YAML, expands to more than 100,000 values, or is not a mapping although
-            ``lines`` is True. The error names the line if ``lines`` is True.
+        ConfigError: If the text is not valid YAML, is not plain data, expands to more than 100,000 values, or is not a
+            mapping although ``lines`` is True.
     """
     try:
         node = yaml.compose(text, _Loader)  # the syntax tree: tags are not executed

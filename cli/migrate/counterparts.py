@@ -50,8 +50,9 @@ class PeerModule:
     """Module of Lightning, Fabric, Accelerate or Treadle.
 
     Attributes:
-        peer: ``"lightning"``, ``"fabric"`` or ``"accelerate"``; ``"umbrella"`` for the package `lightning` itself;
-            ``"treadle"`` or ``"compat"`` for a module of Treadle.
+        peer: ``"lightning"``, ``"fabric"`` or ``"accelerate"``; ``"umbrella"`` for the package `lightning` itself and
+            its modules outside ``lightning.pytorch`` and ``lightning.fabric``; ``"treadle"`` or ``"compat"`` for a
+            module of Treadle.
         path: The module's dotted path below the peer's root package; ``""`` for the root.
     """
 

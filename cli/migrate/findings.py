@@ -10,9 +10,9 @@ class Finding:
     """Place in a project that requires manual attention.
 
     Attributes:
-        path: The file's path, as shown in the output.
-        line: The line number, from 1; 0 for the whole file.
-        text: The name, and the change to make or to consider.
+        path: The file's path, as shown in the output. For a cell of a notebook, it ends with the cell's number.
+        line: The line number in the file or cell, from 1; 0 for the whole file.
+        text: Description of the problem or the difference.
         must_change: Whether the program must be changed. If False, the program runs, but behaves differently.
     """
 

@@ -27,7 +27,7 @@ _LAUNCH = re.compile(r"(?:^|[\s;&|\"'])(?P<command>accelerate\s+launch|(?:lightn
 
 
 def is_text(name: str) -> bool:
-    """Return whether a file with this name is examined as text. False for Python files and notebooks."""
+    """Return whether a file with this name is a configuration, a script, or a list of requirements."""
     path = PurePath(name)
     return path.suffix in (*CONFIGURATIONS, *SCRIPTS) or path.name.startswith(_NAMES) or _is_list(path.name)
 

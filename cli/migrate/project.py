@@ -89,7 +89,8 @@ def migrate_project(path: str | Path) -> Migration:
 
     Args:
         path: A file, or a folder whose contents are migrated recursively. Symbolic links, hidden folders, virtual
-            environments, installed packages, logs of runs, and configurations larger than 1 MiB in it are skipped.
+            environments, installed packages, caches and logs of runs in it are skipped, and so are files other than
+            Python files and notebooks that are larger than 1 MiB.
     """
     migration = Migration()
     for file in _list_files(Path(path), migration.findings):

@@ -39,7 +39,7 @@ _TAKE_MODULES = ("import_module", "__import__", "find_spec", "importorskip", "ge
 
 
 def mentions_peer(text: str) -> bool:
-    """Return whether a text names a peer's package, or Treadle."""
+    """Return whether a text contains the name of a package of Lightning, Fabric or Accelerate, or Treadle's name."""
     return _MENTION.search(text) is not None
 
 
@@ -270,7 +270,10 @@ class _Source:
         return find_counterpart(module, name) in list_modules(peer) and find_submodule(module, name) is None
 
     def _choose_module(self, module: str, binding: Binding) -> str | None:
-        """Return the counterpart of a peer's module that provides the most names that the program uses."""
+        """Return the counterpart of a peer's module that provides the most names that the program uses.
+
+        If there is no counterpart, report that and return None.
+        """
         peer = split_peer(module)
         assert peer is not None
         best, most = None, -1

@@ -76,9 +76,11 @@ class Scope:
 
 
 def list_nodes(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
-    """Return every node in source order with the scope in which it is evaluated, and record the names in each scope.
+    """Return a tree's nodes, each with its scope, and record the names that each scope binds.
 
-    The traversal is not recursive, because a sum of a thousand terms is a tree that is a thousand nodes deep.
+    Nodes without names, such as operators, are omitted. Imports are not recorded, because the caller distinguishes
+    imports of peers from others. The traversal is not recursive, because a sum of a thousand terms is a tree that is a
+    thousand nodes deep.
     """
     nodes: list[tuple[ast.AST, Scope]] = []
     stack: list[tuple[ast.AST, Scope]] = [(tree, Scope(tree, None))]
@@ -103,7 +105,7 @@ def list_nodes(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
 
 
 def _list_outside(node: ast.AST) -> list[ast.AST | None]:
-    """Return the parts of a scope's node that are evaluated in the enclosing scope."""
+    """Return the parts of a scope's node that belong to the enclosing scope, such as decorators and defaults."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         outside: list[ast.AST | None] = [*node.args.defaults, *node.args.kw_defaults]
         if not isinstance(node, ast.Lambda):
@@ -115,7 +117,7 @@ def _list_outside(node: ast.AST) -> list[ast.AST | None]:
 
 
 def _bind(node: ast.AST, scope: Scope) -> None:
-    """Record the names that a node binds, except imports of peers."""
+    """Record the names that a node binds or declares global or nonlocal. Imports are not recorded."""
     if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
         scope.others.add(node.id)
     elif isinstance(node, _NAMED) and node.name:

@@ -34,7 +34,7 @@ def write_page(comparison: Comparison, path: Path) -> None:
         path: Path of the HTML file. The page of an earlier comparison is replaced.
 
     Raises:
-        ValueError: If another file exists at the path.
+        ValueError: If a folder, or a file that is not a comparison, exists at the path.
         OSError: If the file cannot be written.
     """
     if path.exists() and not _is_comparison(path):
@@ -58,7 +58,7 @@ def _is_comparison(path: Path) -> bool:
 
 
 def render_page(comparison: Comparison) -> str:
-    """Return a comparison as HTML: metadata, curves, last values, and differences of configuration and environment."""
+    """Return a comparison as an HTML page with metadata, curves, last values, and the settings that differ."""
     line_styles = dict(zip(comparison.labels, choose_styles(comparison.labels), strict=True))
     charts = [Chart(metric, lines, line_styles) for metric, lines in comparison.charts.items()]
     title = " and ".join(comparison.labels) if len(comparison.labels) == 2 else f"{len(comparison.labels)} runs"

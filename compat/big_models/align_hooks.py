@@ -315,7 +315,7 @@ def attach_align_device_hook(
         module_name: The module's name in ``weights_map``. Default: ``""``, for no prefix.
         skip_keys: See `AlignDevicesHook`.
         preload_module_classes: Names of classes whose modules load all offloaded weights of their submodules when
-            called. These submodules get no hooks. Default: none.
+            called. With ``offload``, these submodules get no hooks. Default: none.
         tied_params_map: See `set_module_tensor_to_device`.
     """
     whole = offload and type(module).__name__ in (preload_module_classes or ())

@@ -298,17 +298,17 @@ def set_module_tensor_to_device(
         dtype: New dtype, which applies to a floating-point or complex ``value`` and to such a tensor that is moved to
             the meta device. Default: the tensor's dtype.
         fp16_statistics: Must be None, because statistics of 8-bit weights are not supported.
-        tied_params_map: Copies of tied tensors by device, for each address of a tied tensor. If the map contains the
-            tensor's address, an existing copy for the device is used, or a new copy is added. Default: none.
+        tied_params_map: For the address of each tied tensor, its copies by device. If the map contains the tensor's
+            address, an existing copy for the device is used, or a new copy is added. Default: none.
         non_blocking: Whether to copy asynchronously, if possible. Default: False.
         clear_cache: Whether to release unused cached memory of the accelerator that the tensor is moved to. Default:
             True.
 
     Raises:
         ValueError: If the tensor does not exist, has no values to move, or is a weight of bitsandbytes; if ``value``
-            has another shape; if this machine does not have the device; or if ``fp16_statistics`` is passed.
+            has another shape; if the device is invalid or not on this machine; or if ``fp16_statistics`` is passed.
         RuntimeError: If ``device`` is ``"disk"``.
-        AttributeError: If the submodule in ``tensor_name`` does not exist.
+        AttributeError: If the submodule in ``tensor_name``, or the ``dtype``, does not exist.
     """
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path)
@@ -487,13 +487,16 @@ def load_state_dict(
 
     Args:
         checkpoint_file: A safetensors file, a ``torch.save`` file that contains a state dict, a ``.index.json``, a
-            folder that contains one of these, a Treadle checkpoint, or the URL of any of these in an object store.
+            folder that contains one of these, a Treadle checkpoint, or the URL of any of these in an object store. For
+            an index in an object store, pass the URL of its folder.
         device_map: Devices by name of module or tensor. Tensors that are not in it, or mapped to ``"disk"``, are loaded
             to the CPU. Default: None, which loads all tensors to the CPU.
 
     Raises:
-        ValueError: If the checkpoint does not exist, is damaged or has an unsupported format, or if a device is
-            invalid.
+        ValueError: If the checkpoint does not exist, is damaged or has an unsupported format, or if a device is invalid
+            or not on this machine.
+        TypeError: If ``checkpoint_file`` is neither a path nor a URL.
+        ModuleNotFoundError: If the package for the scheme of the URL is not installed.
         OSError: If the object store reports an error.
     """
     tensors: dict[str, Tensor] = {}

@@ -68,7 +68,7 @@ class Fabric:
             environment.
         TypeError: If an argument has the wrong type.
         RuntimeError: If the other processes do not connect in time.
-        SystemExit: If creating the Fabric has run the script again in several processes, after they have ended.
+        SystemExit: In the process that has started the other processes, after they have ended.
     """
 
     def __init__(
@@ -624,8 +624,9 @@ class Fabric:
 
         Raises:
             KeyError: If a name is not in the file and ``strict`` is True.
-            RuntimeError: If a model's state in the file does not fit the model.
+            RuntimeError, ValueError: If the state of a model or optimizer in the file does not fit.
             OSError: If the file cannot be read.
+            pickle.UnpicklingError: If the file contains a value that ``torch.load(weights_only=True)`` does not load.
         """
         saved = self._read(path, weights_only)
         missing = sorted((state or {}).keys() - saved.keys())
@@ -661,8 +662,9 @@ class Fabric:
             weights_only: See `load`.
 
         Raises:
-            RuntimeError: If the state of a model in the file does not fit the model.
+            RuntimeError, ValueError: If the state in the file does not fit the model or optimizer.
             OSError: If the file cannot be read.
+            pickle.UnpicklingError: If the file contains a value that ``torch.load(weights_only=True)`` does not load.
         """
         self._restore(obj, self._read(path, weights_only), strict)
 

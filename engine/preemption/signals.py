@@ -167,7 +167,7 @@ class Preemption:
     def leaving_at_once(self) -> Iterator[None]:
         """Return a context in which a signal raises `Preempted` immediately, because nothing has to be saved.
 
-        Ctrl-C raises KeyboardInterrupt.
+        Ctrl-C raises KeyboardInterrupt or calls the script's own handler.
         """
         self._at_once = True
         try:

@@ -74,8 +74,7 @@ def load_weights(
             prefixes of common wrappers, such as DDP, are removed if the model's names do not have them.
         rename: A function that maps a name in the source to the name in the model, or to None to skip the weight. The
             name is passed without ``prefix``. Alternatively, a mapping of names. A key that is empty or ends with
-            ``"."`` applies to all names with this prefix for which the mapping has no longer key. Default: keep the
-            names.
+            ``"."`` applies to all names with this prefix; the longest matching key is used. Default: keep the names.
         sha256: The SHA-256 digest of the file, which is verified before the content is parsed. The digest of an index
             does not cover the files that the index names. Required for an ``http``, ``https`` or ``file`` URL.
 

@@ -76,8 +76,9 @@ class FSDP(Strategy):
         TypeError: If ``auto_wrap_policy`` is a bool, ``gather_dtype`` is not a floating-point dtype, or ``timeout`` has
             the wrong type or wrong entries. A policy of another unsupported type raises this error when a model is
             wrapped.
-        ValueError: If a size is not a positive integer, a policy's name or ``timeout`` is invalid, or arguments
-            contradict each other. Sizes that do not fit the world size raise this error when the run starts.
+        ValueError: If a size is not a positive integer, a policy's name, ``reshard_after_forward`` or ``timeout`` is
+            invalid, or arguments contradict each other. Sizes that do not fit the world size raise this error when the
+            run starts.
 
     Example:
         >>> import treadle

@@ -77,7 +77,10 @@ class TaskHooks:
         """Run before each epoch, and before the rest of an epoch that a resumed run continues."""
 
     def on_train_epoch_end(self) -> None:
-        """Run after each epoch, complete or not; a complete one ends with its validation and its schedulers' steps."""
+        """Run after each epoch, including its validation and its schedulers' steps.
+
+        The hook also runs if a limit or a requested stop cut the epoch short.
+        """
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Run before each micro-batch, once it is on the device.
@@ -95,7 +98,7 @@ class TaskHooks:
 
         Args:
             outputs: Dict with the detached ``"loss"`` and any other entries that ``training_step`` returned; empty if
-                it returned None. With manual optimization, a result that is neither a tensor nor a dict is passed
+                it returned None. With manual optimization, a result that is not a tensor, a dict or None is passed
                 unchanged.
             batch: Batch on the device.
             batch_idx: Index of the micro-batch in the epoch.
@@ -122,7 +125,7 @@ class TaskHooks:
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Run before the gradients are reset after an optimizer step. Does not run with manual optimization.
+        """Run after an optimizer step, before the gradients are reset. Does not run with manual optimization.
 
         If the optimizer needs a closure, the hook runs at the start of each closure call instead.
 

@@ -86,9 +86,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             kwargs: Not used by the Trainer, which passes all arguments by position.
 
         Returns:
-            The loss as a tensor with one element, or a dict that holds it as ``"loss"``. None is accepted with a
-            warning on a single process, unless a loss scaler or an optimizer that needs a closure is used; the batch
-            then contributes no gradient. Any value is accepted with ``automatic_optimization=False``.
+            The loss as a tensor with one element, or a dict that holds it as ``"loss"``. On a single process, None is
+            accepted with a warning, and the batch contributes no gradient; this does not apply with a loss scaler or an
+            optimizer that needs a closure. Any value is accepted with ``automatic_optimization=False``.
         """
         raise NotImplementedError
 

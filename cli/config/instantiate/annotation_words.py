@@ -38,12 +38,12 @@ WRITTEN = (*PATHS, torch.dtype, torch.device)
 
 
 def describe_unknown(name: str, key: Any, valid_names: list[str]) -> str:
-    """Return the error message for an unknown argument, with the closest valid name.
+    """Return the error message for an unknown argument, with the closest valid name if one is close.
 
     Args:
-        name: The name of the class.
+        name: The name of the class or function.
         key: The unknown argument.
-        valid_names: The arguments that the class accepts.
+        valid_names: The arguments that a configuration may set.
     """
     hint = nearest(key, valid_names)
     if not valid_names:
@@ -59,7 +59,7 @@ def describe_type(argument: Argument) -> str:
 
 
 def simplify(annotation: Any) -> Any:
-    """Unwrap ``Annotated`` and ``NewType``, and replace a type variable by its bound or constraints."""
+    """Unwrap ``Annotated`` and ``NewType``, and replace a type variable by its bound or constraints (else ``Any``)."""
     while True:
         if typing.get_origin(annotation) is typing.Annotated:
             annotation = typing.get_args(annotation)[0]

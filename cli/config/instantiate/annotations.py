@@ -154,7 +154,7 @@ class Checker:
         return self._check_literal(value, tuple(member.name for member in kind), path)
 
     def _check_text_form(self, value: Value, kind: Any, path: Path) -> Recipe | None:
-        """Return a recipe for a path, a device or a dtype, each of which a configuration contains as text."""
+        """Return a recipe for a path, a device or a dtype, written as text. Report a problem for any other value."""
         if isinstance(value.data, str):
             if kind in PATHS:
                 return PlainRecipe(value, FilePath(value.data))
@@ -283,7 +283,7 @@ class Checker:
                 or ``base`` itself can be built.
             base: The base class that the named class must extend.
             path: The value's path in the configuration.
-            supplied: Names of arguments that are passed only when the object is built.
+            supplied: Names of arguments that are passed only when the object is built. Default: none.
             target: Class to build if the value does not name one. Default: ``base``.
         """
         data = value.data
@@ -385,7 +385,7 @@ class Checker:
             takes: The signature of the class or function.
             name: The name of the class or function, for messages.
             path: The value's path in the configuration.
-            supplied: Names of arguments that are passed only when the object is built.
+            supplied: Names of arguments that are passed only when the object is built. Default: none.
             partly: Whether required arguments may be missing. Default: False.
         """
         before = len(self.problems)

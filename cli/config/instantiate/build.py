@@ -65,7 +65,7 @@ class CheckedConfig:
 
     Attributes:
         config: The resolved configuration.
-        trainer: Recipes of the Trainer's flags, by name.
+        trainer: Recipes of the Trainer's flags that the configuration sets, by name.
         model: Recipe of the task.
         data: Recipe of the data module, or None.
         optimizers: The replacement for ``configure_optimizers``, or None.
@@ -104,7 +104,7 @@ class CheckedConfig:
         return None if self.data is None else self.data.make()
 
     def resolve_defaults(self) -> Value:
-        """Return the full configuration, including defaults, as values with their sources."""
+        """Return the configuration with defaults and without ``vars``, as values with their sources."""
         trainer = {
             name: self.trainer[name].resolve_defaults()
             if name in self.trainer
@@ -167,7 +167,8 @@ def build(config: Config, model: type[TaskModule] | None = None, data: type[Data
             then name a data module's class.
 
     Raises:
-        ConfigError: If the configuration is invalid, or if a class of Treadle or torch rejects its arguments.
+        ConfigError: If the configuration is invalid, or if a class of Treadle or torch rejects its arguments. Other
+            errors of imported modules and built classes are raised with a note.
     """
     checked = check(config, model, data)
     return Built(
@@ -186,7 +187,8 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
             then name a data module's class.
 
     Raises:
-        ConfigError: If the configuration is invalid; the error names every problem with file, line and key.
+        ConfigError: If the configuration is invalid. The error lists the problems. Other errors of imported modules are
+            raised with a note.
     """
     checker = Checker(config.secrets)
     root = config.root

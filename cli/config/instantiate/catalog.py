@@ -1,4 +1,4 @@
-"""Lookup of classes by short name, where it is unambiguous, or by import path."""
+"""Lookup of classes by short name, if it is unambiguous, and of classes and functions by import path."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def find(name: str, base: Any) -> Any:
     """Return the class or function that a name refers to.
 
     Args:
-        name: A short name or an import path.
+        name: A short name, a name in the running script, or an import path.
         base: The class whose subclasses may be named by a short name; ``object`` for all classes of `list_shelved`. The
             result is not checked against it.
 
     Raises:
-        ConfigError: If nothing has this name (the error names the closest name), if several classes have this name, or
-            if an import path is invalid.
+        ConfigError: If nothing has this name, if several classes have this name, or if `import_target` raises a
+            ConfigError for an import path. Other errors of an imported module are raised with a note.
     """
     homes = list_short_names(base)
     if name in homes:
@@ -110,8 +110,8 @@ def import_target(name: str) -> Any:
         name: The import path, such as ``"my_package.module.Name"``.
 
     Raises:
-        ConfigError: If ``name`` is not an import path, if the object does not exist (the error names the closest name),
-            or if a module that it needs is missing.
+        ConfigError: If ``name`` is not an import path, if the object does not exist, or if a module that it needs is
+            missing. Other errors of an imported module are raised with a note.
     """
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
@@ -150,11 +150,11 @@ def import_target(name: str) -> Any:
 
 
 def suggest_short_name(name: str, base: type = object) -> str:
-    """Return a hint if a known class has the short name ``name``; otherwise, an empty string.
+    """Return a hint if a class has the short name ``name``; otherwise, an empty string.
 
     Args:
         name: The name of the class, without a module.
-        base: The class that the known class must extend. Default: ``object``, any class.
+        base: The class that this class must extend. Default: ``object`` for all classes of `list_shelved`.
     """
     return f" Use the short name {name!r}." if name in list_short_names(base) else ""
 

@@ -30,7 +30,7 @@ class Recipe:
 
         Args:
             supplied: Arguments that are not in the configuration, such as a model's parameters. Each object receives
-                those that its signature accepts.
+                those that its signature accepts and the configuration does not set. Default: none.
         """
         raise NotImplementedError
 
@@ -56,7 +56,7 @@ class PlainRecipe(Recipe):
 
 @dataclass(frozen=True)
 class CollectionRecipe(Recipe):
-    """Recipe of a list, tuple or set.
+    """Recipe of a list, tuple, set or frozenset.
 
     Attributes:
         kind: Type of the collection, such as ``tuple``.
@@ -101,13 +101,13 @@ class ObjectRecipe(Recipe):
     """Recipe of an object, or of a function's return value.
 
     Attributes:
-        name: The class's name in the configuration; empty if the configuration does not name a class.
+        name: The name of the class or function in the configuration; empty if the configuration does not name one.
         target: Class or function that is called.
         path: The value's path in the configuration.
         signature: The signature of ``target``.
         arguments: Recipes of the arguments that the configuration sets, by name.
         base: Required class of a function's return value. Default: ``object``, any class.
-        later: Whether to build a ``functools.partial`` of the target instead of calling it.
+        later: Whether to build a ``functools.partial`` of the target instead of calling it. Default: False.
     """
 
     name: str

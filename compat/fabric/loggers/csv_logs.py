@@ -15,7 +15,8 @@ class CSVLogger(LightningCSVLogger):
         name: Directory of the experiment in ``root_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
         version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        flush_logs_every_n_steps: Maximum number of steps before buffered rows are written. Default: 100.
+        flush_logs_every_n_steps: Buffered rows are written once there are this many of them or they span as many steps.
+            Default: 100.
 
     Raises:
         TypeError: If an argument has the wrong type.
