@@ -40,7 +40,7 @@ class ServiceLogger(Logger):
 
     _version: Any = None
     closes_with_stage = True
-    """True if each fit, validation, test or prediction closes the run. Otherwise, only a failed stage and `finish` close it."""
+    """True if each stage, such as a fit, closes the run. Otherwise, only a failed stage and `finish` close it."""
 
     def __init__(
         self,
