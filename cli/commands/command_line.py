@@ -90,8 +90,7 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Parse a command line. LightningCLI's ``--section.key=value`` and ``--section.key value`` are accepted as
-    overrides.
+    """Parse a command line. Overrides in the forms of LightningCLI, such as ``--section.key=value``, are accepted.
 
     Args:
         arguments: The command-line arguments after the stage.
