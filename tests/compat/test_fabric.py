@@ -252,10 +252,8 @@ def test_a_subclass_may_have_a_method_run() -> None:
 
 def read_shares() -> list[int]:
     fabric = Fabric(accelerator="cpu")
-    sampler: DistributedSampler[int] = DistributedSampler(
-        range(8), fabric.world_size, fabric.global_rank, shuffle=False
-    )
-    loader = DataLoader(range(8), batch_sampler=BatchSampler(sampler, 2, False))  # type: ignore[arg-type]
+    sampler = DistributedSampler(range(8), fabric.world_size, fabric.global_rank, shuffle=False)
+    loader = DataLoader(range(8), batch_sampler=BatchSampler(sampler, 2, False))
     return [int(index) for batch in fabric.setup_dataloaders(loader) for index in batch]
 
 
