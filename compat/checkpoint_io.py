@@ -1,4 +1,4 @@
-"""Single-file checkpoints that a script writes and reads itself. The checkpoints of a run have a fixed format."""
+"""Single-file checkpoints for scripts. The Trainer does not use these classes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ class TorchCheckpointIO(CheckpointIO):
                 the file is run.
 
         Raises:
-            FileNotFoundError: If the file does not exist.
+            FileNotFoundError: If ``path`` does not exist.
+            ValueError: If ``path`` is a directory that does not contain a valid checkpoint.
+            pickle.UnpicklingError: If the file contains other values than ``weights_only`` allows.
         """
         if Path(path).is_dir():
             return load_checkpoint(path, map_location)
@@ -122,8 +124,8 @@ class TorchCheckpointIO(CheckpointIO):
 class AsyncCheckpointIO(CheckpointIO):
     """`CheckpointIO` that copies the tensors and then writes checkpoints one after the other in a thread.
 
-    Training can continue during the write. The error of a failed write is raised by a later call of any method, at the
-    latest by `teardown`.
+    Training can continue during the write. If a write fails, a later call of any method raises its error, at the latest
+    `teardown`. If several writes have failed by then, only the first error is raised.
 
     Args:
         checkpoint_io: The `CheckpointIO` that writes the checkpoints. Default: a `TorchCheckpointIO`.

@@ -98,7 +98,12 @@ class Accelerator(str, metaclass=_Kind):
         """Return the indices of the devices that a value of ``Trainer(devices=...)`` selects.
 
         Args:
-            devices: A number of devices, -1 for all, a list of indices, a string such as ``"0,2"``, or ``"auto"``.
+            devices: A number of devices, a list of indices, a string such as ``"2"`` (a number) or ``"0,2"`` (indices),
+                or -1 or ``"auto"`` for all devices.
+
+        Raises:
+            ValueError: If the value is invalid, or selects a device that torch does not see.
+            TypeError: If the value is a bool, or neither an integer, a string nor a sequence.
         """
         indices = parse_devices(cls.kind, devices)
         return list(range(cls.auto_device_count())) if indices is None else indices
@@ -119,7 +124,7 @@ class Accelerator(str, metaclass=_Kind):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Return whether this machine has a device of this type."""
+        """Return whether torch can use a device of this type on this machine."""
         try:
             return device_type(cls.kind) == cls.kind
         except ValueError:
@@ -132,7 +137,7 @@ class CPUAccelerator(Accelerator):
     kind = "cpu"
 
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
-        """Return the utilization of CPU and memory in percent. Needs psutil.
+        """Return the utilization of CPU, memory and swap in percent, by name. Requires ``psutil``.
 
         Args:
             device: Accepted and ignored.
@@ -144,7 +149,12 @@ class CPUAccelerator(Accelerator):
         """Return the number of processes that a value of ``Trainer(devices=...)`` requests.
 
         Args:
-            devices: A number of processes, a list of indices, or ``"auto"`` or -1, which mean one process.
+            devices: A number of processes, a list of indices, a string such as ``"2"`` (a number) or ``"0,1"``
+                (indices), or -1 or ``"auto"`` for one process.
+
+        Raises:
+            ValueError: If the value is invalid.
+            TypeError: If the value is a bool, or neither an integer, a string nor a sequence.
         """
         return len(super().parse_devices(devices))
 
@@ -172,13 +182,18 @@ class MPSAccelerator(Accelerator):
 
 
 def get_nvidia_gpu_stats(device: torch.device | str | int) -> dict[str, float]:
-    """Return the utilization, temperature and memory that ``nvidia-smi`` reports for a device, by name and unit.
+    """Return the utilization, memory, fan speed and temperatures that ``nvidia-smi`` reports for a device.
 
     Args:
         device: The device, or its index among the visible devices.
 
+    Returns:
+        Values by name and unit, such as ``"utilization.gpu (%)"``; 0.0 for a value that the device does not report.
+
     Raises:
         FileNotFoundError: If ``nvidia-smi`` is not installed.
+        subprocess.CalledProcessError: If ``nvidia-smi`` fails, for example because the device does not exist.
+        subprocess.TimeoutExpired: If ``nvidia-smi`` does not answer within 60 seconds.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -199,14 +214,14 @@ def get_mps_stats() -> dict[str, float]:
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """Return the indices of ``num_devices`` CUDA devices (-1: all) on which a tensor can be created.
+    """Return the indices of the first CUDA devices on which a tensor can be created.
 
     Args:
-        num_devices: The number of devices; -1 for all.
+        num_devices: The number of devices; -1 (default) for all usable devices, even if there are none.
 
     Raises:
-        ValueError: If torch detects no devices, or too few.
-        RuntimeError: If too few devices are usable.
+        ValueError: If torch detects fewer devices than ``num_devices`` or, with -1, none.
+        RuntimeError: If fewer devices than ``num_devices`` are usable.
     """
     count = torch.cuda.device_count()
     if num_devices == 0:

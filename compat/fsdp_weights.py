@@ -26,13 +26,16 @@ _NO_LIMIT = 2**63  # bytes; no file is larger
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Set the environment variables that make Transformers load a checkpoint's values on rank zero only."""
+    """Set environment variables that make Transformers load weights only on the local rank zero of each machine.
+
+    An existing value of ``ACCELERATE_USE_FSDP`` is kept.
+    """
     os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Set the environment variable that makes Transformers load a checkpoint's values on every rank."""
+    """Set the environment variable that makes Transformers load weights on every rank."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
 
 
@@ -54,8 +57,8 @@ def get_parameters_from_modules(
     """Return the set of parameters of modules that are passed, or that a regular expression selects by name.
 
     Args:
-        modules: The modules, or a regular expression for their full names. Modules that are selected by name are moved
-            to ``device``.
+        modules: The modules, a regular expression for their full names, or None for no modules. Modules that are
+            selected by name are moved to ``device``.
         model: The model in which names are looked up.
         device: Device for modules that are selected by name.
     """
@@ -144,6 +147,7 @@ def fsdp2_load_full_state_dict(
     Raises:
         ValueError: If the accelerator does not shard models.
         KeyError: On every rank, if the state lacks a tensor of the model.
+        RuntimeError: On at least one rank, if the state has additional tensors or tensors of other shapes.
     """
     _check_sharded(accelerator)
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -172,13 +176,15 @@ def save_fsdp_model(
     Args:
         fsdp_plugin: Plugin whose ``state_dict_type`` selects the format. ``FULL_STATE_DICT`` writes the full state to
             ``pytorch_model_fsdp.bin``. ``SHARDED_STATE_DICT`` writes shards to a folder ``pytorch_model_fsdp_0`` of
-            ``torch.distributed.checkpoint``. Default: shards with ``fsdp_version=2``, otherwise the full state.
+            ``torch.distributed.checkpoint``. None, the only value that Treadle's `FullyShardedDataParallelPlugin`
+            accepts, writes shards with ``fsdp_version=2``, and otherwise the full state.
         accelerator: The accelerator that sharded the model.
         model: The sharded model.
         output_dir: The folder, which is created if it is missing.
-        model_index: Index of the model, if there are several.
-        adapter_only: Whether to write only the trainable parameters.
-        use_dcp: Must be True, unless the full state is written.
+        model_index: Index of the model, if there are several. Default: 0. An index other than 0 replaces the number in
+            the folder's name and is appended to the file's name, as in ``pytorch_model_fsdp_1.bin``.
+        adapter_only: Whether to omit the parameters that are not trainable. Buffers are written. Default: False.
+        use_dcp: Must be True (default), unless the full state is written.
 
     Raises:
         ValueError: If ``state_dict_type`` is ``LOCAL_STATE_DICT``, or if ``use_dcp`` is False and the full state is not
@@ -229,6 +235,8 @@ def save_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Write the state of a sharded model's optimizer to ``optimizer.bin`` or to a folder ``optimizer_0``.
+
+    This function must be called on all ranks.
 
     ``optimizer`` is the prepared optimizer of ``model``, and ``optimizer_index`` is its index if there are several. The
     other arguments are those of `save_fsdp_model`.
@@ -289,8 +297,8 @@ def merge_fsdp_weights(
         remove_checkpoint_dir: Whether to delete the sharded checkpoint once the file is complete.
 
     Raises:
-        ValueError: If the folder is not a checkpoint of a model's weights. If a subfolder is one, the error names the
-            subfolder.
+        ValueError: If the folder is not a checkpoint of a model's weights. If it has a subfolder
+            ``pytorch_model_fsdp_0``, the error names the subfolder.
     """
     folder, world = Path(checkpoint_dir), current_world()
     if not folder.is_dir():

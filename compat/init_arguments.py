@@ -1,4 +1,4 @@
-"""Arguments of ``__init__`` read from a frame, and attributes looked up in a task, its data and its hyperparameters."""
+"""Arguments of ``__init__`` read from a frame, and attributes looked up in a task and its data module."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """Return the arguments of the ``__init__`` that runs in a frame; an empty dict for any other frame.
+    """Return the arguments of the ``__init__`` that runs in a frame, by name; an empty dict for any other frame.
+
+    Arguments in ``*args`` are omitted. An ``__init__`` that does not refer to ``__class__``, as ``super()`` does,
+    counts as any other frame.
 
     Args:
         frame: Frame of a running function.
@@ -68,11 +71,11 @@ def collect_init_args(
 
     Args:
         frame: Frame in which the search starts.
-        path_args: List to which the arguments are appended.
+        path_args: List to which the arguments of each call are appended as a dict. It is returned.
         inside: Whether ``frame`` is inside such a call, so the search ends at the first frame that is not. By default,
             the search first skips frames until it reaches such a call.
         classes: Classes whose ``__init__`` counts. Default: all. The method must refer to ``__class__``, as ``super()``
-            does.
+            does. Without ``classes``, another method that does so counts too, and an empty dict is appended for it.
     """
     current: FrameType | None = frame
     while current is not None and current.f_back is not None:
@@ -97,10 +100,11 @@ def save_hyperparameters(
 
     Args:
         obj: A task, a data module, or another object with the method ``save_hyperparameters``.
-        *args: Names, or one object that holds all hyperparameters.
-        ignore: Names to omit.
+        *args: Names of the arguments to save, or one object that holds all hyperparameters. Default: all arguments.
+        ignore: Name or names to omit. Default: None.
         frame: The frame whose arguments are saved. Default: the caller's.
-        given_hparams: Values to save instead of a frame's.
+        given_hparams: Values by name, from which ``args`` selects instead of from a frame. Default: the fields of
+            ``obj`` if it is a dataclass, otherwise None.
     """
     if dataclasses.is_dataclass(obj) and given_hparams is None:
         given_hparams = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}

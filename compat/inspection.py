@@ -25,14 +25,15 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
     Args:
         module: The module after a backward pass. If the gradients are sharded, all ranks must call this function.
-        norm_type: 2 for the Euclidean norm, ``"inf"`` for the largest element, or another number above 0.
-        group_separator: Text between the kind of norm and the parameter's name.
+        norm_type: 2 for the Euclidean norm, ``"inf"`` for the largest absolute value, or another number above 0.
+        group_separator: Text between the kind of norm and the parameter's name. Default: ``"/"``.
 
     Returns:
-        0-d tensors by name, such as ``"grad_2.0_norm/net.weight"``; the last one is ``"grad_2.0_norm_total"``.
+        0-d tensors by name, such as ``"grad_2.0_norm/net.weight"``; the last one is ``"grad_2.0_norm_total"``. The dict
+        is empty if no parameter has a gradient.
 
     Raises:
-        ValueError: If ``norm_type`` is not above 0.
+        ValueError: If ``norm_type`` is not a number above 0.
     """
     order = float(norm_type)
     if order <= 0:
@@ -102,7 +103,7 @@ def suggested_max_num_workers(local_world_size: int) -> int:
         local_world_size: Number of processes on this machine, at least 1.
 
     Raises:
-        ValueError: If ``local_world_size`` is below 1.
+        ValueError: If ``local_world_size`` is not an integer of at least 1.
     """
     check_int("local_world_size", local_world_size, 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -117,7 +118,9 @@ def is_shared_filesystem(strategy: Strategy | World, path: str | Path | None = N
         path: An existing directory. Default: the working directory.
 
     Raises:
-        ValueError: On every rank, if ``path`` is not a directory.
+        ValueError: If ``path`` is not a directory on this rank.
+        OSError: On rank zero, if a file cannot be created in ``path``.
+        RuntimeError: If the call fails on another rank.
     """
     world = strategy if isinstance(strategy, World) else strategy.world
     folder = Path.cwd() if path is None else Path(path)

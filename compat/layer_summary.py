@@ -20,7 +20,10 @@ class ModelSummary(Summary):
 
     Args:
         model: Model to summarize.
-        max_depth: Number of levels of modules to list; -1 lists all levels, 0 lists only the totals.
+        max_depth: Number of levels of modules to list; -1 lists all levels, 0 lists only the totals. Default: 1.
+
+    Raises:
+        ValueError: If ``max_depth`` is not an integer of at least -1.
     """
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
@@ -31,7 +34,8 @@ class LayerSummary:
     """Summary of a layer: its class, its parameters, and the input and output shapes of its first call.
 
     Args:
-        module: The layer. A hook on it records the shapes and is then removed.
+        module: The layer. A hook on it records the shapes and is then removed. TorchScript modules do not support
+            hooks, so their shapes stay unknown.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -57,12 +61,12 @@ class LayerSummary:
 
     @property
     def in_size(self) -> Any:
-        """Shape of the inputs of the first call; ``"?"`` before that."""
+        """Shape of the inputs of the first call, as `parse_batch_shape` returns it; ``"?"`` before that call."""
         return self._sizes[0]
 
     @property
     def out_size(self) -> Any:
-        """Shape of the output of the first call; ``"?"`` before that."""
+        """Shape of the output of the first call, as `parse_batch_shape` returns it; ``"?"`` before that call."""
         return self._sizes[1]
 
     @property
@@ -102,7 +106,9 @@ def get_formatted_model_size(total_model_size: float) -> str:
 
 
 def get_human_readable_count(number: float) -> str:
-    """Return a count in thousands, millions, billions or trillions: ``"1.2 K"``, ``"400 T"``.
+    """Return a count as text with a unit, such as ``"1.2 K"`` or ``"400 T"``.
+
+    The units are K, M, B and T, for thousands to trillions. Counts below 1000 have no unit and end with two spaces.
 
     Args:
         number: The count, at least 0.

@@ -244,8 +244,8 @@ class FullyShardedDataParallelPlugin:
 
     Raises:
         ValueError: If a value is not supported, if ``reshard_after_forward`` contradicts ``sharding_strategy``, or if
-            ``"size_based_wrap"`` is set without ``min_num_params``. TypeError: If ``transformer_cls_names_to_wrap`` has
-            the wrong type.
+            ``"size_based_wrap"`` is set without ``min_num_params``.
+        TypeError: If ``transformer_cls_names_to_wrap`` has the wrong type.
 
     Example:
         >>> import treadle

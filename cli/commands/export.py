@@ -148,8 +148,10 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
     from ...common.validation import choose
 
-    if dtype is None or isinstance(dtype, torch.dtype):
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return dtype
+    if isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={dtype} must be a floating-point dtype, such as torch.bfloat16.")
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     names |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
     return names[choose("dtype", dtype, names)]

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.messages import announce
@@ -210,8 +209,9 @@ def _keep_predictions(callbacks: list[Callback], earlier: str | None) -> list[Ca
 
     if any(map(_can_take_predictions, callbacks)):
         return callbacks
-    beside = Path(earlier) if earlier is not None and (as_path(earlier) / CONFIG).is_file() else Path()
-    return [*callbacks, PredictionWriter(beside / "predictions")]
+    is_run = earlier is not None and (as_path(earlier) / CONFIG).is_file()
+    folder = str(as_path(earlier) / "predictions") if earlier is not None and is_run else "predictions"
+    return [*callbacks, PredictionWriter(folder)]
 
 
 def _can_take_predictions(callback: Callback) -> bool:

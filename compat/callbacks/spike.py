@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +90,12 @@ class SpikeDetection(Callback):
         Raises:
             TrainingSpikeException: If the loss spiked on any rank.
         """
-        loss = outputs if isinstance(outputs, Tensor) else outputs["loss"]
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"SpikeDetection needs the loss of each batch, but training_step returned none in batch {batch_idx}. "
+                "Return the loss, or remove the callback."
+            )
         value = float(loss.detach())
         if trainer.accelerator.world.any(batch_idx >= self.warmup and self._is_spike(value)):
             self.bad_batches += range(max(batch_idx - 1, 0), batch_idx + 1)

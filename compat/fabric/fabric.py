@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import pickle
 import tempfile
@@ -18,8 +19,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ...common.messages import name_type, warn
+from ...common.remote_path import RemotePath, absolute, is_url
 from ...engine import Accelerator, collectives, move_data_to_device, seed_everything
 from ...engine.optim import PreparedOptimizer
+from ...engine.weights import make_parent
 from ...loggers import Logger
 from ...strategies import Strategy
 from ...strategies.distributed import Devices, LaunchEnvironment, cut_like, device_type, parse_devices
@@ -559,7 +562,7 @@ class Fabric:
         """Save models, optimizers and data to one file for ``torch.load``. Must be called on all ranks.
 
         Args:
-            path: Path of the file, whose folder is created if it is missing.
+            path: Path or URL of the file. A missing folder is created.
             state: The objects by name. For an object with a ``state_dict``, its state is saved.
             filter: Functions ``function(key, value)`` by name, which return whether an entry of the state is saved.
 
@@ -585,9 +588,11 @@ class Fabric:
         with self._accelerator.world.together():
             plain = {name: self._to_state(name, value) for name, value in state.items()}
             for name, keeps in filters.items():
+                if not isinstance(plain[name], Mapping):
+                    raise TypeError(f"filter[{name!r}] needs a dict, but state[{name!r}] is {name_type(plain[name])}.")
                 plain[name] = {key: value for key, value in plain[name].items() if keeps(key, value)}
             if self.is_global_zero:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                make_parent(absolute(path))
                 self._accelerator.save(plain, path)
 
     def _to_state(self, name: str, value: Any) -> Any:
@@ -612,7 +617,7 @@ class Fabric:
         """Load a file that `save` wrote. Must be called on all ranks.
 
         Args:
-            path: Path of the file.
+            path: Path or URL of the file.
             state: Objects by name. An object with ``load_state_dict`` is restored in place, and any other value is
                 replaced in this dict. Default: None, which restores nothing.
             strict: Whether all names of ``state`` must be in the file, and each model's keys must match those of its
@@ -670,7 +675,8 @@ class Fabric:
 
     def _read(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
         warn_of_code(weights_only)
-        values: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        source = io.BytesIO(RemotePath(os.fspath(path)).read_bytes()) if is_url(path) else path
+        values: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True)
         return values
 
     def _restore(self, target: Any, value: Any, strict: bool) -> None:

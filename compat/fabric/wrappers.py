@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from ...common.messages import name_type, nearest
 from ...engine import Accelerator, move_data_to_device
+from ...engine.data import shards_itself
 from ...engine.optim import PreparedOptimizer
 from ...strategies import World
 from ..overrides.distributed import YieldedSamples
@@ -182,8 +183,8 @@ class FabricDataLoader:
         world: The ranks among which the samples are distributed.
         device: Device to which batches are moved; None to leave them in place.
         shared: Whether to distribute the samples among the ranks. Otherwise, every rank reads all samples that
-            ``loader`` yields. An ``IterableDataset``, or a dataloader whose ``sampler`` is a ``DistributedSampler``, is
-            never distributed again.
+            ``loader`` yields. An ``IterableDataset``, or a dataloader whose sampler or batch sampler already selects a
+            rank's share, such as a ``DistributedSampler``, is never distributed again.
 
     Raises:
         TypeError: If the argument is not a ``DataLoader``, or if its samples must be distributed but its batch sampler
@@ -200,7 +201,7 @@ class FabricDataLoader:
                 fix = "Pass its items as separate arguments: setup_dataloaders(*loaders)."
             raise TypeError(f"setup_dataloaders takes DataLoaders, not {name_type(loader)}. {fix}")
         is_stream = isinstance(loader.dataset, IterableDataset)
-        if shared and world.size > 1 and not is_stream and not isinstance(loader.sampler, DistributedSampler):
+        if shared and world.size > 1 and not is_stream and not shards_itself(loader):
             loader = _share(loader, world)
         self._dataloader = loader
         self._device = device

@@ -133,14 +133,14 @@ class PreparedOptimizer(Optimizer):
         """Step such that torch's fused kernels change neither weights nor state if a flag on the device is 1.
 
         ``GradScaler`` reports an overflow to the kernels in the same way. Other optimizers step without this
-        protection. Steps of SGD without any state, such as the first one, are not protected either, because SGD would
-        treat its momentum as initialized after a skipped step (torch 2.13).
+        protection. The first step of SGD with momentum is not protected either, because SGD would treat its momentum
+        as initialized after a skipped step (torch 2.13).
         """
         optimizer: Any = self.optimizer
         device, groups = not_finite.device.type, optimizer.param_groups
         self.guarded = (
             getattr(optimizer, "_step_supports_amp_scaling", False)
-            and not (isinstance(optimizer, SGD) and not optimizer.state)
+            and not (isinstance(optimizer, SGD) and not optimizer.state and any(g["momentum"] for g in groups))
             and all(
                 group.get("fused") and all(p.device.type == device for p in group["params"][:1]) for group in groups
             )

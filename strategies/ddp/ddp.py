@@ -205,6 +205,7 @@ class DDP(Strategy):
         self.comm_hook = CommHook(arguments["comm_hook"], arguments["comm_state"], arguments["comm_wrapper"])
         self.sync_batchnorm = sync_batchnorm
         self.zero = zero
+        self._steps_apart = 0  # number of active `steps_apart` contexts
         self.local_steps = parse_local_steps(arguments["local_sgd_steps"], local_sgd_start)
         if self.local_steps is not None:
             clashes = {"zero": zero, "comm_hook": bool(self.comm_hook), "static_graph": static_graph}
@@ -242,8 +243,8 @@ class DDP(Strategy):
 
     @property
     def replicas_equal(self) -> bool:
-        """False while each rank steps separately because of ``local_sgd_steps``, otherwise True."""
-        return self.local_steps is None or not self.local_steps.alone
+        """False while each rank steps separately because of ``local_sgd_steps`` or `LocalSGD`, otherwise True."""
+        return not self._steps_apart and (self.local_steps is None or not self.local_steps.alone)
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
         """See `Strategy.wrap`. With ``step`` and no ``comm_hook``, replicas reduce votes together with the gradients.
@@ -421,7 +422,8 @@ class DDP(Strategy):
         finally:
             replica.require_backward_grad_sync = before
 
-    def steps_apart(self, module: nn.Module) -> Any:
+    @contextmanager
+    def steps_apart(self, module: nn.Module) -> Iterator[None]:
         """See `Strategy.steps_apart`.
 
         Raises:
@@ -433,7 +435,12 @@ class DDP(Strategy):
             raise ValueError(
                 f"LocalSGD can't be combined with DDP({option}), which exchanges parameters itself. Remove {option}."
             )
-        return self.no_sync(module)
+        self._steps_apart += 1
+        try:
+            with self.no_sync(module):
+                yield
+        finally:
+            self._steps_apart -= 1
 
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """See `Strategy.join`.

@@ -33,6 +33,7 @@ def current_world(accelerator: str = "auto") -> World:
 
     Raises:
         ValueError: If ``accelerator`` or the launch variables are invalid.
+        RuntimeError: If the other processes do not connect within the timeout.
     """
     if not dist.is_initialized():
         return open_world(accelerator, spread=False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
+
 import pytest
 import torch
 from fabric_programs import PROGRAMS, Net
 from processes import run
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from treadle.compat.fabric import is_wrapped
 from treadle.compat.precision_plugins import HalfPrecision
 from treadle.loggers import CSVLogger
@@ -246,3 +248,25 @@ class Lite(Fabric):
 
 def test_a_subclass_may_have_a_method_run() -> None:
     assert Lite(accelerator="cpu").run(3) == 3
+
+
+def read_shares() -> list[int]:
+    fabric = Fabric(accelerator="cpu")
+    sampler = DistributedSampler(range(8), fabric.world_size, fabric.global_rank, shuffle=False)
+    loader = DataLoader(range(8), batch_sampler=BatchSampler(sampler, 2, False))
+    return [int(index) for batch in fabric.setup_dataloaders(loader) for index in batch]
+
+
+def test_a_batch_sampler_of_a_ranks_share_is_not_sharded_again() -> None:
+    assert run(read_shares, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_a_file_at_a_url(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    url, fabric = f"memory://{uuid.uuid4().hex}/a.ckpt", Fabric(accelerator="cpu")
+    fabric.save(url, {"step": 3, "weight": torch.ones(2)})
+    assert not list(tmp_path.iterdir())
+    loaded = fabric.load(url)
+    assert (loaded["step"], loaded["weight"].tolist()) == (3, [1.0, 1.0])
+    with pytest.raises(TypeError, match=r"filter\['step'\] needs a dict, but state\['step'\] is an int"):
+        fabric.save(url, {"step": 3}, filter={"step": lambda key, value: True})

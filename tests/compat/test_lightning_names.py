@@ -245,6 +245,15 @@ def test_the_list_of_batches_keeps_those_of_earlier_runs(tmp_path) -> None:
     assert json.loads((tmp_path / "skip_batches.json").read_text()) == [1, 7, 2]
 
 
+def test_a_batch_without_a_loss_has_no_spikes() -> None:
+    class Silent(BoringModel):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(ValueError, match="SpikeDetection needs the loss of each batch"), pytest.warns(match="None"):
+        Trainer(**QUIET, max_steps=1, callbacks=SpikeDetection()).fit(Silent(), val_dataloaders=[])
+
+
 def test_why_a_run_was_stopped() -> None:
     class Task(BoringModel):
         def validation_step(self, batch, batch_idx):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+import uuid
 import warnings
 from pathlib import Path
 
@@ -13,8 +14,11 @@ import pytest
 import torch
 from processes import clean_environment, python, run, script
 from treadle.cli.commands import command_line
+from treadle.cli.commands.stages import _keep_predictions
 from treadle.cli.config.resolve import load
+from treadle.common.remote_path import RemotePath
 from treadle.engine.checkpoint import store
+from treadle.trainer.runs import CONFIG
 
 import treadle
 from treadle.__main__ import main
@@ -548,3 +552,11 @@ def test_examples(files):
     folder = Path(__file__).parents[3] / "examples"
     assert run(examples, 1, str(folder), [word for file in files for word in ("--config", file)]) == [0]
     assert not (folder / "runs").exists()
+
+
+def test_predictions_of_a_run_at_a_url_are_written_next_to_it():
+    url = f"memory://{uuid.uuid4().hex}/run"
+    (RemotePath(url) / CONFIG).write_bytes(b"{}")
+    for earlier, folder in ((url, RemotePath(url) / "predictions"), (None, Path("predictions"))):
+        (writer,) = _keep_predictions([], earlier)
+        assert (type(writer.dirpath), str(writer.dirpath)) == (type(folder), str(folder))

@@ -665,6 +665,8 @@ def test_export_writes_tied_weights_once(tmp_path):
     accelerator = treadle.Accelerator(cpu=True)
     accelerator.prepare(Tied())
     accelerator.save_state(tmp_path / "x")
+    with pytest.raises(ValueError, match=r"dtype=torch\.int8 must be a floating-point dtype"):
+        export(tmp_path / "x", tmp_path / "m.safetensors", torch.int8)
     export(tmp_path / "x", tmp_path / "m.safetensors")
     with safe_open(tmp_path / "m.safetensors", framework="pt") as file:
         assert sorted(file.keys()) == ["a.weight", "c.weight"]

@@ -104,11 +104,19 @@ def without_false_alarm():
         for _ in range(4):
             step(accelerator, model, optimizer)
         steps.append(optimizer.steps_taken)
+    accelerator = treadle.Accelerator(cpu=True)
+    _, model, optimizer = make(accelerator)
+    with treadle.LocalSGD(accelerator, model, local_sgd_steps=3) as local:
+        for _ in range(4):
+            step(accelerator, model, optimizer)
+            local.step()
+    accelerator.check_replicas()
+    steps.append(optimizer.steps_taken)
     return steps
 
 
 def test_no_strategy_gives_a_false_alarm():
-    assert run(without_false_alarm, 2, env={**DEBUG, "TREADLE_DEBUG_REPLICAS": "1"}) == [[4, 4, 4, 4]] * 2
+    assert run(without_false_alarm, 2, env={**DEBUG, "TREADLE_DEBUG_REPLICAS": "1"}) == [[4, 4, 4, 4, 4]] * 2
 
 
 def unequal_steps():
