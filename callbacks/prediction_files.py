@@ -39,8 +39,8 @@ class PredictionWriter(BasePredictionWriter):
     these. Dataclasses are read back as dicts, and named tuples as tuples.
 
     Args:
-        dirpath: Folder of the files, or its URL. If the folder is not empty, ``-v1``, ``-v2``, ... is appended to its
-            name. Default: ``predictions`` in the Trainer's ``default_root_dir``.
+        dirpath: Folder of the files, or its URL. If it is not a new or empty folder, ``-v1``, ``-v2``, ... is appended
+            to its name. Default: ``predictions`` in the Trainer's ``default_root_dir``.
         shard_mib: Size in MiB of the tensors that a rank collects for a dataloader before it writes them to a file. A
             file is also written after 10,000 batches and at the end of the prediction. Default: 64.
 
@@ -52,7 +52,8 @@ class PredictionWriter(BasePredictionWriter):
         TypeError: If ``dirpath`` is not a path or, in ``predict``, if a prediction contains a value of an unsupported
             type. The error states the position of this value.
         ValueError: If ``shard_mib`` is not a positive integer, or if ``dirpath`` is an invalid URL. In ``predict``, if
-            a prediction contains itself or is nested too deeply. OSError: In ``predict``, if a file cannot be written.
+            a prediction is nested too deeply.
+        OSError: In ``predict``, if a file cannot be written.
 
     Example:
         >>> import tempfile
@@ -99,7 +100,7 @@ class PredictionWriter(BasePredictionWriter):
             trainer: The Trainer that runs the stage.
             pl_module: The task.
             prediction: The result of ``predict_step``.
-            batch_indices: Indices of the batch's samples in the dataset; None for a streamed dataset.
+            batch_indices: Indices of the samples in the dataset; None for a streamed dataset or a `CombinedLoader`.
             batch: The batch.
             batch_idx: Index of the batch on this process.
             dataloader_idx: Index of the dataloader.
@@ -233,8 +234,10 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
         The predictions of a batch, or a pair of indices and predictions.
 
     Raises:
-        TypeError: If ``path`` is not a path. ValueError: If the folder has no predictions, is incomplete or damaged, or
-            does not have this dataloader, or if the URL is invalid. OSError: If the folder of a URL cannot be read.
+        TypeError: If ``path`` is not a path.
+        ValueError: If the folder has no predictions, is incomplete or damaged, or does not have this dataloader, or if
+            the URL is invalid.
+        OSError: If the folder of a URL cannot be read.
     """
     folder = local_folder(path)
     if not (folder / _INDEX).is_file():

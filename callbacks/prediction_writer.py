@@ -120,7 +120,7 @@ class BasePredictionWriter(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Write the batch, or collect it for the end of the epoch."""
+        """Write the batch, collect it for the end of the epoch, or both."""
         indices = batch_indices(_get_loaders(trainer)[dataloader_idx])
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
             return  # a placeholder batch, which keeps the ranks in step: its sample belongs to another process

@@ -72,8 +72,8 @@ class ModelPruning(Callback):
             to prune, if a parameter is not in the model, if the model is sharded, or if pruning would run while the
             model contains the averages of another callback. On resume, if the earlier run used this callback, but did
             not prune all of these parameters. When pruning, if torch rejects ``amount`` or a parameter.
-        TypeError: If an argument has the wrong type. IndexError: When pruning, if a parameter does not have the
-            dimension ``pruning_dim``.
+        TypeError: If an argument has the wrong type.
+        IndexError: When pruning, if a parameter does not have the dimension ``pruning_dim``.
 
     References:
         Frankle and Carbin, "The Lottery Ticket Hypothesis: Finding Sparse, Trainable Neural Networks", 2019,
@@ -179,7 +179,7 @@ class ModelPruning(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Raise a ValueError if the model is sharded."""
+        """Raise a ValueError if ``fit`` shards the model."""
         if stage == "fit" and (strategy := trainer.accelerator.strategy).sharded:
             raise ValueError(
                 f"ModelPruning cannot run with strategy={strategy.name!r}, because torch's pruning compares the "
@@ -187,7 +187,7 @@ class ModelPruning(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Find the parameters to prune and keep their initial values. In a resumed run, restore the masks."""
+        """Find the parameters to prune and, if needed, keep their initial values. On resume, restore the masks."""
         self._latest_epoch = -1
         after = trainer.callbacks[trainer.callbacks.index(self) :]
         if not self._at_epoch_end and (
@@ -232,19 +232,19 @@ class ModelPruning(Callback):
             self._run(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prune after a validation, unless pruning runs at the end of epochs."""
+        """Prune after a validation in ``fit``, except the sanity check, unless pruning runs at the end of epochs."""
         if not self._at_epoch_end and trainer.stage == "fit" and not trainer.sanity_checking:
             self._run(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Make the pruning of the final weights, including averaged weights, permanent."""
+        """With ``make_pruning_permanent``, make the pruning of the final weights, including averages, permanent."""
         if self._permanent:
             if trainer.last_step is not None:
                 trainer.last_step.changed()
             self.make_pruning_permanent(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Make the pruning permanent after an error. At this point, other callbacks have already saved the run."""
+        """With ``make_pruning_permanent``, make the pruning permanent after an error, once the run is saved."""
         if stage == "fit" and self._permanent:
             self.make_pruning_permanent(pl_module)
 
@@ -266,10 +266,10 @@ class ModelPruning(Callback):
             pruned.make_permanent()
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune some of the remaining weights.
+        """Prune some of the remaining weights or, in structured pruning, of the remaining slices.
 
         Args:
-            amount: Fraction (float) or number (int) of the remaining weights.
+            amount: Fraction (float) or number (int) of the remaining weights or slices.
         """
         for pruned in self._pruned:
             pruned.refresh()

@@ -29,25 +29,26 @@ class SpikeWatch(Callback):
 
     A step is a spike if its value is not finite. A step is also a spike if its value exceeds the median of the
     ``window`` preceding steps by more than ``threshold`` robust standard deviations and by more than ``rise`` times the
-    median. A robust standard deviation is 1.4826 times the median absolute deviation. Spikes are not added to the
-    window.
+    median's absolute value. A robust standard deviation is 1.4826 times the median absolute deviation. Spikes are not
+    added to the window. Steps that a float16 gradient scaler skips are ignored.
 
-    Values stay on the device and are checked together every ``every_n_steps`` steps. A loss is averaged over the
-    processes, and a gradient norm covers all gradients. All processes therefore react after the same step. Only a check
-    waits for the device. The callback runs after the task's own hooks (``after_task`` is 1). A resumed run restores the
-    window. For the steps since the last check, it restores rank zero's values on all processes.
+    Values stay on the device and are checked together every ``every_n_steps`` steps and at the end of each epoch. A
+    loss is averaged over the processes, and a gradient norm covers all gradients. All processes therefore react after
+    the same step. Only a check waits for the device. The callback runs after the task's own hooks (``after_task`` is
+    1). A resumed run restores the window. For the steps since the last check, it restores rank zero's values on all
+    processes.
 
     Args:
         monitor: ``"loss"``, the mean over the step's micro-batches, or ``"grad_norm"``, the norm of all gradients
             before clipping. Default: ``"loss"``.
         action: ``"warn"`` only warns. ``"stop"`` also stops the run. ``"save"`` also saves a checkpoint, which includes
             the steps after the spike, and continues. ``"raise"`` raises an error. Default: ``"warn"``.
-        window: Number of preceding steps that determine the median. Default: 100.
-        warmup: Number of steps before the first spike is reported. A value that is not finite is reported in any step.
-            Default: 20.
+        window: Number of preceding steps that determine the median, at least 3. Default: 100.
+        warmup: Number of steps in the window before the first spike is reported, from 2 to ``window``. A value that is
+            not finite is reported in any step. Default: 20.
         threshold: Minimum number of robust standard deviations above the median. Default: 8.0.
         rise: Minimum increase as a fraction of the median. Default: 0.1.
-        every_n_steps: Number of optimizer steps between checks. Default: 50.
+        every_n_steps: Number of optimizer steps between checks. The end of an epoch is always checked. Default: 50.
         dirpath: Directory of the checkpoints that ``"save"`` writes, or its URL. Only ``action="save"`` accepts it.
             Default: ``spikes`` in the run's folder.
 
@@ -56,7 +57,7 @@ class SpikeWatch(Callback):
 
     Raises:
         ValueError: If an argument is invalid or, with ``action="raise"``, if a spike is detected during training.
-        TypeError: If an argument has the wrong type.
+        TypeError: If ``threshold`` or ``rise`` is not a number.
 
     Example:
         >>> import treadle as tl
@@ -137,7 +138,7 @@ class SpikeWatch(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: TaskModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Add the squared norm of this process's gradients to the step's value."""
+        """With ``monitor="grad_norm"``, add the squared norm of this process's gradients to the step's value."""
         if self.monitor == "grad_norm":
             trainer.accelerator.unscale_gradients()
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -146,7 +147,7 @@ class SpikeWatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add a micro-batch's loss to the step's value. Store the value once the step has ended."""
+        """With ``monitor="loss"``, add the loss to the step's value. Store the value once the step has ended."""
         loss = outputs.get("loss") if self.monitor == "loss" and isinstance(outputs, dict) else None
         if isinstance(loss, Tensor):
             self._add(loss.detach().clone())  # a CUDA graph's next replay would overwrite it
@@ -202,7 +203,7 @@ class SpikeWatch(Callback):
             self._act(trainer, new_spikes)
 
     def _find_usual(self, value: float) -> float | None:
-        """Return the window's median if ``value`` is a spike, otherwise None."""
+        """Return the window's median if ``value`` is a spike (NaN during warmup), otherwise None."""
         if len(self._window_values) < self.warmup:
             return None if math.isfinite(value) else math.nan
         middle = median(self._window_values)

@@ -26,10 +26,10 @@ class StochasticWeightAveraging(Averaging):
     """Callback that, from ``swa_epoch_start`` on, anneals the learning rates and averages the weights of each epoch.
 
     In the epoch ``swa_epoch_start``, the task's own schedulers are stopped, and the learning rates start to approach
-    ``swa_lrs``. After training, the averages are put into the model, and BatchNorm's statistics are recomputed in one
-    more pass over the training data. Validations use the trained weights, and the model in a checkpoint also has the
-    trained weights. A checkpoint also contains the averages, for a resumed run and for `averaged_weights`. A run that
-    is stopped early also ends with the averages, if there are any.
+    ``swa_lrs``. After training, the averages are put into the model, and BatchNorm's statistics, if any, are recomputed
+    in one more pass over the training data. Validations use the trained weights. The model in a checkpoint that is
+    saved during training also has the trained weights. The checkpoint also contains the averages, if there are any, for
+    a resumed run and for `averaged_weights`. A run that is stopped early also ends with the averages, if there are any.
 
     The callback runs before the task's own hooks (``after_task`` is 0).
 
@@ -47,9 +47,11 @@ class StochasticWeightAveraging(Averaging):
     Raises:
         ValueError: If an argument is invalid. Before the first step, if the task does not have exactly one optimizer or
             uses manual optimization, if another callback also averages weights, if the run uses DDP with
-            ``local_sgd_steps``, or if ``swa_epoch_start`` is a fraction and ``max_epochs`` is unlimited. When averaging
-            starts, if ``swa_lrs`` does not have one rate for each parameter group.
+            ``local_sgd_steps``, or if ``swa_epoch_start`` is a fraction and ``max_epochs`` is unlimited. On resume, if
+            the checkpoint's averages do not match the model. During training, if the list ``swa_lrs`` does not have one
+            rate for each parameter group.
         TypeError: If an argument has the wrong type.
+        RuntimeError: Before the first step, if ``device`` is not a device.
 
     References:
         Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018,
@@ -137,7 +139,7 @@ class StochasticWeightAveraging(Averaging):
         self._initial = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Set the learning rates of the epoch."""
+        """From ``swa_epoch_start`` on, set the learning rates of the epoch."""
         past = trainer.progress.epoch - self._start
         if past < 0:
             return
@@ -167,7 +169,7 @@ class StochasticWeightAveraging(Averaging):
                 group["lr"] = value
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Update the averages before the epoch is saved."""
+        """From ``swa_epoch_start`` on, update the averages before the epoch is saved."""
         progress = trainer.progress
         if progress.epoch_is_over and progress.epoch >= self._start and progress.epoch > self._latest_epoch:
             assert self._averages is not None
@@ -175,7 +177,7 @@ class StochasticWeightAveraging(Averaging):
             self._averages.update(self._average)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages into the model, and recompute BatchNorm's statistics."""
+        """If there are averages, put them into the model, and recompute BatchNorm's statistics."""
         averages = self._averages
         if averages is not None and averages.count:
             self._ended = True

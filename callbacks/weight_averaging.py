@@ -24,11 +24,13 @@ class WeightAveraging(Averaging):
     After optimizer steps, each process averages the tensors that it holds, without communication, even if the model is
     sharded. Before the first update, there are no averages, and validation uses the trained weights.
 
-    The model in a checkpoint has the trained weights. The checkpoint also contains the averages. A resumed run restores
-    the averages with any world size. ``validate``, ``test`` and ``predict`` with a ``ckpt_path`` use the averages if
-    the Trainer has this callback. `averaged_weights` returns the averages in a checkpoint for other uses.
+    The model in a checkpoint that is saved during training has the trained weights. The checkpoint also contains the
+    averages, if there are any. A resumed run restores the averages with any world size. If the Trainer has this
+    callback, ``validate``, ``test`` and ``predict`` with a checkpoint use its averages, or with a warning its trained
+    weights if it has no averages. `averaged_weights` returns the averages in a checkpoint for other uses.
 
-    The callback runs before the task's own hooks (``after_task`` is 0), so the whole validation uses the averages.
+    The callback runs before the task's own hooks (``after_task`` is 0), so the averages are already in the model in the
+    task's ``on_validation_start``.
 
     Args:
         device: Device of the averages. If it differs from the weights' device, each update synchronizes. Default: the
@@ -39,9 +41,11 @@ class WeightAveraging(Averaging):
 
     Raises:
         TypeError: If an argument does not exist or has the wrong type.
+        RuntimeError: Before the first step, if ``device`` is not a device.
         ValueError: If both functions are passed. Before the first step, if another callback also averages weights, if
             the run uses DDP with ``local_sgd_steps``, or if a sharded model is on a device of another type than
-            ``device``.
+            ``device``. On resume or in an evaluation, if the checkpoint's averages do not match the model. If a
+            checkpoint is saved during a validation while the model has the averages.
 
     References:
         Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", SIAM Journal on Control and
@@ -78,7 +82,7 @@ class WeightAveraging(Averaging):
         self._latest_step = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to update the averages. The default is True after each optimizer step.
+        """Return whether to update the averages. The default is True after optimizer steps and False after epochs.
 
         Override this method to choose other times.
 
@@ -98,15 +102,15 @@ class WeightAveraging(Averaging):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Update the averages after an optimizer step, before a validation."""
+        """Update the averages after an optimizer step, before a validation, if `should_update` returns True."""
         self._follow(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Update the averages if an error ended the earlier run between its last optimizer step and the update."""
+        """Make up for an update that is missing because an error ended the earlier run right after its last step."""
         self._follow(trainer)
 
     def _follow(self, trainer: Trainer) -> None:
-        """Update the averages if an optimizer step was taken."""
+        """Update the averages if an optimizer step was taken and `should_update` returns True."""
         step = trainer.progress.step
         if step != self._latest_step:
             self._latest_step = step
@@ -125,7 +129,7 @@ class WeightAveraging(Averaging):
     # -- in the model --------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages into the model for the validation."""
+        """Put the averages, if any, into the model for the validation."""
         self._begin(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -141,7 +145,7 @@ class WeightAveraging(Averaging):
         self._begin(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put a checkpoint's averages into the model."""
+        """If a checkpoint is evaluated, put its averages, if any, into the model."""
         self._begin(trainer, pl_module)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -149,7 +153,7 @@ class WeightAveraging(Averaging):
         self._end()
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put a checkpoint's averages into the model."""
+        """If a checkpoint is evaluated, put its averages, if any, into the model."""
         self._begin(trainer, pl_module)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -157,7 +161,7 @@ class WeightAveraging(Averaging):
         self._end()
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages into the model permanently."""
+        """Put the averages, if any, into the model. They stay there if training ends without an error."""
         averages = self._averages
         if averages is not None and averages.count:
             self._ended = True
@@ -191,7 +195,7 @@ class WeightAveraging(Averaging):
         """Add the averages to the checkpoint.
 
         Raises:
-            ValueError: During a validation, because the averages are in the model.
+            ValueError: If the averages are in the model, as during a validation.
         """
         if self._averages is not None and self._averages.is_applied and not self._ended:
             raise ValueError(
@@ -213,13 +217,16 @@ class EMAWeightAveraging(WeightAveraging):
         decay: Fraction of the average that is kept, from 0 to 1. Default: 0.999.
         update_every_n_steps: Number of optimizer steps between updates; 0 updates only at the end of epochs. Default:
             1.
-        update_starting_at_step: Index of the first optimizer step after which the averages are updated. Default: 0.
-        update_starting_at_epoch: Index of the first epoch in which the averages are updated. Default: 0.
-        kwargs: Unknown arguments, which raise an error that names the closest argument.
+        update_starting_at_step: Index of the first optimizer step after which the averages may be updated. Ignored if
+            ``update_every_n_steps`` is 0. Default: None, which has the same effect as 0.
+        update_starting_at_epoch: Index of the first epoch in which the averages may be updated. Default: None, which
+            has the same effect as 0.
+        kwargs: Not supported. Any further argument raises a TypeError.
 
     Raises:
-        ValueError: If an argument is invalid.
+        ValueError: If an argument is invalid. In ``fit`` and in evaluations, as for `WeightAveraging`.
         TypeError: If an argument has the wrong type or does not exist.
+        RuntimeError: Before the first step, if ``device`` is not a device.
 
     References:
         Morales-Brotons et al., "Exponential Moving Average of Weights in Deep Learning: Dynamics and Benefits", 2024,
@@ -273,7 +280,7 @@ class EMAWeightAveraging(WeightAveraging):
 
 
 def _apply_averages(trainer: Trainer, averages: Averages) -> None:
-    """Put the averages into the model, with rank zero's buffers on all processes."""
+    """Put the averages into the model, with rank zero's averaged buffers on all processes."""
     averages.apply_to_model()
     world = trainer.accelerator.world
     if world.size > 1:  # buffers differ between processes, but all must evaluate the same model

@@ -13,7 +13,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports under ``if TYPE_CHECKING:`` only.
 
     The package exports the names that the relative imports in this block bind. Type checkers and editors follow these
-    imports. At run time, each import is executed when one of its names is first used.
+    imports. At run time, the module of a name is imported when the name is first used.
 
     Args:
         package: The package's ``__name__``.

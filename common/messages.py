@@ -1,4 +1,4 @@
-"""Messages to the user: one logger, output on rank zero only, and suggestions of names."""
+"""Messages to the user: the ``treadle`` logger, warnings, suggestions of names, and formatting of counts and lists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
         return sys.stderr
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Do nothing, because standard error is closed or full and cannot show the error. Training continues."""
+        """Ignore the error, because standard error may be closed or full. Training continues."""
 
 
 # Packages that call the user's program.
@@ -52,7 +52,7 @@ def announce(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Warn on rank zero only, at the line of the user's program that led to the warning.
+    """Warn on rank zero only, naming the line of the user's program that led to the warning.
 
     Args:
         text: Text of the warning. By default, Python shows the same text only once per line.
@@ -63,7 +63,10 @@ def warn(text: str) -> None:
 
 
 def _count_frames_to_user() -> int:
-    """Return the position of the innermost frame outside the framework, counted from the caller of `warn` as 1."""
+    """Return the position of the innermost frame outside the framework, counted from the caller of `warn` as 1.
+
+    If there is none, which happens in the framework's threads, return 1.
+    """
     frame, count = sys._getframe(2), 1
     while frame.f_globals.get("__name__", "").partition(".")[0] in _FRAMEWORK:
         if frame.f_back is None:  # in one of the framework's threads
@@ -75,7 +78,7 @@ def _count_frames_to_user() -> int:
 def write_stderr(text: str) -> None:
     """Write lines to the standard error of the process, from a signal handler or a thread, on any rank.
 
-    They do not pass through ``sys.stderr``, because the main thread may hold its lock. Errors are ignored.
+    The lines do not pass through ``sys.stderr``, because the main thread may hold its lock. An OSError is ignored.
 
     Args:
         text: The lines. Each is prefixed with the package's name.
@@ -137,7 +140,8 @@ def format_count(number: int, noun: str) -> str:
 
     Args:
         number: The count. A comma separates thousands.
-        noun: The noun in the singular, with a regular plural.
+        noun: The noun in the singular. Its plural must end in ``es`` after ``s`` or ``tch``, and otherwise add only
+            ``s``.
     """
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "tch")) else "s")
 
@@ -147,7 +151,7 @@ def join_words(words: list[str], last: str = "or") -> str:
 
     Args:
         words: At least one word.
-        last: The conjunction before the last word.
+        last: The conjunction before the last word. Default: ``"or"``.
     """
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
@@ -156,7 +160,7 @@ def named_ranks(ranks: list[int]) -> str:
     """Format ranks as ``rank 3`` or ``ranks 0-2, 5``.
 
     Args:
-        ranks: Ranks in ascending order.
+        ranks: At least one rank, in ascending order.
     """
     spans: list[list[int]] = []
     for rank in ranks:

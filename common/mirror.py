@@ -24,12 +24,12 @@ _lock = threading.Lock()
 def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
     """Return the local folder for a path or URL: the path itself, or a folder that is mirrored to the URL.
 
-    The files directly in the URL's folder are downloaded first, except those over 1 GiB. Subfolders are not downloaded.
-    From then on, a thread of this process uploads each changed file and removes deleted files from the store; see
-    `flush`. Files whose names begin with a dot or end in ``.tmp`` are not uploaded.
+    The first call for a URL downloads the files directly in its folder, except those over 1 GiB. Subfolders are not
+    downloaded. From then on, a thread of this process uploads each changed file and removes deleted files from the
+    store; see `flush`. Files whose names begin with a dot or end in ``.tmp`` are neither downloaded nor uploaded.
 
     Args:
-        place: A path or a URL. A path is returned unchanged and is not created.
+        place: A path or a URL. The folder of a local path is not created.
 
     Raises:
         OSError: If the store cannot be read, or a local file cannot be written.
@@ -46,12 +46,13 @@ def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
 
 
 def flush(place: str | os.PathLike[str] | AnyPath | None = None) -> None:
-    """Upload the changed files of mirrored folders, and wait until the uploads are complete.
+    """Upload the changed files of mirrored folders, remove deleted ones from the store, and wait until this is done.
 
-    Files that cannot be uploaded are kept, and a warning names their folder.
+    If a request fails, a warning names the local folder, which is then kept when the process ends.
 
     Args:
-        place: Path or URL of the folder. Default: all mirrored folders.
+        place: URL of a mirrored folder or of a place inside it. Any other place has no effect. Default: all mirrored
+            folders.
     """
     if not _mirrors:
         return
@@ -80,7 +81,7 @@ class _Mirror:
         before_exit(self._finish)
 
     def open(self, url: RemotePath) -> Path:
-        """Return the local folder for a URL, after downloading the files directly in the URL's folder.
+        """Return the local folder for a URL. The first call for a URL downloads the files directly in its folder.
 
         Args:
             url: URL of the mirrored folder or of one of its subfolders.
@@ -96,7 +97,7 @@ class _Mirror:
         return here
 
     def flush(self) -> None:
-        """Upload the changed files. If this fails, warn, and keep the local folder when the process ends."""
+        """Upload the changes. If this fails, warn once per error, and keep the local folder when the process ends."""
         try:
             self._upload_changes()
             self._failing = ""

@@ -1,8 +1,8 @@
 """Names of the peers (Lightning, Fabric, Accelerate) at their original paths, each with its counterpart or replacement.
 
 The tables are `compat/lightning.toml`, `compat/fabric.toml` and `compat/accelerate.toml`. The first lines of
-`compat/lightning.toml` explain the format. The tables are read when a module of `compat` is imported, or when code
-requests a name that another module lacks.
+`compat/lightning.toml` explain the format. The tables are read when a module that re-exports a peer's names is
+imported, or when code requests a name that another module lacks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _NoSuchNameError(ImportError):
 
 
 def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a ``compat`` module, which exports names and defines none.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a module that only re-exports a peer's names.
 
     Args:
         module: ``__name__`` of the module.
@@ -79,7 +79,7 @@ def find_peer_names(module: str) -> Callable[[str], Any]:
 
 
 def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
-    """Return Treadle's counterpart of a peer's name.
+    """Return Treadle's counterpart of a peer's name, or else Treadle's submodule of that name.
 
     Args:
         module: ``__name__`` of the module from which ``name`` was requested.
@@ -87,8 +87,8 @@ def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
         valid: The module's names, for the suggestion in an error. Default: none.
 
     Raises:
-        ImportError, AttributeError: If Treadle has no counterpart; an ImportError for ``from module import name``,
-            otherwise an AttributeError. If a peer has the name, the error states the replacement.
+        ImportError, AttributeError: If Treadle has neither; an ImportError for ``from module import name``, otherwise
+            an AttributeError. If a peer has the name, the error states the replacement.
     """
     path = peer_path(module)
     home = None if name.startswith("__") else read_names(path).get(name)

@@ -1,8 +1,8 @@
 """Paths in object storage, such as ``s3://bucket/run``, with the operations that Treadle needs, based on fsspec.
 
 An object store has no directories, no rename and no fsync. An object becomes visible as a whole, with the request that
-completes its upload. Objects with a common prefix are called a folder here. A failed request is retried several times,
-because networks are unreliable.
+completes its upload. Objects with a common prefix are called a folder here. A request that fails is retried, because
+networks are unreliable, unless the error is final, such as a missing object.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFoun
 
 
 class StoreError(OSError):
-    """Error raised when every attempt of a request to a store failed, or when credentials or the bucket are missing."""
+    """Error raised when every attempt of a request to a store failed, credentials are missing, or a write found no
+    bucket."""
 
 
 class RemotePath:
@@ -60,14 +61,16 @@ class RemotePath:
 
     It is not an ``os.PathLike``: code that opens local files raises a TypeError instead of creating a folder called
     ``s3:``. The store's package reads addresses and credentials from its usual settings, such as ``AWS_ENDPOINT_URL``
-    and ``AWS_PROFILE``, or from fsspec's own configuration (``FSSPEC_S3_...``).
+    and ``AWS_PROFILE``, or from fsspec's own configuration (``FSSPEC_S3_...``). Methods that send a request also raise
+    `StoreError` or a PermissionError if the request fails, a ModuleNotFoundError if the store's package is not
+    installed, and a ValueError if fsspec does not support the scheme.
 
     Args:
         url: ``scheme://bucket/path``.
 
     Raises:
-        ValueError: If the text is not a URL, has nothing after ``://``, contains ``..``, a line break, a null character
-            or one of ``?#*[``, or has a read-only scheme such as ``https``.
+        ValueError: If the text is not a URL, has no bucket, has ``..`` between slashes, contains a newline, a null
+            character or one of ``?#*[``, or has a read-only scheme such as ``https``.
     """
 
     def __init__(self, url: str) -> None:
@@ -129,7 +132,7 @@ class RemotePath:
             folder: Enclosing folder.
 
         Raises:
-            ValueError: If the path is not in the folder.
+            ValueError: If the path is neither in the folder nor the folder itself.
         """
         return PurePosixPath(*self._parts).relative_to(PurePosixPath(*folder._parts))
 
@@ -204,7 +207,7 @@ class RemotePath:
         return bool(self._ask("looked up", lambda: self._store.isfile(self._key)))
 
     def is_dir(self) -> bool:
-        """Return whether a folder exists at this path, that is, whether objects exist below it."""
+        """Return whether this path is a bucket, or a folder in which objects exist."""
         return bool(self._ask("looked up", lambda: self._store.isdir(self._key)))
 
     def names(self) -> list[str]:
@@ -252,7 +255,7 @@ class RemotePath:
         """Return the object's content.
 
         Args:
-            limit: Maximum number of bytes to read. Default: no limit.
+            limit: Maximum size of the object in bytes. Default: None, no limit.
 
         Raises:
             FileNotFoundError: If the object does not exist.
@@ -282,7 +285,7 @@ class RemotePath:
             raise StoreError(f"{self} can't be {action}: {error}") from error
 
     def upload(self, file: Path) -> None:
-        """Upload a local file as the object. A large file is uploaded in several concurrent requests.
+        """Upload a local file as the object. To S3, a large file is uploaded in several concurrent requests.
 
         Args:
             file: Path of the local file.
@@ -292,7 +295,7 @@ class RemotePath:
 
     @property
     def takes_parts(self) -> bool:
-        """Return whether the store's package can upload an object in separate parts, as S3's package can."""
+        """Return whether `upload_parts` can be used, which requires S3."""
         return self.scheme in ("s3", "s3a") and hasattr(self._store, "call_s3")
 
     @property
@@ -303,14 +306,14 @@ class RemotePath:
         return getattr(config, "request_checksum_calculation", "") == "when_supported"
 
     def upload_parts(self, pieces: Iterable[bytes | memoryview], size: int) -> None:
-        """Upload content while it is being produced, several parts concurrently. Requires `takes_parts`.
+        """Upload content while it is being produced. If it exceeds 8 MiB, parts are uploaded concurrently.
 
         Args:
-            pieces: Content, in pieces of any size. A piece must stay unchanged until its part is uploaded.
+            pieces: Content, in pieces of any size. A piece must not be changed after it was passed.
             size: Size of the content in bytes.
 
         Raises:
-            StoreError: If a request failed several times. In this case, no object is created.
+            StoreError: If every attempt of a request failed. No object is created from only some of the parts.
         """
         if size <= _PART_BYTES:
             self.write_bytes(b"".join(pieces))
@@ -349,7 +352,7 @@ class RemotePath:
             raise
 
     def _complete(self, place: dict[str, Any], parts: dict[str, Any], size: int) -> None:
-        """Combine the parts into an object. After a lost response, check whether the object is already complete."""
+        """Combine the parts into an object. After an error, check whether only the response was lost."""
         try:
             self._call_s3("complete_multipart_upload", **place, MultipartUpload=parts)
         except OSError:
@@ -377,7 +380,8 @@ class RemotePath:
             missing_ok: Do nothing if the object does not exist. Default: True.
 
         Raises:
-            FileNotFoundError: If the object does not exist, and ``missing_ok`` is False.
+            FileNotFoundError: If the object does not exist, ``missing_ok`` is False, and the store reports missing
+                objects, which S3 does not.
         """
         try:
             self._ask("deleted", lambda: self._store.rm_file(self._key))
@@ -407,7 +411,7 @@ AnyPath = Path | RemotePath
 
 
 def is_url(place: object) -> bool:
-    """Return whether a place is a URL (``scheme://...``) rather than a path on a disk.
+    """Return whether a place is a `RemotePath` or a URL (``scheme://...``, including ``file://``).
 
     Args:
         place: Any value.

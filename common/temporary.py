@@ -14,7 +14,8 @@ from pathlib import Path
 def temporary_folder(name: str) -> Path:
     """Return this process's temporary folder for a name, which is created if it does not exist.
 
-    The folder is in the system's folder for temporary files (``TMPDIR``), and is deleted when the process ends.
+    The folder is inside the system's folder for temporary files (``TMPDIR``). It is deleted when the process exits
+    normally, unless `keep` excludes it.
 
     Args:
         name: Text that identifies the folder, such as a URL. The same name returns the same folder.

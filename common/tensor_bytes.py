@@ -9,8 +9,8 @@ from torch import Tensor
 def view_bytes(tensor: Tensor) -> Tensor:
     """View a contiguous tensor on the CPU as a vector of bytes.
 
-    ``reshape(-1)`` does not work: a tensor of one element is contiguous with any stride, keeps that stride, and then
-    cannot be viewed as another dtype.
+    ``reshape(-1)`` fails for some tensors of one element, which count as contiguous with any stride: they keep that
+    stride, and then cannot be viewed as another dtype.
 
     Args:
         tensor: Contiguous tensor on the CPU.

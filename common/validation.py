@@ -1,6 +1,6 @@
-"""Argument checks, made where arguments are passed so that the traceback ends at the faulty line.
+"""Argument checks. They run when an argument is passed, so the traceback contains the line that passes it.
 
-Each check returns the value. Its error states the argument, the value and the rule.
+Most checks return the value. The error of a check states the argument, the value or its type, and the rule.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def check_bool_or_word(name: str, value: Any, words: Iterable[str]) -> bool:
         words: Words that mean True.
 
     Raises:
-        ValueError: If the value is neither a bool nor one of the words. The error names the closest word.
+        ValueError: If the value is neither a bool nor one of the words. The error suggests a similar word, if there is
+            one.
     """
     words = list(words)
     if isinstance(value, bool) or (isinstance(value, str) and value in words):
@@ -174,7 +175,7 @@ def choose(name: str, value: object, choices: Iterable[str]) -> str:
         choices: Valid strings.
 
     Raises:
-        ValueError: If the value is not one of ``choices``. The error lists them and names the closest one.
+        ValueError: If the value is not one of ``choices``. The error lists them.
     """
     choices = list(choices)
     if isinstance(value, str) and value in choices:

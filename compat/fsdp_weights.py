@@ -124,7 +124,8 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
         model: Model to shard.
 
     Raises:
-        ValueError: If the accelerator does not shard models.
+        ValueError: If the accelerator does not shard models, or cannot prepare the model; see
+            `Accelerator.prepare_model`.
     """
     _check_sharded(accelerator)
     return accelerator.prepare_model(model)  # type: ignore[no-any-return]

@@ -100,11 +100,12 @@ def save_hyperparameters(
 
     Args:
         obj: A task, a data module, or another object with the method ``save_hyperparameters``.
-        *args: Names of the arguments to save, or one object that holds all hyperparameters. Default: all arguments.
+        *args: Names of the arguments to save, or one object that holds all hyperparameters. Default: all arguments. An
+            object is ignored if ``given_hparams`` is set or ``obj`` is a dataclass.
         ignore: Name or names to omit. Default: None.
         frame: The frame whose arguments are saved. Default: the caller's.
-        given_hparams: Values by name, from which ``args`` selects instead of from a frame. Default: the fields of
-            ``obj`` if it is a dataclass, otherwise None.
+        given_hparams: Values by name that are saved instead of a frame's arguments. Default: for a dataclass, the
+            fields that its ``__init__`` sets; otherwise None.
     """
     if dataclasses.is_dataclass(obj) and given_hparams is None:
         given_hparams = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}

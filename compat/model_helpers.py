@@ -22,7 +22,7 @@ from ..engine.weights import save_object
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether a model or any of its submodules was compiled by ``torch.compile``. False without submodules.
+    """Return whether a model is, or contains, a module that ``torch.compile`` returned.
 
     Args:
         module: Model to inspect.
@@ -31,7 +31,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module is a ``ModuleList`` of modules of one class.
+    """Return whether a module is a non-empty ``ModuleList`` whose items are all instances of the first item's class.
 
     Args:
         module: Any module.
@@ -40,7 +40,7 @@ def is_repeated_blocks(module: nn.Module) -> bool:
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module contains a ``ModuleList`` of modules of one class.
+    """Return whether a module is, or contains, a list of blocks for which `is_repeated_blocks` is True.
 
     Args:
         module: Any module.
@@ -51,8 +51,9 @@ def has_repeated_blocks(module: nn.Module) -> bool:
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """Return a copy of the model that shares its parameters and has each repeated block compiled separately.
 
-    Each of the remaining parts is compiled as a whole. Blocks of one class compile once, which shortens the first step;
-    see torch's tutorial on regional compilation.
+    The repeated blocks are the items of lists for which `is_repeated_blocks` is True. Each remaining submodule is
+    compiled as a whole. Blocks of one class can share compiled code, which shortens the first step; see torch's
+    tutorial on regional compilation.
 
     Args:
         module: The model. Without repeated blocks, it is compiled as a whole.
@@ -80,10 +81,10 @@ def _compile_parts(module: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile each repeated block and each remaining part of the model in place, and return the model.
+    """Compile each repeated block and each remaining submodule in place, and return the model; see `compile_regions`.
 
     Args:
-        module: Model to compile.
+        module: Model to compile. Without repeated blocks, it is compiled as a whole.
         **compile_kwargs: Arguments of ``nn.Module.compile``.
     """
     if is_repeated_blocks(module):
@@ -102,7 +103,7 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
     Args:
         model: Model whose modules are listed.
-        return_fqns: Whether to return pairs of name and module.
+        return_fqns: Whether to return pairs of name and module. Default: False.
     """
     waiting, ordered = [("", model)], []
     while waiting:
@@ -145,10 +146,10 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict that safetensors can write: each tensor once, and contiguous.
+    """Return a state dict that contains each tensor once, for a file of safetensors.
 
-    If a tensor has several names, all but the first are removed, with a warning. Other tensors that share memory are
-    copied.
+    If a tensor has several names, all but the first are removed, with a warning. Other tensors that share memory with
+    an earlier one are copied.
 
     Args:
         state_dict: Tensors by name. The dict is not changed.
@@ -180,7 +181,7 @@ def move_to_device(state: Any, device: Any) -> Any:
     """Return an optimizer's state with every tensor on ``device``.
 
     Args:
-        state: The state: tensors in nested lists, tuples and dicts.
+        state: The optimizer's ``state_dict()``, or other tensors in nested lists, tuples and dicts.
         device: Device to which the tensors are moved.
     """
     if isinstance(state, list | tuple):
@@ -195,9 +196,12 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
     Args:
         obj: Object to write; for safetensors, a dict of tensors.
-        f: Path of the file.
-        save_on_each_node: Whether to write on the local rank zero of every machine.
-        safe_serialization: Whether to write safetensors.
+        f: Path of the file, or an open binary file.
+        save_on_each_node: Whether to write on the local rank zero of every machine. Default: False.
+        safe_serialization: Whether to write safetensors. Default: False.
+
+    Raises:
+        TypeError: If ``safe_serialization`` is True and ``obj`` contains a value that safetensors does not support.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
@@ -211,7 +215,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """Load a ``torch.save`` file. By default, only tensors, NumPy arrays and plain values are unpickled.
 
     Args:
-        f: Path of the file.
+        f: Path of the file, or an open binary file.
         map_location: See ``torch.load``.
         **kwargs: Further arguments of ``torch.load``.
     """
@@ -230,11 +234,12 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
     Args:
         obj: An object with ``state_dict``.
         path: Directory of the file.
-        index: The number in the file's name.
-        save_on_each_node: Whether to write on the local rank zero of every machine.
+        index: The number in the file's name. Default: 0.
+        save_on_each_node: Whether to write on the local rank zero of every machine. Default: False.
 
     Raises:
-        TypeError: If the state is not plain data, so `load_custom_state` could not load it. No file is written.
+        TypeError: On a rank that writes, if the state contains values that `load_custom_state` could not load. No file
+            is written.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
@@ -259,6 +264,6 @@ def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
     Args:
         obj: An object with ``load_state_dict``.
         path: Directory of the file.
-        index: The number in the file's name.
+        index: The number in the file's name. Default: 0.
     """
     obj.load_state_dict(load(Path(path) / f"custom_checkpoint_{index}.pkl", map_location="cpu"))

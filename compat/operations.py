@@ -17,11 +17,16 @@ def gather(tensor: Any) -> Any:
     """Concatenate every rank's tensors along dimension 0, on every rank; see `Accelerator.gather`.
 
     Args:
-        tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same structure on every rank. Except in
-            debug mode, the numbers of rows may differ.
+        tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same structure on every rank. The
+            numbers of rows may differ, except in Accelerate's debug mode; see `PartialState.debug`.
 
     Returns:
-        The tensors, with the same structure as the input.
+        The values, with the same structure as the input. Parts without tensors become lists of the values of all ranks.
+
+    Raises:
+        TypeError: If ``tensor`` contains no tensor.
+        DistributedOperationException: On every rank, if the values differ between ranks in number, dtype, a dimension
+            other than 0 or, in debug mode, the number of rows.
     """
     world = current_world()
     collectives.check_equal_shapes("gather", tensor, world)
@@ -41,8 +46,13 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Return the tensors of rank ``from_process``, with their structure. The input is not changed.
 
     Args:
-        tensor: A tensor, or nested lists, tuples and dicts of tensors.
-        from_process: Rank that sends its tensors.
+        tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same structure and shapes on every
+            rank.
+        from_process: Rank that sends its tensors. Default: 0.
+
+    Raises:
+        ValueError: If ``from_process`` is not a rank of the group.
+        DistributedOperationException: On every rank, if the tensors differ in number, shape or dtype.
     """
     return collectives.broadcast(tensor, current_world(), from_process)
 
@@ -52,7 +62,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
     Args:
         object_list: List of objects that can be pickled.
-        from_process: Rank that sends its list.
+        from_process: Rank that sends its list. Default: 0.
 
     Raises:
         TypeError: If ``object_list`` is not a list.
@@ -70,13 +80,18 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Reduce tensors over the ranks; see `Accelerator.reduce`, which returns the sum by default.
 
     Args:
-        tensor: A tensor, or nested lists, tuples and dicts of tensors, of the same shapes on every rank.
+        tensor: A tensor, or nested lists, tuples and dicts of tensors, of the same shapes and dtypes on every rank.
         reduction: ``"mean"`` (default), ``"sum"``, ``"max"``, ``"min"``, or ``"none"``, which returns this rank's
             tensors.
         scale: Factor by which the result is multiplied, except with ``"none"``. Default: 1.0.
 
     Returns:
-        The reduced tensors, with the same structure as the input.
+        The reduced tensors, with the same structure as the input. The mean of integers is float64.
+
+    Raises:
+        ValueError: If ``reduction`` is unknown.
+        DistributedOperationException: On every rank, if the tensors differ in number, shape or dtype, unless
+            ``reduction`` is ``"none"``.
     """
     return collectives.reduce(tensor, current_world(), reduction, scale)
 
@@ -85,13 +100,17 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """Pad tensors along ``dim`` to the greatest length of any rank.
 
     Args:
-        tensor: A tensor, or nested lists, tuples and dicts of tensors.
-        dim: The dimension to pad.
-        pad_index: The value to pad with.
-        pad_first: Whether to pad at the beginning instead of the end.
+        tensor: A tensor, or nested lists, tuples and dicts of tensors. Each rank needs the same number of tensors, with
+            the same numbers of dimensions.
+        dim: The dimension to pad. Tensors without this dimension are unchanged. Default: 0.
+        pad_index: The value to pad with. Default: 0.
+        pad_first: Whether to pad at the beginning instead of the end. Default: False.
 
     Returns:
         The padded tensors, with the same structure as the input.
+
+    Raises:
+        DistributedOperationException: On every rank, if the tensors differ in number or in their number of dimensions.
     """
     return collectives.pad_across_processes(tensor, current_world(), dim, pad_index, pad_first)
 
@@ -106,8 +125,12 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: Seed from 0 to 2**32 - 1.
-        device_specific: Whether to add the rank to the seed, so each rank has a different seed.
+        device_specific: Whether to add the rank to the seed, so each rank has a different seed. Default: False.
         deterministic: Whether torch must use deterministic algorithms, and raise an error if an operation has none.
+            Default: False, which leaves torch's setting unchanged.
+
+    Raises:
+        ValueError: If ``seed`` is not an integer from 0 to 2**32 - 1.
     """
     if device_specific:
         seed_everything(seed)  # an invalid seed is reported as it was passed
@@ -121,8 +144,9 @@ def synchronize_rng_states(rng_types: list[Any], generator: torch.Generator | No
     """Give every rank the RNG states of rank zero.
 
     Args:
-        rng_types: Any of ``"torch"``, ``"cuda"`` (the device of this process) and ``"generator"``.
-        generator: Generator to which ``"generator"`` refers.
+        rng_types: Any of ``"torch"``, ``"cuda"`` (the device of this process) and ``"generator"``, or members of
+            `RNGType`.
+        generator: Generator to which ``"generator"`` refers. Default: None.
 
     Raises:
         ValueError: If a kind is unknown, is ``"cuda"`` on a process without CUDA, or is ``"generator"`` and
@@ -136,8 +160,8 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
     """Give every rank one kind of RNG state of rank zero; see `synchronize_rng_states`.
 
     Args:
-        rng_type: ``"torch"``, ``"cuda"`` or ``"generator"``.
-        generator: Generator to which ``"generator"`` refers.
+        rng_type: ``"torch"``, ``"cuda"`` or ``"generator"``, or a member of `RNGType`.
+        generator: Generator to which ``"generator"`` refers. Default: None.
 
     Raises:
         ValueError: If the kind is unknown, is ``"cuda"`` on a process without CUDA, or is ``"generator"`` and

@@ -36,28 +36,41 @@ class _Named(Precision):
         return self.name
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return a module with its floating-point parameters in the storage dtype."""
+        """Convert a module's floating-point parameters and buffers to ``storage`` in place, and return the module.
+
+        If ``storage`` is None, the module is unchanged.
+
+        Args:
+            module: Module to convert.
+        """
         return module if self.storage is None else module.to(dtype=self.storage)
 
     def convert_input(self, data: Any) -> Any:
-        """Return a batch with its floating-point tensors in the storage dtype."""
+        """Return a batch with its floating-point tensors in the dtype ``storage``, or unchanged if ``storage`` is None.
+
+        Args:
+            data: A tensor, or nested collections of tensors.
+        """
         return self.cast(data)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new tensors have the storage dtype."""
+        """Return a context in which ``storage``, unless it is None, is the default dtype of new tensors."""
         return nullcontext() if self.storage is None else Precision.context(self, torch.device("cpu")) or nullcontext()
 
     module_init_context = tensor_init_context
 
 
 class MixedPrecision(_Named):
-    """Precision with weights in float32 and computations in a 16-bit format.
+    """Precision that keeps the dtype of the weights, usually float32, and computes in a 16-bit format with autocast.
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
         device: Device for the autocast context that `forward_context` returns, such as ``"cuda"``. The Trainer ignores
             it and uses its own device.
         scaler: Must be None, because a run with float16 creates its own gradient scaler.
+
+    Raises:
+        ValueError: If ``precision`` is unknown or ``scaler`` is not None.
     """
 
     names = ("16-mixed", "bf16-mixed")
@@ -76,6 +89,9 @@ class HalfPrecision(_Named):
 
     Args:
         precision: ``"16-true"`` (default) or ``"bf16-true"``.
+
+    Raises:
+        ValueError: If ``precision`` is unknown.
     """
 
     names = ("bf16-true", "16-true")
@@ -84,7 +100,7 @@ class HalfPrecision(_Named):
         super().__init__(precision)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return a context for the forward pass, in which new tensors have the storage dtype."""
+        """Return a context for the forward pass, in which new floating-point tensors are 16-bit by default."""
         return self.tensor_init_context()
 
 
@@ -97,7 +113,7 @@ class DoublePrecision(_Named):
         super().__init__("64-true")
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return a context for the forward pass, in which new tensors have the storage dtype."""
+        """Return a context for the forward pass, in which new floating-point tensors are float64 by default."""
         return self.tensor_init_context()
 
 
@@ -107,6 +123,9 @@ class FSDPPrecision(_Named):
     Args:
         precision: ``"32-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``.
         scaler: Must be None, because a run with float16 creates its own gradient scaler.
+
+    Raises:
+        ValueError: If ``precision`` is unknown or ``scaler`` is not None.
     """
 
     names = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")

@@ -90,10 +90,12 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Return the names of modules that quantization should skip: those with tied weights, and the last module.
+    """Return the names of modules that quantization should skip: those with tied weights, and the last child module.
+
+    For a base model of Transformers without tied weights, the list is empty, because the model has no head.
 
     Args:
-        model: Model to inspect. Its last module is often the head.
+        model: Model to inspect. Its last child module is often the head.
     """
     tensors = {name: tensor for name, tensor in named_tensors(model).items() if isinstance(tensor, nn.Parameter)}
     tied = [name for names in group_tied_names(tensors) if len(names) > 1 for name in names]

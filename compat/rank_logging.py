@@ -14,8 +14,9 @@ from ..strategies.distributed import current_place, current_world
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     """Adapter of a standard logger that logs on rank zero only, by default. It works without an Accelerator.
 
-    Each method takes two additional arguments. ``main_process_only`` (default True) restricts the record to rank zero.
-    With ``in_order=True`` (default False), all ranks log one after the other, so all ranks must call the method.
+    Each logging method takes two additional arguments. ``main_process_only`` (default True) restricts the record to
+    rank zero. With ``in_order=True`` (default False), all ranks log one after the other, so all ranks must call the
+    method.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -37,8 +38,8 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
             level: The record's level, such as ``logging.INFO``.
             msg: The message, a format string for ``args``.
             *args: Arguments of the message.
-            main_process_only: Whether only rank zero logs.
-            in_order: Whether all ranks log one after the other.
+            main_process_only: Whether only rank zero logs. Default: True. Ignored with ``in_order=True``.
+            in_order: Whether all ranks log one after the other. Default: False.
             **kwargs: Keyword arguments of ``Logger.log``.
         """
         rank, size, _ = current_place()
@@ -64,7 +65,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         return (f"[RANK {rank}] {msg}" if size > 1 else msg), kwargs
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a warning only the first time that this logger receives its text.
+        """Log a warning only the first time that this `RankLogger` receives its text.
 
         Args:
             msg: The message, a format string for ``args``.
@@ -119,6 +120,10 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
         name: The logger's name, such as ``__name__``.
         log_level: The lowest level to log. Without another handler, records go to standard error. Default: the value of
             ``ACCELERATE_LOG_LEVEL``, else the level of `logging`, which by default hides records below WARNING.
+
+    Raises:
+        ValueError: If the name of the level is unknown.
+        TypeError: If ``log_level`` is neither a string, an integer nor None.
     """
     logger = logging.getLogger(name)
     if log_level is None:

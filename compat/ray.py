@@ -39,13 +39,13 @@ def RayLightningEnvironment() -> LaunchEnvironment:
 
 
 def prepare_trainer(trainer: Trainer) -> Trainer:
-    """Return the Trainer after checking that it runs on all workers that Ray has started.
+    """Return the Trainer after checking that its rank and world size are those that Ray assigned.
 
     Args:
         trainer: Trainer to check.
 
     Raises:
-        RuntimeError: If the Trainer does not run on all workers.
+        RuntimeError: If this is not a Ray Train worker, or if the Trainer's rank or world size differs from Ray's.
     """
     launched = RayLightningEnvironment()
     if (trainer.global_rank, trainer.world_size) != (launched.rank, launched.world_size):
@@ -57,7 +57,10 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
 
 
 class TuneReportCallback(TuneReportCheckpointCallback):
-    """`TuneReportCheckpointCallback` that saves no checkpoints."""
+    """`TuneReportCheckpointCallback` that saves no checkpoints.
+
+    The arguments ``metrics`` and ``on`` are those of that class.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Samplers for one of several ranks that yield Accelerate's indices and fill up short last batches.
+"""Samplers for one of several ranks that yield the same indices as Accelerate's and can fill short last batches.
 
 `treadle.Accelerator` and the Trainer distribute every batch without repeating a sample, so they do not use these
 samplers.
@@ -70,12 +70,14 @@ class BatchSamplerShard(BatchSampler):
         process_index: Rank that the share belongs to.
         split_batches: Whether the share is a slice of every batch instead of every ``num_processes``-th batch.
         even_batches: Whether to fill the last batches with indices from the beginning, so that all ranks have the same
-            number of batches, all of the same size. Otherwise, a rank's last batch may be short or missing. Ignored if
-            the batch sampler's ``drop_last`` is True, because incomplete batches are then dropped.
+            number of batches, all of the same size. If the batch sampler has no ``batch_size``, whole batches are
+            repeated, whose sizes may differ. With False, a rank's last batch may be short or missing. Ignored if the
+            batch sampler's ``drop_last`` is True: an incomplete batch is then dropped, and so are last batches that not
+            every rank would get. Default: True.
 
     Raises:
-        ValueError: With ``split_batches``, if the batch sampler has no ``batch_size``, or if it is not a multiple of
-            ``num_processes``.
+        ValueError: With ``split_batches``, if the batch sampler has no ``batch_size``, or if the batch size is not a
+            multiple of ``num_processes``.
     """
 
     def __init__(
@@ -159,7 +161,10 @@ class BatchSamplerShard(BatchSampler):
             yield from self._fill_round(index, batch, first_round)
 
     def _fill_round(self, index: int, batch: list[Any], first_round: list[list[Any]]) -> Iterator[list[Any]]:
-        """Complete the last round, whose last batch was ``batch``, with indices from the beginning."""
+        """Yield this rank's batch of the last round, if it has to be filled with indices from the beginning.
+
+        A round consists of ``num_processes`` batches. The last round of the batch sampler ends with ``batch``.
+        """
         if self._is_complete(batch):
             index, batch = index + 1, []
         fill_batches = itertools.cycle(first_round)
@@ -178,7 +183,8 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
     """One rank's share of a stream that is identical on all ranks.
 
     Args:
-        dataset: The stream. A stream with a ``generator`` and no ``set_epoch`` is seeded with the epoch.
+        dataset: The stream. A stream with a ``generator`` and no ``set_epoch`` is seeded with the epoch before each
+            pass.
         batch_size: Batch size per rank; with ``split_batches``, the global batch size.
         drop_last: Whether to skip the samples after the last complete global batch. Otherwise, the last batch is filled
             with samples from the beginning.
@@ -211,7 +217,7 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of this share and of its dataset.
+        """Set the epoch of this share and, if its dataset has ``set_epoch``, of the dataset.
 
         Args:
             epoch: Number of the epoch, from 0.

@@ -1,7 +1,7 @@
 """Accelerate's dataloaders for one of several ranks, without an Accelerator; see `prepare_data_loader`.
 
-These dataloaders yield exactly Accelerate's samples: last batches are filled with samples from the beginning. A
-dataloader prepared by `treadle.Accelerator` does not repeat samples.
+By default, these dataloaders yield exactly Accelerate's samples: last batches are filled with samples from the
+beginning. A dataloader prepared by `treadle.Accelerator` does not repeat samples.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OWN_SETTINGS = {
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """Return the sampler that draws a dataloader's indices, or None if its batch sampler has no sampler.
+    """Return the sampler that draws a dataloader's indices, or None if there is no batch sampler with a sampler.
 
     Args:
         dataloader: A ``DataLoader`` or a dataloader of this module.
@@ -58,9 +58,10 @@ class DataLoaderStateMixin:
     """State of a dataloader that `GradientState` reports.
 
     Attributes:
-        end_of_dataloader: Whether the current batch is the last one.
-        remainder: Number of samples in the last global batch, not counting repeated ones; -1 if unknown. 0 means that
-            the batch is complete.
+        end_of_dataloader: Whether the current batch is the last one. Always False for a `SkipDataLoader`.
+        remainder: Number of samples in the last global batch, not counting repeated ones; -1 if unknown. A complete
+            batch counts as 0 or as the global batch size. For an `IterableDatasetShard`, the value is also 0 for a
+            batch that contains repeated samples.
     """
 
     end_of_dataloader = False
@@ -72,7 +73,7 @@ class DataLoaderStateMixin:
         self.end_of_dataloader, self.remainder = False, -1
 
     def begin(self) -> None:
-        """Make this dataloader the active one of `GradientState`."""
+        """Make this dataloader the active one of `GradientState`, and compute ``remainder``."""
         self.reset()
         loader: Any = self
         if not getattr(loader, "_drop_last", True):
@@ -96,8 +97,11 @@ class DataLoaderAdapter:
 
     Args:
         dataset: Dataset of the wrapped dataloader.
-        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
+        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``. Default: False.
         batch_sampler, kwargs: Arguments of the dataloader.
+
+    Raises:
+        ModuleNotFoundError: If ``use_stateful_dataloader`` is True and torchdata is not installed.
     """
 
     def __init__(
@@ -139,11 +143,11 @@ class DataLoaderAdapter:
         return len(self.base_dataloader)
 
     def state_dict(self) -> Any:
-        """Return the position after the last batch that was yielded. Only torchdata's dataloader supports this."""
+        """Return the position in the data, for `load_state_dict`. Requires ``use_stateful_dataloader=True``."""
         return self.dl_state_dict
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restore a position in the data, from which the next pass starts.
+        """Restore a position in the data, from which the next pass starts. Requires ``use_stateful_dataloader=True``.
 
         Args:
             state_dict: The position that `state_dict` returned.
@@ -156,7 +160,7 @@ class DataLoaderAdapter:
             self.dl_state_dict["_iterator_finished"] = getattr(self, "end_of_dataloader", False)
 
     def get_sampler(self) -> Any:
-        """Return the sampler that draws this dataloader's indices, or None."""
+        """Return the sampler that draws this dataloader's indices, or None; see the function `get_sampler`."""
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
@@ -219,18 +223,21 @@ def _set_sampler_epoch(sampler: Any, epoch: int) -> bool:
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
-    """Dataloader that yields one rank's batches and moves them to the rank's device.
+    """Dataloader that yields one rank's batches, moved to ``device`` unless it is None.
 
     Args:
         dataset: Dataset from which samples are read.
-        device: Device to which batches are moved; None to leave them in place.
+        device: Device to which batches are moved; None (default) to leave them in place.
         rng_types: RNG states that all ranks copy from rank zero before each pass; see `synchronize_rng_states`.
         synchronized_generator: Generator to which ``"generator"`` in ``rng_types`` refers.
         skip_batches: Number of batches to skip at the start of each pass over the data.
-        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
+        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``. Default: False.
         torch_device_mesh: Accepted and ignored.
         iteration: Number of the first epoch. Default: 0.
         kwargs: Arguments of the ``DataLoader``.
+
+    Raises:
+        ModuleNotFoundError: If ``use_stateful_dataloader`` is True and torchdata is not installed.
     """
 
     def __init__(
@@ -288,14 +295,14 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def total_batch_size(self) -> int:
-        """Global batch size."""
+        """Global batch size; for an ``IterableDataset``, this rank's batch size."""
         batches = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
         count = 1 if getattr(batches, "split_batches", False) else getattr(batches, "num_processes", 1)
         return int(batches.batch_size * count)
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples of all ranks together."""
+        """Number of samples of all ranks; for an `IterableDatasetShard`, the length of this rank's share."""
         return self.dataset.total_length if hasattr(self.dataset, "total_length") else len(self.dataset)
 
 
@@ -313,7 +320,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         split_batches: Whether to split each batch of the dataloader among the ranks. Otherwise, as many batches as
             there are ranks are concatenated, and the result is split.
         skip_batches: Number of batches to skip at the start of each pass over the data.
-        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
+        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``. Default: False.
         slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` returns rows of a batch. Default:
             `slice_tensors`.
         torch_device_mesh: Device mesh of the ranks. Default: None.
@@ -322,6 +329,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     Raises:
         ValueError: If the mesh has a dimension ``"tp"``, whose ranks need the same rows.
+        ModuleNotFoundError: If ``use_stateful_dataloader`` is True and torchdata is not installed.
     """
 
     def __init__(
@@ -435,7 +443,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples of all ranks together."""
+        """Number of samples in the dataset."""
         return len(self.dataset)
 
 
@@ -445,8 +453,11 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     Args:
         dataset: Dataset from which samples are read.
         skip_batches: Number of batches to skip.
-        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
+        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``. Default: False.
         kwargs: Arguments of the ``DataLoader``.
+
+    Raises:
+        ModuleNotFoundError: If ``use_stateful_dataloader`` is True and torchdata is not installed.
     """
 
     def __init__(
@@ -487,29 +498,35 @@ def prepare_data_loader(
 ) -> Any:
     """Return a dataloader of one rank's batches with Accelerate's semantics. No Accelerator is needed.
 
-    All ranks draw the same random order if torch has the same seed on all ranks, if ``rng_types`` contains
-    ``"generator"``, or if ``use_seedable_sampler`` and ``data_seed`` are set.
+    To draw the same random order on all ranks, seed torch with the same seed on all ranks before this call; pass
+    ``rng_types=["generator"]`` without ``use_seedable_sampler``; or set ``use_seedable_sampler`` and ``data_seed``.
+    With ``dispatch_batches``, only rank zero draws an order.
 
     Args:
         dataloader: A ``DataLoader``.
-        device: Device to which batches are moved if ``put_on_device`` is set; ignored with ``dispatch_batches``.
-        num_processes: Number of ranks that share the batches. Default: the world size.
-        process_index: Rank whose share is read. Default: the rank of this process.
+        device: Device to which batches are moved if ``put_on_device`` is set. None (default) leaves them in place.
+            Ignored with ``dispatch_batches``.
+        num_processes: Number of ranks that share the batches. Default: the world size. Ignored with
+            ``torch_device_mesh`` and ``dispatch_batches``.
+        process_index: Rank whose share is read. Default: the rank of this process. Ignored with ``dispatch_batches``.
         split_batches: Whether to split each batch among the ranks, so that its size is the global batch size.
         put_on_device: Whether to move batches to ``device`` or, with ``dispatch_batches``, to this process's device.
-        rng_types: RNG states that all ranks copy from rank zero before each pass; see `synchronize_rng_states`.
+        rng_types: RNG states that all ranks copy from rank zero before each pass; see `synchronize_rng_states`. Ignored
+            with ``dispatch_batches``.
         dispatch_batches: Whether only rank zero reads data. Default: only if an ``IterableDataset`` is put on a device.
-        even_batches: Whether to fill the last batches with samples from the beginning.
-        slice_fn_for_dispatch: See `DataLoaderDispatcher`.
+        even_batches: Whether to fill the last batches with samples from the beginning. Default: True. Ignored for an
+            ``IterableDataset`` and with ``dispatch_batches``.
+        slice_fn_for_dispatch: See ``slice_fn`` of `DataLoaderDispatcher`.
         use_seedable_sampler: Whether to draw a random order with `SeedableRandomSampler`.
         data_seed: Seed of the `SeedableRandomSampler`. Default: the seed of torch's generator.
         non_blocking: Whether to move batches without waiting for the copy.
-        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
+        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``. Default: False.
         torch_device_mesh: Mesh in which ranks that differ only along ``"tp"`` and ``"cp"`` read the same batches.
 
     Raises:
         ValueError: If ``split_batches`` is set and the batch size is unknown or not divisible by the number of ranks;
             or if ``dispatch_batches`` is set without ``put_on_device`` or with a mesh that has ``"tp"``.
+        ModuleNotFoundError: If ``use_stateful_dataloader`` is True and torchdata is not installed.
     """
     dispatches = _decide_dispatch(dataloader, dispatch_batches, put_on_device)
     rank, count = _place(num_processes, process_index, torch_device_mesh)

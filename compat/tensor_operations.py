@@ -20,7 +20,7 @@ from .operations import gather_object
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Category for warning filters. Treadle raises an error if a nested tensor cannot be padded, and does not warn."""
+    """Category that Accelerate's warning filters name. Treadle does not issue this warning."""
 
 
 def get_shape(data: Any) -> Any:
@@ -51,7 +51,7 @@ def is_tensor_information(tensor_info: Any) -> bool:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Return the data that `get_data_structure` described, with uninitialized tensors.
+    """Return the data that `get_data_structure` described, with uninitialized tensors on torch's default device.
 
     Args:
         data_structure: Nested data with a `TensorInformation` in place of each tensor.
@@ -89,7 +89,10 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         tensor: A tensor, or tensors in nested dicts, lists and tuples, each with ``batch_size`` rows.
         batch_size: The current number of rows.
         num_processes: The divisor of the new number of rows.
-        dim: The dimension of the rows.
+        dim: The dimension of the rows, not negative. Default: 0.
+
+    Raises:
+        TypeError: If ``tensor`` contains a value other than tensors.
     """
     missing = -batch_size % num_processes
 
@@ -101,7 +104,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """Return, on every rank, the tensor that exactly one rank passes. The other ranks pass None.
+    """Return a copy, on every rank's device, of the tensor that exactly one rank passes.
 
     Args:
         tensor: The tensor on one rank, None on the other ranks.
@@ -120,10 +123,10 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
 
 
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a collective to compare tensor shapes across ranks first if ``ACCELERATE_DEBUG_MODE`` is set.
+    """Decorate a collective to compare tensor shapes across ranks first in debug mode; see `PartialState.debug`.
 
-    With this variable, the decorated function raises a `DistributedOperationException` on every rank if shapes or
-    device types differ.
+    In debug mode with several ranks, the decorated function raises a `DistributedOperationException` on every rank if
+    structures, shapes or device types differ.
 
     Args:
         function: Collective to decorate. Its first argument, or its keyword argument ``tensor``, holds the tensors.
@@ -149,7 +152,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an operation so that a `DistributedOperationException` raised inside it contains its name.
+    """Decorate an operation so that a `DistributedOperationException` raised inside it names the operation.
 
     Args:
         function: Operation to decorate.
@@ -178,7 +181,7 @@ class ConvertOutputsToFp32:
         update_wrapper(self, model_forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function and return its output in float32."""
+        """Run the function and return its output with half-precision tensors converted to float32."""
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> Any:

@@ -14,7 +14,9 @@ from .enums import LoggerType
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a tracker's method to run on rank zero only, if the tracker has ``main_process_only``.
+    """Decorate a tracker's method to run on rank zero only, if the tracker's ``main_process_only`` is True.
+
+    On other ranks, the method then returns None.
 
     Args:
         function: Method to decorate.
@@ -35,15 +37,23 @@ def get_available_trackers() -> list[LoggerType]:
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
-    """Return the trackers in ``log_with`` without duplicates. ``"all"`` selects all installed trackers.
+    """Return the trackers in ``log_with``: the `GeneralTracker` objects, then each name once.
+
+    ``"all"`` selects all installed trackers. Other names are then ignored.
 
     Args:
-        log_with: A name, a member of `LoggerType`, a tracker, a list of these, or None, which selects no trackers.
-        logging_dir: Folder for trackers that write files.
+        log_with: A name, a member of `LoggerType`, a `GeneralTracker`, a list or tuple of these, or None, which selects
+            no trackers.
+        logging_dir: Folder for trackers that write files. Default: None.
+
+    Returns:
+        Tracker objects, members of `LoggerType`, and the names of trackers that are not in `LoggerType`, such as
+        ``"csv"``.
 
     Raises:
         ValueError: If Treadle does not support a tracker, or a required ``logging_dir`` is missing.
         ModuleNotFoundError: If the package of a tracker is not installed.
+        TypeError: If ``log_with`` contains an object that is not a tracker.
     """
     if log_with is None:
         return []

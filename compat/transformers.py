@@ -83,8 +83,8 @@ _LOGGERS: dict[str, Any] = {
 def training_arguments(args: Any) -> dict[str, Any]:
     """Return the arguments of the `Trainer` that corresponds to ``TrainingArguments``.
 
-    Use the result as ``Trainer(**training_arguments(args))``. `loader_arguments` returns the batch sizes, and
-    `task_arguments` returns the optimizer's fields. Call ``seed_everything(args.seed)`` first, and pass
+    Use the result as ``Trainer(**training_arguments(args))``. `loader_arguments` returns the arguments of the
+    dataloaders, and `task_arguments` returns those of the task. Call ``seed_everything(args.seed)`` first, and pass
     ``args.resume_from_checkpoint`` to ``fit`` as ``ckpt_path``. A table of all fields is in
     ``docs/from_hf_trainer.md``.
 
@@ -92,7 +92,8 @@ def training_arguments(args: Any) -> dict[str, Any]:
         args: A ``transformers.TrainingArguments``.
 
     Raises:
-        ValueError: If some fields have no direct translation. The error names each of them with its replacement.
+        ValueError: If a field has a value that cannot be translated. The error names the field and states a fix.
+        ModuleNotFoundError: If the package of a logger in ``args.report_to`` is not installed.
     """
     _refuse(args)
     interval = _count_accumulated(args)
@@ -121,7 +122,7 @@ def loader_arguments(args: Any, training: bool = True) -> dict[str, Any]:
 
     Args:
         args: A ``transformers.TrainingArguments``.
-        training: Whether the dataloader is for training instead of evaluation.
+        training: Whether the dataloader is for training instead of evaluation. Default: True.
     """
     workers = args.dataloader_num_workers
     return {

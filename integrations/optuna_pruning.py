@@ -21,12 +21,12 @@ class PruningCallback(Callback):
     pruned trial are kept, including that of its last epoch.
 
     A value is reported after each epoch. If validation is enabled and does not run exactly once per epoch, a value is
-    reported after each validation instead. The reported step is the epoch's index or, with a ``val_check_interval``
-    other than 1.0, the index of the report.
+    reported after each validation instead. The reported step is the epoch's index or, if ``val_check_interval`` makes
+    validation run at a fraction of an epoch or after several batches, the index of the report.
 
     Args:
         trial: The trial, on rank zero. Other ranks may pass None. Optuna's ``TorchDistributedTrial`` is also accepted.
-        monitor: Name of the logged value to report.
+        monitor: Name of the logged value to report, such as ``"val_loss"``.
 
     Attributes:
         pruned: The reason why the trial was pruned; None if it was not.
@@ -108,7 +108,7 @@ class PruningCallback(Callback):
                     )
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report the value after a validation, unless values are reported at the end of the epoch."""
+        """Report the value after a validation during training, unless values are reported at the end of the epoch."""
         if trainer.stage == "fit" and not trainer.sanity_checking and not checks_at_epoch_end(trainer):
             self._report(trainer)
 

@@ -43,8 +43,8 @@ class TransformersTask(TaskModule):
         model: A model, or the name or folder of a model that ``auto_class`` loads with ``from_pretrained``.
         auto_class: Name of the transformers class that loads the model, such as ``"AutoModelForCausalLM"``. Required if
             ``model`` is a name or folder.
-        tokenizer: A tokenizer, or the name or folder of one. Only generation and `save_pretrained` need it. Default:
-            the tokenizer of ``model`` if ``model`` is a name or folder that has one.
+        tokenizer: A tokenizer, or the name or folder of one. Only generation needs it. `save_pretrained` saves it, too.
+            Default: the tokenizer of ``model`` if ``model`` is a name or folder that has one.
         learning_rate: AdamW's peak learning rate. Default: 5e-5.
         weight_decay: AdamW's weight decay, for all parameters except biases and norms. Default: 0.0.
         optimizer_options: Further arguments of AdamW, such as ``{"betas": (0.9, 0.95)}``.
@@ -66,7 +66,7 @@ class TransformersTask(TaskModule):
         ValueError: If ``auto_class`` is unknown, or missing for a model's name; if ``auto_class`` or ``model_options``
             is passed with a model object; or if ``adapter`` does not have a ``peft_type``. During training or
             evaluation, if the model does not return a loss.
-        TypeError: If ``gradient_checkpointing`` is not a bool.
+        TypeError: If ``gradient_checkpointing`` is not a bool, or one of ``metrics`` is not a module.
 
     Example:
         >>> import torch
@@ -213,8 +213,8 @@ class TransformersTask(TaskModule):
         """Return an AdamW optimizer and its learning rate schedule.
 
         Raises:
-            ValueError: If no parameter is trainable, if ``lr_scheduler`` is unknown, or if the schedule needs the
-                length of the run but the length is unknown.
+            ValueError: If no parameter is trainable, if an option of the optimizer or the schedule has an invalid
+                value, or if the schedule or its warmup needs the length of the run but the length is unknown.
         """
         options = self.hparams
         decayed: list[nn.Parameter] = []
@@ -237,7 +237,7 @@ class TransformersTask(TaskModule):
             batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.
 
         Returns:
-            A 0-d tensor; None if the loss is a mean over samples.
+            A 0-d tensor; None if the batch has no labels for tokens, so the loss is not averaged over tokens.
         """
         labels = self._select_targets(batch)
         return None if labels is None else (labels != IGNORED).sum()
@@ -295,7 +295,7 @@ class TransformersTask(TaskModule):
             self.log_dict({f"{stage}_{name}": metric for name, metric in metrics.items()}, on_step=False, on_epoch=True)
 
     def _get_loss(self, outputs: Any, batch: Mapping[str, Any], count: Tensor | None) -> Tensor:
-        """Return the loss of a batch, or 0 if all of its labels are ignored."""
+        """Return the loss of a batch, or 0 if the labels are tokens and all of them are ignored."""
         loss: Tensor | None = getattr(outputs, "loss", None)
         if loss is None:
             fix = "Use a model class that computes a loss" if "labels" in batch else "Add 'labels' to the batch"
@@ -306,7 +306,7 @@ class TransformersTask(TaskModule):
         return loss if count is None else torch.where(count > 0, loss, torch.zeros_like(loss))
 
     def _select_targets(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the token labels that the loss uses, or None if labels belong to whole samples."""
+        """Return the token labels that the loss uses, or None if the batch has no labels for tokens."""
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point() or "input_ids" not in batch:
             return None
@@ -382,7 +382,7 @@ def _load_model(name: str | os.PathLike[str], auto_class: str | None, options: d
 
 
 def _load_tokenizer(tokenizer: Any, model: Any) -> Any:
-    """Return the tokenizer, loaded if ``tokenizer`` or ``model`` is a name; None without a tokenizer."""
+    """Return the tokenizer, loaded if ``tokenizer`` or ``model`` is a name or folder; None if there is no tokenizer."""
     from transformers import AutoTokenizer
 
     if isinstance(tokenizer, str | os.PathLike):

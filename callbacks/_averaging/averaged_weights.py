@@ -200,7 +200,7 @@ class Averages:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count and the averages, with the model's sharding."""
+        """Return the count and the averages, if any, with the model's sharding."""
         masks = collect_masks(self._module)
         weights = {name: _apply_masks(value, [masks.get(name)]) for name, value in self.values.items()}
         return {"count": self.count, "weights": weights if self.count else {}}
@@ -213,7 +213,7 @@ class Averages:
             state_dict: The saved state.
 
         Raises:
-            ValueError: If the state belongs to another model.
+            ValueError: If the names of the saved averages differ from those of this model's averages.
         """
         saved = state_dict["weights"]
         if saved and saved.keys() != self.values.keys():
@@ -260,6 +260,7 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
     Raises:
         ValueError: If the run uses DDP with ``local_sgd_steps``, or if ``strict`` is set and the averages of a sharded
             model cannot be on the device.
+        RuntimeError, TypeError: If ``device`` is not a device.
     """
     strategy = trainer.accelerator.strategy
     if (local_steps := getattr(strategy, "local_steps", None)) is not None:
@@ -309,7 +310,9 @@ def averaged_weights(path: Path | str) -> dict[str, Tensor]:
         Tensors by name.
 
     Raises:
+        TypeError: If ``path`` is not a path.
         ValueError: If the path is not a checkpoint, or if the checkpoint is damaged or has no averaged weights.
+        OSError: If the checkpoint at a URL cannot be read.
     """
     opened = OpenCheckpoint(path)
     opened.verify()

@@ -66,7 +66,7 @@ class Averaging(Callback):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Add the averages to the checkpoint."""
+        """Add the averages, if any, to the checkpoint."""
         if self._averages is not None:
             position = {name: getattr(self, f"_{name}") for name in self._position}
             checkpoint[self._key] = {**self._averages.state_dict(), "ended": self._ended, **position}
@@ -76,7 +76,7 @@ class Averaging(Callback):
         return {} if self._averages is None else {self._key: {"weights": self._averages.values}}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Restore the averages from the checkpoint."""
+        """Restore the averages. Warn if the checkpoint was saved without this callback, or after training."""
         saved = checkpoint.get(self._key)
         if saved is None:
             warn(f"the checkpoint was saved without {type(self).__name__}, so averaging starts with this run.")

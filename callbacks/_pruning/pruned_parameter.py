@@ -93,7 +93,7 @@ class PrunedParameter:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Restore the state that `get_state` returned. Its tensors are read lazily.
+        """Restore the state that `get_state` returned. Its tensors may be read lazily.
 
         Args:
             saved: The saved state; None if the checkpoint does not contain this parameter.

@@ -29,7 +29,7 @@ class ReportedCheckpoint(Checkpoint):
         self._in_use = ExitStack()
 
     def resume_path(self) -> str | None:
-        """Return the path of the checkpoint to resume from, or None. Download a remote checkpoint, once per machine."""
+        """Return the path of the checkpoint to resume from, or None. Ray downloads a remote one once per machine."""
         self._in_use.close()
         checkpoint = self._get_checkpoint()
         if checkpoint is None:

@@ -25,18 +25,19 @@ _WRITABLE = {"local": ("", "pyarrow"), "s3": ("s3://", "s3fs"), "gcs": ("gs://",
 class RayTrainReportCallback(ReportedCheckpoint):
     """Callback that reports metrics and a checkpoint to Ray Train at the end of each training epoch.
 
-    Use it in the function of a ``ray.train.torch.TorchTrainer``. Ray restarts failed workers, and ``trainer.fit(...,
-    ckpt_path="auto")`` then resumes from the last reported checkpoint. Ray's ``CheckpointConfig`` decides which
-    checkpoints are kept. Ray's checkpoint contains Treadle's checkpoint as ``checkpoint.ckpt``.
+    Use it in the function of a ``ray.train.torch.TorchTrainer``. If Ray restarts failed workers (see its
+    ``FailureConfig``), ``trainer.fit(..., ckpt_path="auto")`` resumes from the last reported checkpoint. Ray's
+    ``CheckpointConfig`` decides which checkpoints are kept. Ray's checkpoint contains Treadle's checkpoint as
+    ``checkpoint.ckpt``.
 
-    All ranks write their shards directly to Ray's storage: a disk that the machines share, S3 (with the extra ``s3``)
-    or Google Cloud Storage (with the extra ``gs``). A checkpoint is reported once it is committed, so a killed worker
-    never leaves a partial checkpoint that Ray would resume from.
+    By default, all ranks write their shards directly to Ray's storage: a disk that the machines share, S3 (with the
+    extra ``s3``) or Google Cloud Storage (with the extra ``gs``). A checkpoint is reported once it is committed, so a
+    killed worker never leaves a partial checkpoint that Ray would resume from.
 
     Args:
         checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``. With SYNC and ASYNC, the checkpoint is saved to a
             temporary folder, which Ray copies; all workers must be on one machine. Default: ranks write directly to the
-            storages listed above; SYNC is used for other kinds of storage.
+            storages listed above; SYNC is used for other kinds of storage, and if the storage's extra is not installed.
         validation: Whether Ray validates each checkpoint, or a ``ray.train.ValidationTaskConfig`` for the validation;
             see ``ray.train.report``. Default: False.
         every_n_train_steps: Number of optimizer steps between additional reports within an epoch. Default: None, no
@@ -81,7 +82,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
         return f"RayTrainReportCallback(every_n_train_steps={self.every_n_train_steps})"
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Remove complete and partial checkpoints that killed workers saved but did not report."""
+        """Remove complete and partial checkpoints that workers saved to Ray's storage but did not report."""
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
             _remove_unreported(self._storage)
@@ -98,7 +99,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
 
     @property
     def _shared_root(self) -> str | None:
-        """URL of the run's folder in Ray's storage, to which all ranks write; None if Ray copies checkpoints."""
+        """Path or URL of the run's folder in Ray's storage, if all ranks write there directly; otherwise None."""
         from ray.train import CheckpointUploadMode
 
         scheme, package = _WRITABLE.get(self._storage.storage_filesystem.type_name, ("", ""))
@@ -138,7 +139,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
     def _hand_over(
         self, metrics: dict[str, float], place: tuple[str, FileSystem] | None, name: str, mode: CheckpointUploadMode
     ) -> None:
-        """Report metrics and a saved checkpoint on this rank. Ray waits for the reports of all ranks."""
+        """Report metrics and, on ranks with a ``place``, the checkpoint. Ray waits for the reports of all ranks."""
         import ray.train
 
         ray.train.report(

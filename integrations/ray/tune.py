@@ -29,7 +29,8 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
     ckpt_path="auto", schedule="script")`` then resumes from that checkpoint with the learning rate of the new
     configuration.
 
-    A report is made at the end of the current optimizer step, so training resumes exactly from the report's checkpoint.
+    A report after a validation or a step is made at the end of the optimizer step, and at the end of the epoch if the
+    step is the last of the epoch. Therefore, training resumes exactly from the report's checkpoint.
 
     Args:
         metrics: Name or names of the logged values to report, or a dict that maps reported names to logged names.
@@ -42,7 +43,7 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
     Raises:
         ModuleNotFoundError: If Ray or pyarrow is not installed.
         ValueError: If ``on`` contains an unknown name.
-        TypeError: If ``filename`` is not a string or ``save_checkpoints`` is not a bool.
+        TypeError: If an argument has the wrong type.
         RuntimeError: When a stage begins, if the process does not run a Ray Tune trial.
 
     Example:
@@ -97,7 +98,7 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
         self._due = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Request a report at the end of the step if ``on`` contains ``"validation_end"``."""
+        """Request a report after a validation during training if ``on`` contains ``"validation_end"``."""
         if trainer.stage == "fit" and not trainer.sanity_checking:
             self._due |= "validation_end" in self._on
 

@@ -19,11 +19,12 @@ from .places import POINTS
 
 
 class FaultInjected(RuntimeError):
-    """Error raised by a planned fault."""
+    """Error that a planned fault raises if its action is ``"raise"`` and names no other exception."""
 
 
 class Firing(NamedTuple):
-    """Occurrence of a fault: its index in the plan, the point, rank, step and process and, if any, the path."""
+    """Occurrence of a fault: its index in the plan, the point, the rank, the step, the process ID and, if any, the
+    path."""
 
     fault: int
     point: str
@@ -42,19 +43,20 @@ class Fault:
 
     Args:
         point: Point in the run. The docstring of ``treadle.testing.faults`` lists the points.
-        action: Action to perform. The same docstring lists the actions.
+        action: Action to perform. The same docstring lists the actions. Default: ``"raise"``.
         rank: Rank on which the fault happens. Default: None, every rank.
         step: Optimizer step in which the fault happens, counted from 1. A step lasts until the next one begins, so it
             includes the validation and the save that follow. Step 0 is everything before the first step in this
             process. Default: None, any step.
         occurrence: Number of the visit to the point, counted from 1, at which the fault happens. Each process counts
-            its own visits, and only those that match the rank, the step and the file.
-        match: For disk points, a pattern for the path, such as ``"*/model*"``. For a rename, either path may match.
+            its own visits, and only those that match the rank, the step and the file. Default: 1.
+        match: For disk points, a pattern for the path, such as ``"*/model*"``. If an operation has two paths, either
+            may match. Default: None, any path.
 
     Raises:
-        TypeError: If a value is of the wrong type.
-        ValueError: If a name is unknown, a number is out of range, or ``match`` or the action ``oserror`` is used at a
-            point that is not a disk point. For an unknown name, the error suggests the closest one.
+        TypeError: If ``point`` or ``action`` is of the wrong type.
+        ValueError: If ``point`` or ``action`` has an invalid value, another argument is invalid, or ``match`` or the
+            action ``oserror`` is used at a point that is not a disk point.
 
     Example:
         >>> Fault("backward:after", "raise:ValueError", rank=1, step=3)
@@ -107,7 +109,7 @@ class Fault:
         """Perform the action.
 
         Args:
-            firing: The occurrence. It is passed to the action if the action is a function.
+            firing: The occurrence. An action that is a function receives it.
         """
         kind, value = _parse(self.action)
         if kind == "call":

@@ -5,14 +5,16 @@
 
 A point is a place in a run, with ``:before`` as the default moment:
 
-    forward[:before|after]           of a prepared model in training; in a Trainer, its training_step
+    forward[:before|after]           a prepared model's forward with gradients enabled; in a Trainer with automatic
+                                     optimization, the training_step
     backward[:before|after]          `Accelerator.backward`, each micro-batch
     step[:before|after]              a prepared optimizer's real step; after: weights updated, step not counted yet
     callback:HOOK[:before|after]     before or after all calls of this hook, such as on_train_batch_end
-    disk:OPERATION[:before|after]    a function of `treadle.engine.checkpoint.filesystem`, which writes checkpoints
+    disk:OPERATION[:before|after]    a disk operation on files of checkpoints or of a run folder
     disk:write_...:half              half of the file is written
 
-A point may contain ``*``: ``disk:*`` matches the moment before every disk operation. An action is one of:
+`OPERATIONS` lists the disk operations. A point may contain ``*``: ``disk:*`` matches the moment before each of them. An
+action is one of:
 
     raise[:ValueError]        raise this built-in exception, or `FaultInjected` if none is named
     exit[:3]                  end the process immediately with this status, 1 by default
@@ -66,24 +68,26 @@ _VARIABLE = "TREADLE_FAULTS"
 
 
 class FaultsNotFired(AssertionError):
-    """Error raised because a planned fault did not happen exactly once, so that the test proves nothing."""
+    """Error raised because a planned fault did not happen exactly once, so the test proves nothing."""
 
 
 class FaultPlan:
     """Faults that happen in this process while the plan is armed, that is, inside ``with plan:``.
 
-    At the end of the block, unless an error was raised, the plan checks that each fault of this process happened, and
-    otherwise raises `FaultsNotFired`. A fault happens once per process or, with a record, once over all restarts of the
-    process.
+    At the end of the block, unless an error was raised, the plan raises `FaultsNotFired` if a fault for this rank did
+    not happen, or if a fault is planned for a rank that does not exist. A fault happens once per process or, with a
+    record, once per rank over all restarts.
 
     Args:
         faults: Faults to inject.
         record: A file to which each firing is appended before its action is performed, so a firing that kills the
             process is recorded, too. A recorded firing does not happen again. All processes of a run may share one
-            file.
+            file. Default: None, no record.
 
     Raises:
-        ValueError: If there are no faults, or a fault is planned twice.
+        TypeError: If an item of ``faults`` is not a `Fault`, or ``record`` is not a path.
+        ValueError: If there are no faults, or a fault is planned twice; when the block begins, if the record belongs to
+            another plan.
 
     Example:
         >>> with FaultPlan([Fault("disk:fsync", "delay:0.0")], record=None) as plan:
@@ -133,13 +137,15 @@ class FaultPlan:
         return firings
 
     def check(self, world_size: int = 1) -> None:
-        """Check that each fault happened exactly once on each selected process, over all restarts.
+        """Check that each fault happened exactly once on each selected rank, over all restarts.
 
         Args:
-            world_size: World size of the run.
+            world_size: World size of the run. Above 1, a plan without a record knows only the faults of this process.
+                Default: 1.
 
         Raises:
-            FaultsNotFired: If faults did not happen, or happened more than once. The error lists all of them.
+            FaultsNotFired: If faults did not happen, happened more than once, or happened on a rank that was not
+                selected. The error lists all of them.
         """
         self._check(
             {
@@ -235,7 +241,7 @@ class FaultPlan:
 
 
 def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractContextManager[FaultPlan | None]:
-    """Return a context that arms the plan that `FaultPlan.to_env` stored in the environment, if there is one.
+    """Return a context manager that arms the plan that `FaultPlan.to_env` stored in the environment, if there is one.
 
     Args:
         env: Environment variables. Default: those of this process.
@@ -250,7 +256,8 @@ def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractConte
 
 
 class DiskPoint(NamedTuple):
-    """Moment of a disk operation. ``number`` counts operations of every kind, so the third "after" may be a rename."""
+    """Moment of a disk operation. ``number`` counts from 1 the operations of all kinds that reached this ``moment``,
+    which is ``"before"``, ``"half"`` or ``"after"``."""
 
     operation: str
     moment: str
@@ -261,7 +268,7 @@ class DiskPoint(NamedTuple):
         """Return a fault that happens at this moment when the same work is repeated.
 
         Args:
-            action: The action; see `Fault`.
+            action: The action; see `Fault`. Default: ``"kill"``.
             **fault_options: Further arguments of `Fault`.
         """
         return Fault(f"disk:*:{self.moment}", action, occurrence=self.number, **fault_options)
@@ -296,9 +303,9 @@ def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[st
         record: See `FaultPlan`.
 
     Returns:
-        The child's exit status. It is 0 if the work was done and every fault happened, and 1 if an error was raised,
-        which is printed. A planned ``exit`` or a `SystemExit` sets its own status. If a signal killed the child, the
-        status is negative, such as -9 for a planned ``kill``.
+        The child's exit status. It is 0 if the work was done and every fault for this rank happened, and 1 if an error
+        was raised, which is printed. A planned ``exit`` or a `SystemExit` sets its own status. If a signal killed the
+        child, the status is negative, such as -9 for a planned ``kill``.
     """
     child = os.fork()
     if child == 0:

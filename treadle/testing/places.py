@@ -48,6 +48,7 @@ class Places(Generic[Due]):
 
     Attributes:
         step: Optimizer step in progress. A step lasts from its first micro-batch until the first one of the next step.
+            Before the first step, the value is 0.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Places(Generic[Due]):
             self.happen(due)
 
     def _work(self, accumulation: Accumulation) -> None:
-        """Record that this process has started the next step of an Accelerator."""
+        """Record the optimizer step that an Accelerator is working on."""
         self._accumulations.add(accumulation)
         progress = self._progress.get(accumulation)
         self.step = 1 + (accumulation.steps if progress is None else progress.step)
