@@ -147,7 +147,7 @@ class ClearMLLogger(ServiceLogger):
             run.add_tags([FAILED])  # an offline task has no status
         run.close()
         if failed:
-            run.mark_failed(status_reason="The fit, validation or test failed.", force=True)
+            run.mark_failed(status_reason="The fit, validation, test or prediction failed.", force=True)
 
 
 def _make_gentle(task_class: Any) -> None:

@@ -128,7 +128,7 @@ class SwanLabLogger(ServiceLogger):
 
     def _close(self, run: Any, failed: bool) -> None:
         if failed:
-            run.finish(state="crashed", error="The fit, validation or test failed.")
+            run.finish(state="crashed", error="The fit, validation, test or prediction failed.")
         else:
             run.finish()
 

@@ -146,8 +146,8 @@ class Watchdog:
 
     Attributes:
         thread: Thread that runs the training, which is the last one that called `watch`.
-        awaits_others: Whether this process waits at its end until all other processes have ended. Initially the value
-            of ``strict``.
+        awaits_others: Whether this process waits at its end until all other processes have ended. `set_limit` sets it
+            to ``strict``.
         ended: The first rank that is known to have ended; None if there is none.
         interruptible: Whether this process waits to leave at a moment that all ranks agree on. Once another rank has
             ended, the ranks cannot agree, and the main thread receives another SIGTERM.
@@ -156,9 +156,8 @@ class Watchdog:
 
     def __init__(self, world: World, limit: float, strict: bool, store: dist.Store | None = None) -> None:
         self.rank, self.size = world.rank, world.size
-        self.limit, self.strict = limit, strict
+        self.set_limit(limit, strict)
         self.thread = threading.current_thread()
-        self.awaits_others = strict
         self.ended: int | None = None
         self.interruptible = self.interrupted = False
         self._interrupted_at = math.inf
@@ -167,7 +166,6 @@ class Watchdog:
         self._owner: Callable[[], Any] = lambda: None
         self._locate: Callable[[Any], tuple[str, Any]] = lambda owner: ("", None)
         self._find_directory: Callable[[Any], Any] = str
-        self.period = min(_PERIOD * max(1.0, world.size / 500), limit / 5)
         self._count = shared_count()
         self._pid = os.getpid()
         self._ended = threading.Event()
@@ -191,6 +189,16 @@ class Watchdog:
         for thread in self._threads:
             thread.start()
         atexit.register(self.leave)
+
+    def set_limit(self, limit: float, strict: bool) -> None:
+        """Set the limit and the ranks that it applies to.
+
+        Args:
+            limit: Seconds without progress after which a rank raises the alarm.
+            strict: See `Watchdog`.
+        """
+        self.limit, self.strict, self.awaits_others = limit, strict, strict
+        self.period = min(_PERIOD * max(1.0, self.size / 500), limit / 5)
 
     def follow(
         self, owner: Any, locate: Callable[[Any], tuple[str, Any]], find_directory: Callable[[Any], Any]
@@ -669,7 +677,8 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
         limit = world.timeout.total_seconds()
         limit -= min(30.0, limit / 10)  # before the collective fails
     if _current and _current[0].size == world.size and _current[0]._pid == os.getpid():
-        _current[0].limit, _current[0].strict, _current[0].thread = limit, strict, threading.current_thread()
+        _current[0].set_limit(limit, strict)
+        _current[0].thread = threading.current_thread()
         return _current[0]
     if world.size == 1 and not strict:
         return None

@@ -114,7 +114,9 @@ class FSDP(Strategy):
         self.auto_wrap_policy = check_policy(auto_wrap_policy, "auto_wrap_policy")
         Recompute.parse(activation_checkpointing_policy)  # raises an error if it is not a policy
         self.activation_checkpointing_policy = activation_checkpointing_policy
-        if not isinstance(reshard_after_forward, int) or reshard_after_forward < 0:
+        if not isinstance(reshard_after_forward, bool) and (
+            not isinstance(reshard_after_forward, int) or reshard_after_forward < 1
+        ):
             raise ValueError(
                 f"reshard_after_forward={reshard_after_forward!r} must be True, False, or the number of processes over "
                 "which to shard between forward and backward."

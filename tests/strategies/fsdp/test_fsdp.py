@@ -435,6 +435,7 @@ def test_grids_that_do_not_fit(options, says):
     ("options", "error", "says"),
     [
         ({"data_parallel_size": 0}, ValueError, "data_parallel_size=0"),
+        ({"reshard_after_forward": 0}, ValueError, "reshard_after_forward=0 must be True, False"),
         ({"reshard_after_forward": "x"}, ValueError, "reshard_after_forward='x' must be True, False"),
         ({"tensor_parallel_size": True}, ValueError, "tensor_parallel_size=True"),
         ({"auto_wrap_policy": "atuo"}, ValueError, "Did you mean 'auto'"),
