@@ -215,6 +215,9 @@ def load_fsdp_model(
 
     Returns:
         The missing and unexpected keys, as ``Module.load_state_dict`` returns them.
+
+    Raises:
+        ValueError: If the file with the full state lacks weights of the model, unless ``adapter_only`` is set.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -223,6 +226,10 @@ def load_fsdp_model(
     options = StateDictOptions(full_state_dict=full, ignore_frozen_params=adapter_only)
     state = {} if full else get_model_state_dict(module, options=options)
     state = _read(accelerator, state, input_dir, _MODEL, "model", model_index, full)
+    if full and not adapter_only:
+        with current_world().together():
+            if accelerator.is_main_process:
+                _refuse_missing(module, state)
     return _set_model_state(module, state, full, strict=not adapter_only)
 
 
@@ -362,6 +369,19 @@ def _is_full(plugin: Any, use_dcp: bool) -> bool:
             "ranks can load. Use accelerator.save_state and load_state, which support any number of ranks."
         )
     return name == "FULL_STATE_DICT"
+
+
+def _refuse_missing(module: nn.Module, state: dict[str, Any]) -> None:
+    """Raise a ValueError if a full state lacks weights of the model, which torch would keep without an error."""
+    tensors = module.state_dict(keep_vars=True)
+    present = {id(tensor) for name, tensor in tensors.items() if name in state}
+    missing = [name for name, tensor in tensors.items() if name not in state and id(tensor) not in present]
+    if missing:
+        listed = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
+        raise ValueError(
+            f"the saved weights lack {listed} of {type(module).__name__}. Load them into the model that was saved, or "
+            "pass adapter_only=True to keep the current values of missing weights."
+        )
 
 
 def _set_model_state(module: nn.Module, state: dict[str, Any], full: bool, strict: bool = True) -> Any:

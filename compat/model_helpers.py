@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 import io
 import pickle
 import re
@@ -187,7 +188,9 @@ def move_to_device(state: Any, device: Any) -> Any:
     if isinstance(state, list | tuple):
         return honor_type(state, (move_to_device(item, device) for item in state))
     if isinstance(state, dict):
-        return type(state)({key: move_to_device(item, device) for key, item in state.items()})
+        moved = copy.copy(state)  # an optimizer's state is a defaultdict
+        moved.update({key: move_to_device(item, device) for key, item in state.items()})
+        return moved
     return state.to(device) if isinstance(state, Tensor) else state
 
 

@@ -57,7 +57,7 @@ def initialize_tensors(data_structure: Any) -> Any:
         data_structure: Nested data with a `TensorInformation` in place of each tensor.
     """
     return recursively_apply(
-        lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
+        lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
     )
 
 

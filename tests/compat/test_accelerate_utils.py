@@ -155,6 +155,7 @@ def test_nested_tensors():
     structure = get_data_structure(data)
     assert structure["y"] == [TensorInformation(torch.Size([3]), torch.int64)]
     assert get_data_structure(initialize_tensors(structure)) == structure
+    assert initialize_tensors(get_data_structure([torch.tensor(1.0)]))[0].shape == ()
     assert (ignorant_find_batch_size(data), ignorant_find_batch_size("none")) == (3, None)
     assert pad_input_tensors(data, 3, 4)["x"].tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
     assert pad_input_tensors(data, 3, 3)["x"].shape == (3, 2)

@@ -141,6 +141,27 @@ def test_what_is_saved_is_loaded(tmp_path: Path, version: int, files: list[str])
             merge_fsdp_weights(tmp_path / "optimizer_0", tmp_path)
 
 
+def load_without_a_weight(folder: str) -> str:
+    plugin = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
+    model, _ = train(accelerator, 0)
+    save_fsdp_model(plugin, accelerator, model, folder)
+    if accelerator.is_main_process:
+        path = f"{folder}/pytorch_model_fsdp.bin"
+        state = torch.load(path, weights_only=True)
+        del state["2.weight"]
+        torch.save(state, path)
+    load_fsdp_model(plugin, accelerator, model, folder, adapter_only=True)
+    with pytest.raises(Exception, match=r"lack 2\.weight of") as error:
+        load_fsdp_model(plugin, accelerator, model, folder)
+    return type(error.value).__name__
+
+
+@can_shard
+def test_missing_weights_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    assert run(load_without_a_weight, 2, str(tmp_path))[0] == "ValueError"
+
+
 def load_full() -> tuple[bool, bool, str]:
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), cpu=True)
     model = fsdp2_prepare_model(accelerator, build(seed=1))
