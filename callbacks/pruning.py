@@ -72,7 +72,8 @@ class ModelPruning(Callback):
             to prune, if a parameter is not in the model, if the model is sharded, or if pruning would run while the
             model contains the averages of another callback. On resume, if the earlier run used this callback, but did
             not prune all of these parameters. When pruning, if torch rejects ``amount`` or a parameter.
-        TypeError: If an argument has the wrong type.
+        TypeError: If ``pruning_fn``, ``parameters_to_prune``, ``parameter_names``, ``amount``, ``pruning_dim`` or a
+            flag has the wrong type.
         IndexError: When pruning, if a parameter does not have the dimension ``pruning_dim``.
 
     References:

@@ -50,8 +50,9 @@ class StochasticWeightAveraging(Averaging):
             ``local_sgd_steps``, or if ``swa_epoch_start`` is a fraction and ``max_epochs`` is unlimited. On resume, if
             the checkpoint's averages do not match the model. During training, if the list ``swa_lrs`` does not have one
             rate for each parameter group.
-        TypeError: If an argument has the wrong type.
-        RuntimeError: Before the first step, if ``device`` is not a device.
+        TypeError: If ``swa_lrs`` contains a value that is not a number, ``avg_fn`` is not a function, or ``device`` has
+            the wrong type.
+        RuntimeError: Before the first step, if ``device`` is an invalid string.
 
     References:
         Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018,

@@ -23,20 +23,21 @@ class ThroughputMonitor(BestEffortCallback):
     """Callback that logs a run's throughput under names such as ``train/device/samples_per_sec``. See `Throughput`.
 
     In training, rank zero measures every ``log_every_n_steps`` steps. For a measurement, it synchronizes with the
-    device once and reads the clock. Other steps have no overhead, apart from calls of ``batch_size_fn`` and
-    ``length_fn``. Time in validations is excluded. A rate covers the latest measurements that span ``window_size``
-    batches. The throughput of an evaluation is logged once, when the evaluation ends.
+    device once and reads the clock. ``batch_size_fn`` and ``length_fn``, if these are set, are called for each batch on
+    every rank. Time in validations is excluded. A rate covers the latest measurements that span at least
+    ``window_size`` batches. The throughput of an evaluation is logged once, when the evaluation ends. The sanity check
+    is not logged.
 
-    The samples that the dataloaders of all processes return are counted. In training, FLOPs are also counted if the
-    task has an attribute ``flops_per_batch``, the FLOPs of one micro-batch, which `measure_flops` computes. If the
-    device's peak FLOPs per second are known, too, the model FLOPs utilization (MFU), the achieved fraction of the peak,
-    is logged as ``train/device/mfu``.
+    The samples that the dataloaders of all processes return are counted, unless ``batch_size_fn`` is set. In training,
+    FLOPs are also counted if the task has an attribute ``flops_per_batch``, the FLOPs of one micro-batch, which
+    `measure_flops` computes. If the device's peak FLOPs per second are known, too, the model FLOPs utilization (MFU),
+    the achieved fraction of the peak, is logged as ``train/device/mfu``.
 
     Args:
         batch_size_fn: Function that returns the number of samples in a batch. Default: the dataloaders' count.
         length_fn: Function that returns the number of items in a batch, such as its tokens. Default: items are not
             counted.
-        window_size: Minimum number of batches that a rate covers, at least 2. Default: 100.
+        window_size: Minimum number of batches that a rate in training covers, at least 2. Default: 100.
         separator: Text between the components of a name. Default: ``"/"``.
         available_flops: Peak FLOPs per second of one device. Default: the result of `get_available_flops`.
 

@@ -32,9 +32,11 @@ class Timer(Callback):
     The callback also measures the latest validation and the latest test. To query these durations, pass ``"validate"``
     or ``"test"`` to its methods.
 
-    All processes stop after the same step, even if their clocks differ. ``Trainer(max_time=...)`` also stops the run,
-    but a Timer can be queried, too. A run that is resumed after its time is up does not take any steps. With
-    ``interval="epoch"``, it first completes an interrupted epoch.
+    All processes stop after the same step, even if their clocks differ. The Timer does not stop a run before the
+    Trainer's ``min_epochs`` and ``min_steps`` are reached. ``Trainer(max_time=...)`` also stops the run, but a Timer
+    can be queried, too. Another ``fit`` with the same Timer continues the measurement. A run that is resumed after its
+    time is up does not take any steps, if these minimums are reached. With ``interval="epoch"``, the run first
+    completes an interrupted epoch.
 
     Args:
         duration: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments; None only measures. Default: None.
@@ -43,8 +45,8 @@ class Timer(Callback):
         verbose: Announce that the time is up. Default: True.
 
     Raises:
-        ValueError: If the duration is not positive or has an invalid form, or the interval is unknown.
-        TypeError: If an argument has the wrong type.
+        ValueError: If ``duration`` is not positive, is too long or has an invalid form, or if ``interval`` is unknown.
+        TypeError: If ``duration`` has the wrong type or an invalid entry, or if ``verbose`` is not a bool.
 
     Example:
         >>> import treadle as tl
@@ -74,6 +76,9 @@ class Timer(Callback):
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
+
+        Raises:
+            ValueError: If ``stage`` is another value.
         """
         return self._began.get(choose("stage", stage, _STAGES))
 
@@ -82,14 +87,22 @@ class Timer(Callback):
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
+
+        Raises:
+            ValueError: If ``stage`` is another value.
         """
         return self._ended.get(choose("stage", stage, _STAGES))
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds spent in training, over all resumed runs, or in the latest validation or test.
 
+        The time of training includes the validations within it. The result is 0.0 if the stage was never measured.
+
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
+
+        Raises:
+            ValueError: If ``stage`` is another value.
         """
         began, before = self.start_time(stage), self._before if stage == "train" else 0.0
         if began is None:
@@ -100,7 +113,11 @@ class Timer(Callback):
         """Return the seconds that are left of ``duration``, at least 0; None without a duration.
 
         Args:
-            stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
+            stage: Stage whose elapsed time is subtracted from ``duration``: ``"train"``, ``"validate"`` or ``"test"``.
+                Default: ``"train"``.
+
+        Raises:
+            ValueError: If ``duration`` is set and ``stage`` is another value.
         """
         return None if self._limit is None else max(0.0, self._limit - self.time_elapsed(stage))
 
@@ -114,13 +131,13 @@ class Timer(Callback):
         return {"seconds": self.time_elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the seconds spent in training."""
+        """Restore the seconds spent in training, and reset the times at which training began and ended."""
         self._before = state_dict["seconds"]
         self._began.pop("train", None)
         self._ended.pop("train", None)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock, and stop the run if its time is already up."""
+        """Start the clock. Stop the run if its time is already up; with ``interval="epoch"``, not within an epoch."""
         if "train" in self._ended:  # another fit continues the count
             self._before = self.time_elapsed()
         self._begin("train")

@@ -41,7 +41,7 @@ class WeightAveraging(Averaging):
 
     Raises:
         TypeError: If an argument does not exist or has the wrong type.
-        RuntimeError: Before the first step, if ``device`` is not a device.
+        RuntimeError: Before the first step, if ``device`` is an invalid string.
         ValueError: If both functions are passed. Before the first step, if another callback also averages weights, if
             the run uses DDP with ``local_sgd_steps``, or if a sharded model is on a device of another type than
             ``device``. On resume or in an evaluation, if the checkpoint's averages do not match the model. If a
@@ -225,8 +225,9 @@ class EMAWeightAveraging(WeightAveraging):
 
     Raises:
         ValueError: If an argument is invalid. In ``fit`` and in evaluations, as for `WeightAveraging`.
-        TypeError: If an argument has the wrong type or does not exist.
-        RuntimeError: Before the first step, if ``device`` is not a device.
+        TypeError: If an argument does not exist, ``decay`` is not a number, ``use_buffers`` is not a bool, or
+            ``device`` has the wrong type.
+        RuntimeError: Before the first step, if ``device`` is an invalid string.
 
     References:
         Morales-Brotons et al., "Exponential Moving Average of Weights in Deep Learning: Dynamics and Benefits", 2024,

@@ -33,6 +33,9 @@ def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
 
     Raises:
         OSError: If the store cannot be read, or a local file cannot be written.
+        TypeError: If ``place`` is neither a path nor a URL.
+        ValueError: If the URL is invalid, or its scheme is not supported.
+        ModuleNotFoundError: If the package for the URL's scheme is not installed.
     """
     path = as_path(place)
     if isinstance(path, Path):

@@ -1,8 +1,8 @@
 """Paths in object storage, such as ``s3://bucket/run``, with the operations that Treadle needs, based on fsspec.
 
 An object store has no directories, no rename and no fsync. An object becomes visible as a whole, with the request that
-completes its upload. Objects with a common prefix are called a folder here. A request that fails is retried, because
-networks are unreliable, unless the error is final, such as a missing object.
+completes its upload. Objects with a common prefix are called a folder here. Networks are unreliable, so a failed
+request is retried unless its error is final, such as a missing object.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ _FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFoun
 
 
 class StoreError(OSError):
-    """Error raised when every attempt of a request to a store failed, credentials are missing, or a write found no
-    bucket."""
+    """Error of a request to a store: each attempt failed, credentials are missing, or a write found no bucket."""
 
 
 class RemotePath:
@@ -176,6 +175,9 @@ class RemotePath:
 
         Raises:
             StoreError: If every attempt failed, or credentials are missing. The error states the store's reason.
+            PermissionError: If the store denies access.
+            OSError, ImportError: If the request raises another error in ``_FINAL``, such as a FileNotFoundError.
+            ValueError: If fsspec does not support the scheme.
         """
         store = self._store
         for attempt in range(ATTEMPTS):
@@ -307,6 +309,8 @@ class RemotePath:
 
     def upload_parts(self, pieces: Iterable[bytes | memoryview], size: int) -> None:
         """Upload content while it is being produced. If it exceeds 8 MiB, parts are uploaded concurrently.
+
+        Requires `takes_parts`.
 
         Args:
             pieces: Content, in pieces of any size. A piece must not be changed after it was passed.

@@ -33,6 +33,7 @@ class PruningCallback(Callback):
 
     Raises:
         ModuleNotFoundError: If Optuna is not installed.
+        TypeError: If ``monitor`` is not a string.
         ValueError: If ``monitor`` is empty, if rank zero has no trial when ``fit`` begins or, during training, if the
             value was never logged.
 
@@ -97,7 +98,7 @@ class PruningCallback(Callback):
         self._validations = state_dict["validations"]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Reset the callback before ``fit``, and raise a ValueError if rank zero does not have the trial."""
+        """Reset the callback before ``fit``, and raise an error if rank zero does not have the trial."""
         if stage == "fit":
             self._validations, self.pruned = 0, None
             with trainer.accelerator.world.together():

@@ -63,6 +63,7 @@ class TransformersTask(TaskModule):
 
     Raises:
         ModuleNotFoundError: If transformers, or peft for ``adapter``, is not installed.
+        OSError: If the model or the tokenizer cannot be loaded.
         ValueError: If ``auto_class`` is unknown, or missing for a model's name; if ``auto_class`` or ``model_options``
             is passed with a model object; or if ``adapter`` does not have a ``peft_type``. During training or
             evaluation, if the model does not return a loss.
@@ -215,6 +216,7 @@ class TransformersTask(TaskModule):
         Raises:
             ValueError: If no parameter is trainable, if an option of the optimizer or the schedule has an invalid
                 value, or if the schedule or its warmup needs the length of the run but the length is unknown.
+            TypeError: If the optimizer or the schedule does not accept one of its options or lacks a required one.
         """
         options = self.hparams
         decayed: list[nn.Parameter] = []

@@ -260,7 +260,7 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
     Raises:
         ValueError: If the run uses DDP with ``local_sgd_steps``, or if ``strict`` is set and the averages of a sharded
             model cannot be on the device.
-        RuntimeError, TypeError: If ``device`` is not a device.
+        RuntimeError, TypeError: If ``device`` is invalid.
     """
     strategy = trainer.accelerator.strategy
     if (local_steps := getattr(strategy, "local_steps", None)) is not None:

@@ -68,8 +68,9 @@ class Throughput:
             time: Elapsed time in seconds.
             batches: Number of batches.
             samples: Number of samples; the mean if devices get different numbers.
-            lengths: Number of items, such as tokens.
+            lengths: Number of items, such as tokens. Default: None, which counts no items.
             flops: Number of FLOPs since the previous call, such as a multiple of the result of `measure_flops`.
+                Default: None, which counts no FLOPs.
 
         Raises:
             ValueError: If a total has not grown since the previous call, or if a call does not pass the same arguments
@@ -145,8 +146,8 @@ def measure_flops(model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Call
     Args:
         model: The model. Its gradients are restored afterwards.
         forward_fn: Function that runs the model.
-        loss_fn: Function that computes a loss from the result of ``forward_fn``. If it is passed, the backward pass is
-            counted, too.
+        loss_fn: Function that computes a loss from the result of ``forward_fn``. If it is passed, the loss and the
+            backward pass are counted, too. Default: None.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

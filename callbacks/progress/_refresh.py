@@ -1,4 +1,4 @@
-"""Base class of progress bars that decides when bars are redrawn, and prints lines if there is no terminal."""
+"""Base class of progress bars that decides when bars are redrawn, and prints lines if no bar can be drawn."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _REDRAW_EVERY = 0.1  # seconds; faster updates are unreadable
 
 
 class DrawnBar(ProgressBar):
-    """Base class of progress bars that show the epoch and any evaluation, or print lines if there is no terminal.
+    """Base class of progress bars that show the epoch and any evaluation, or print lines if no bar can be drawn.
 
-    Only rank zero draws or prints. An error while drawing never ends a run. If the terminal is closed or an override
-    fails, the bar is disabled with a warning. Values are read from the device only for a redraw.
+    Only rank zero draws or prints. A bar is drawn in a terminal or a notebook. An error while drawing or printing, for
+    example because the terminal is closed or an override fails, disables the bar with a warning. If the attribute
+    ``strict`` is True, the error is raised instead. Values are read from the device only to draw or print them.
 
     Args:
         refresh_rate: Rate of redraws, in a unit that subclasses define; 0 draws nothing.
         leave: Leave the bar of each epoch on the screen, not only the last one.
-        line_every: Seconds between the lines that are printed if there is no terminal.
+        line_every: Minimum number of seconds between the lines that are printed if no bar can be drawn.
     """
 
     _calls_itself = "the progress bar"
@@ -60,12 +61,12 @@ class DrawnBar(ProgressBar):
 
     @property
     def is_enabled(self) -> bool:
-        """Return whether anything is drawn."""
+        """Return whether drawing is enabled."""
         return self._enabled and self._refresh_rate > 0
 
     @property
     def is_disabled(self) -> bool:
-        """Return whether nothing is drawn."""
+        """Return whether drawing is disabled."""
         return not self.is_enabled
 
     def enable(self) -> None:
@@ -78,7 +79,7 @@ class DrawnBar(ProgressBar):
         self._switch_off()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print above the bar.
+        """Print above the bar, if one is drawn.
 
         Args:
             args: Positional arguments of ``print``.
@@ -173,7 +174,7 @@ class DrawnBar(ProgressBar):
         self._due = 0.0
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Redraw if enough time has passed since the last redraw."""
+        """Redraw the bar or print a line, if this is due."""
         if time.monotonic() >= self._due:
             self._safely(self._draw_training, trainer, pl_module)
 
@@ -265,7 +266,7 @@ class DrawnBar(ProgressBar):
             self._begin(trainer, "validation", self.validation_description)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw if enough time has passed since the last redraw."""
+        """Redraw the bar or print a line, if this is due."""
         self._tick(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -277,7 +278,7 @@ class DrawnBar(ProgressBar):
         self._begin(trainer, "test", self.test_description)
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw if enough time has passed since the last redraw."""
+        """Redraw the bar or print a line, if this is due."""
         self._tick(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -289,7 +290,7 @@ class DrawnBar(ProgressBar):
         self._begin(trainer, "predict", self.predict_description)
 
     def on_predict_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw if enough time has passed since the last redraw."""
+        """Redraw the bar or print a line, if this is due."""
         self._tick(trainer)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -298,7 +299,7 @@ class DrawnBar(ProgressBar):
 
 
 class _Pace:
-    """Measurement of the speed in batches per second since the previous printed line."""
+    """Measurement of the speed in batches per second since the previous printed line or the latest restart."""
 
     def __init__(self) -> None:
         self.restart(0)
@@ -308,7 +309,7 @@ class _Pace:
         self.since, self.done = time.monotonic(), done
 
     def describe(self, done: int, total: int | None, left: str) -> list[str]:
-        """Return the speed and, if ``total`` is known, the remaining time, each as text."""
+        """Return the speed and, if ``total`` is known, the remaining time, each as text; empty without progress."""
         current_time = time.monotonic()
         speed = (done - self.done) / max(current_time - self.since, 1e-9)
         self.since, self.done = current_time, done

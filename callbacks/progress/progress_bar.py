@@ -82,7 +82,9 @@ class ProgressBar(BestEffortCallback):
         raise NotImplementedError(f"{type(self).__name__} must define enable(), which starts drawing again.")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print a message without disrupting the bar. `Trainer.print` calls this method.
+        """Print a message. During a stage, `Trainer.print` calls this method on rank zero.
+
+        Override this method if a printed message would disrupt the bar.
 
         Args:
             args: Positional arguments of ``print``.
@@ -93,9 +95,9 @@ class ProgressBar(BestEffortCallback):
     def get_metrics(self, trainer: Trainer, pl_module: TaskModule) -> dict[str, Any]:
         """Return the values to show next to the bar.
 
-        These are the values logged with ``prog_bar=True`` and the first logger's version as ``v_num``. During an epoch
-        on a GPU, these values are slightly older than the latest ones, which could be read only after a
-        synchronization.
+        These are the values logged with ``prog_bar=True`` and the first logger's version, if any, as ``v_num``. During
+        an epoch on a CUDA device, these values are slightly older than the latest ones, which could be read only after
+        a synchronization.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -154,17 +156,26 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """Number of batches of the current validation dataloader; infinite if unknown."""
+        """Number of batches of the current validation dataloader; infinite if unknown.
+
+        The current dataloader is the one whose index was last passed to `has_dataloader_changed`, by default the first.
+        """
         return self._get_current_length("val")
 
     @property
     def total_test_batches_current_dataloader(self) -> int | float:
-        """Number of batches of the current test dataloader; infinite if unknown."""
+        """Number of batches of the current test dataloader; infinite if unknown.
+
+        The current dataloader is the one whose index was last passed to `has_dataloader_changed`, by default the first.
+        """
         return self._get_current_length("test")
 
     @property
     def total_predict_batches_current_dataloader(self) -> int | float:
-        """Number of batches of the current prediction dataloader; infinite if unknown."""
+        """Number of batches of the current prediction dataloader; infinite if unknown.
+
+        The current dataloader is the one whose index was last passed to `has_dataloader_changed`, by default the first.
+        """
         return self._get_current_length("predict")
 
     def _get_current_length(self, kind: str) -> int | float:
@@ -198,7 +209,7 @@ class ProgressBar(BestEffortCallback):
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
-    """Return the value that all progress bars show: the version of the first logger, under the name ``v_num``.
+    """Return the value that all bars show by default: the version of the first logger, under the name ``v_num``.
 
     A version that is a string is shortened to its last four characters. Without a version, the dict is empty.
 

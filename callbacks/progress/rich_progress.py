@@ -26,16 +26,16 @@ class RichProgressBarTheme:
     """Styles of a `RichProgressBar`'s columns, as style names or ``rich.style.Style`` objects.
 
     Args:
-        description: Style of the stage's name.
-        progress_bar: Style of the bar.
-        progress_bar_finished: Style of the full bar.
-        progress_bar_pulse: Style of the bar while the number of batches is unknown.
-        batch_progress: Style of the numbers of finished and total batches, such as ``3/10``.
-        time: Style of the elapsed and remaining time.
-        processing_speed: Style of the batches per second.
-        metrics: Style of the logged values.
+        description: Style of the label, such as ``epoch 3``. Default: no style.
+        progress_bar: Style of the bar. Default: ``"#6206E0"``.
+        progress_bar_finished: Style of the full bar. Default: ``"#6206E0"``.
+        progress_bar_pulse: Style of the bar while the number of batches is unknown. Default: ``"#6206E0"``.
+        batch_progress: Style of the numbers of finished and total batches, such as ``3/10``. Default: no style.
+        time: Style of the elapsed and remaining time. Default: ``"dim"``.
+        processing_speed: Style of the batches per second. Default: ``"dim underline"``.
+        metrics: Style of the logged values. Default: ``"italic"``.
         metrics_text_delimiter: Text between two logged values. Default: a space.
-        metrics_format: Format of a logged number. Default: ``".3f"``.
+        metrics_format: Format of a logged floating-point number. Default: ``".3f"``.
 
     Example:
         >>> from treadle.callbacks import RichProgressBarTheme
@@ -65,8 +65,9 @@ class RichProgressBar(DrawnBar):
         refresh_rate: Maximum number of redraws per second, limited to ten; 0 draws nothing. Default: 100.
         leave: Leave the bar of each epoch on the screen, not only the last one. Default: False.
         theme: Styles of the columns. Default: a `RichProgressBarTheme` with its default values.
-        console_kwargs: Arguments of ``rich.console.Console``. Default: a console on standard error.
-        line_every: Seconds between the lines that are printed if there is no terminal. Default: 10.0.
+        console_kwargs: Arguments of ``rich.console.Console``. Unless they contain ``file`` or ``stderr``, the console
+            writes to standard error. Default: None.
+        line_every: Minimum number of seconds between the lines that are printed if no bar can be drawn. Default: 10.0.
 
     Attributes:
         progress: The ``rich.progress.Progress`` that is drawn, or None.
@@ -220,14 +221,14 @@ def _make_console_class() -> type[Console]:
 
 
 def _make_console(console_kwargs: dict[str, Any]) -> Console:
-    """Return a console. Each stage creates one, because standard error may have been replaced."""
+    """Return a new console, because standard error may have been replaced since the last one was created."""
     defaults = {} if {"file", "stderr"} & console_kwargs.keys() else {"file": sys.stderr}
     return _make_console_class()(**{**defaults, **console_kwargs})
 
 
 @cache
 def _make_words_column() -> Callable[..., ProgressColumn]:
-    """Return a column class for plain text, because rich's own text column interprets markup."""
+    """Return a class of columns whose text is computed by a function and not interpreted as markup."""
     from rich.progress import ProgressColumn
     from rich.text import Text
 

@@ -23,19 +23,20 @@ def __getattr__(name: str) -> Any:
 
 
 class TQDMProgressBar(DrawnBar):
-    """Progress bar for the epoch and, below it, another bar for validation. Only rank zero draws them.
+    """Progress bar for the epoch, and another bar for a validation, test or prediction. Only rank zero draws them.
 
-    The bars are redrawn at most ten times a second, and values are read from the device only for a redraw. An error
-    while drawing never ends a run. If the terminal is closed or an override fails, the bar is disabled with a warning.
-    Override `get_metrics` to choose the values next to the bar, and ``init_train_tqdm`` and similar methods to choose
-    its appearance.
+    During an epoch or an evaluation, the bars are redrawn at most ten times a second. Values are read from the device
+    only to draw or print them. Without a terminal or a notebook, lines are printed instead. An error while drawing or
+    printing, for example because the terminal is closed or an override fails, disables the bar with a warning. If the
+    attribute ``strict`` is True, the error is raised instead. Override `get_metrics` to choose the values next to the
+    bar, and ``init_train_tqdm`` and similar methods to choose its appearance.
 
     Args:
         refresh_rate: Minimum number of batches between redraws, which the environment variable ``TQDM_MINITERS`` can
             increase; 0 draws nothing. Redraws are also limited by time. Default: 1.
         process_position: Number of rows to leave free above the bar. Default: 0.
         leave: Leave the bar of each epoch on the screen, not only the last one. Default: False.
-        line_every: Seconds between the lines that are printed if there is no terminal. Default: 10.0.
+        line_every: Minimum number of seconds between the lines that are printed if no bar can be drawn. Default: 10.0.
 
     Attributes:
         train_progress_bar: The epoch's bar, or None.

@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass
 class Page:
-    """Content of the page, from top to bottom; empty sections are omitted.
+    """Content of the page. Empty sections are omitted.
 
     Attributes:
         title: Title of the page, such as the class name of the task.
@@ -143,9 +143,10 @@ class Chart:
 
     Attributes:
         lines: The drawn lines, by name. Identical lines are merged, and their names are joined.
-        missing: Number of values that cannot be drawn, because they are not finite or exceed `LARGEST`.
-        logarithmic: Whether the vertical axis is logarithmic. This requires positive values that span two orders of
-            magnitude.
+        missing: Number of values that cannot be drawn, because they are not finite or their magnitude exceeds
+            `LARGEST`.
+        logarithmic: Whether the vertical axis is logarithmic. It is if all values are positive and the largest is at
+            least 100 times the smallest.
     """
 
     def __init__(self, title: str, lines: Mapping[str, Points], styles: Mapping[str, str] | None = None) -> None:
@@ -270,7 +271,7 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def choose_styles(names: Collection[str]) -> list[str]:
-    """Return the SVG attributes of a chart's lines. Lines of the same stage have the same color on the whole page.
+    """Return the SVG attributes of a chart's lines. Training, validation and test each have one color in all charts.
 
     Values of single steps are drawn pale if the means of their epochs are drawn, too. Additional lines of a stage, such
     as those of several dataloaders, and lines for which no unused color is left are dashed.
@@ -345,7 +346,7 @@ def choose_ticks(low: float, high: float, logarithmic: bool) -> list[float]:
 
 
 def format_number(value: float) -> str:
-    """Return a number as text: without decimals from 10,000 to 1e15, otherwise with four significant digits.
+    """Return a number as text. Magnitudes from 10,000 to 1e15 have no decimals, others four significant digits.
 
     Args:
         value: Number to format.

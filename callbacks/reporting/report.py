@@ -27,21 +27,22 @@ class RunReport(BestEffortCallback):
     curves of `trainer.history` with learning rates and throughput, and the time spent by activity. It also lists the
     announced settings, the checkpoints, the environment, and the hyperparameters of the trained task and data module.
     The Trainer's flags are divided into those that were set and those with their default. With a `SimpleProfiler`, the
-    page of an ended run also shows the profile. Once training has begun, rank zero writes the page at the end of each
-    stage, even if the stage failed, and at the end of epochs and validations. The page therefore also exists for a run
-    that is still running or was killed.
+    page that is written at the end of a stage also shows the profile. Once training has begun, rank zero writes the
+    page at the end of each stage, even if the stage failed. In between, it writes the page at the end of epochs and
+    validations, at most once per ``every_seconds``. A run that is still running or was killed can therefore also have a
+    page.
 
     Args:
         dirpath: Folder of the page, or its URL. Default: the run's folder, as for `ModelCheckpoint`.
         filename: Name of the file. Default: ``"report.html"``.
-        every_seconds: Minimum number of seconds between two writes during a stage. The page is also written when a
-            stage ends. Default: 60.0.
+        every_seconds: Minimum number of seconds between two writes, and between the start of training and the first
+            write. The page is also written when a stage ends. Default: 60.0.
 
     Attributes:
         path: Path of the page; None before it is first written.
 
     Raises:
-        ValueError: If ``every_seconds`` is negative.
+        ValueError: If ``every_seconds`` is negative or NaN.
         TypeError: If ``every_seconds`` is not a number.
 
     Example:
@@ -102,15 +103,15 @@ class RunReport(BestEffortCallback):
         self._written = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write the page if ``every_seconds`` have passed since the last write."""
+        """Write the page if ``every_seconds`` have passed since training began and since the last write."""
         self._write_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write the page if ``every_seconds`` have passed since the last write."""
+        """Write the page if ``every_seconds`` have passed since training began and since the last write."""
         self._write_if_due(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Record the error for the page."""
+        """Record the error or the interruption for the page."""
         from ...engine.preemption import Preempted
 
         interrupted = trainer.interrupted or isinstance(exception, Preempted)
@@ -124,14 +125,14 @@ class RunReport(BestEffortCallback):
             self._failures.append(Failure(str(trainer.stage), message, format_user_frames(exception), trace))
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Write the page with the outcome of the stage."""
+        """Write the page with the outcome of the stage, unless training never began."""
         if self._begun and trainer.is_global_zero:
             self._endings.setdefault(stage, (describe_ending(trainer, stage), True))
             state, well = zip(*self._endings.values(), strict=True)
             self._safely(self._write, trainer, ", ".join(state), all(well))
 
     def _write_if_due(self, trainer: Trainer) -> None:
-        """Write the page if ``every_seconds`` have passed since the last write."""
+        """Write the page if ``every_seconds`` have passed since training began and since the last write."""
         if self._begun and trainer.is_global_zero and time.monotonic() - self._written >= self.every_seconds:
             self._safely(self._write, trainer, "under way", None)
 
@@ -300,7 +301,7 @@ def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
 
 
 def collect_hyperparameters(owner: Any) -> dict[str, str]:
-    """Return a task's or data module's hyperparameters as texts by name; empty if saved with ``logger=False``."""
+    """Return a task's or data module's hyperparameters as texts by name; empty for None or with ``logger=False``."""
     if owner is None or not owner.log_hyperparameters:
         return {}
     left_out = {name: f"not stored: {words}" for name, words in owner.stored_hparams().left_out.items()}

@@ -21,7 +21,7 @@ _LONGEST = 2000  # characters of an error
 
 
 class RunRecord(BestEffortCallback):
-    """Callback that reports the state of the run when a stage begins, when it ends or fails, and at intervals.
+    """Callback that reports the run's state when a stage begins, ends or fails, and at intervals during training.
 
     Only rank zero reports, except that every process reports an error. The reported values are already on the host, so
     reporting does not wait for a device or for other processes.
@@ -29,8 +29,8 @@ class RunRecord(BestEffortCallback):
     Args:
         write: Function with two arguments: the entries to report, by name, and the charts, as `build_charts` returns
             them. The charts are None if they are not reported.
-        every_seconds: Minimum number of seconds between two calls during a stage. The interval is also at least a
-            hundred times as long as a call. Default: 3.0.
+        every_seconds: Minimum number of seconds between two of the regular calls during training. The interval is also
+            at least a hundred times as long as a call. Default: 3.0.
 
     Attributes:
         began: Whether the first training epoch, or a stage other than ``fit``, has begun.
@@ -73,17 +73,17 @@ class RunRecord(BestEffortCallback):
         self.began = True
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if enough time has passed since the last report."""
+        """Report if a report is due."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if enough time has passed since the last report."""
+        """Report if a report is due."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if enough time has passed since the last report."""
+        """Report if a report is due."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 

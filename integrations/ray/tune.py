@@ -29,8 +29,8 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
     ckpt_path="auto", schedule="script")`` then resumes from that checkpoint with the learning rate of the new
     configuration.
 
-    A report after a validation or a step is made at the end of the optimizer step, and at the end of the epoch if the
-    step is the last of the epoch. Therefore, training resumes exactly from the report's checkpoint.
+    A report after a validation or a step is made at the end of the optimizer step, or at the end of the epoch if the
+    step is its last. Training therefore resumes exactly from the report's checkpoint.
 
     Args:
         metrics: Name or names of the logged values to report, or a dict that maps reported names to logged names.

@@ -23,8 +23,7 @@ class FaultInjected(RuntimeError):
 
 
 class Firing(NamedTuple):
-    """Occurrence of a fault: its index in the plan, the point, the rank, the step, the process ID and, if any, the
-    path."""
+    """Occurrence of a fault: its index in the plan, the point, rank, step and process ID and, if any, the path."""
 
     fault: int
     point: str
@@ -55,8 +54,8 @@ class Fault:
 
     Raises:
         TypeError: If ``point`` or ``action`` is of the wrong type.
-        ValueError: If ``point`` or ``action`` has an invalid value, another argument is invalid, or ``match`` or the
-            action ``oserror`` is used at a point that is not a disk point.
+        ValueError: If an argument is invalid, or if ``match`` or the action ``oserror`` is used at a point that is not
+            a disk point.
 
     Example:
         >>> Fault("backward:after", "raise:ValueError", rank=1, step=3)

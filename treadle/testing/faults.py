@@ -75,8 +75,8 @@ class FaultPlan:
     """Faults that happen in this process while the plan is armed, that is, inside ``with plan:``.
 
     At the end of the block, unless an error was raised, the plan raises `FaultsNotFired` if a fault for this rank did
-    not happen, or if a fault is planned for a rank that does not exist. A fault happens once per process or, with a
-    record, once per rank over all restarts.
+    not happen exactly once, or if a fault's rank does not exist. A fault happens once per process or, with a record,
+    once per rank over all restarts.
 
     Args:
         faults: Faults to inject.
@@ -88,6 +88,8 @@ class FaultPlan:
         TypeError: If an item of ``faults`` is not a `Fault`, or ``record`` is not a path.
         ValueError: If there are no faults, or a fault is planned twice; when the block begins, if the record belongs to
             another plan.
+        RuntimeError: When the block begins, if the plan is already armed.
+        OSError: When the block begins, if the record cannot be opened.
 
     Example:
         >>> with FaultPlan([Fault("disk:fsync", "delay:0.0")], record=None) as plan:
@@ -140,12 +142,13 @@ class FaultPlan:
         """Check that each fault happened exactly once on each selected rank, over all restarts.
 
         Args:
-            world_size: World size of the run. Above 1, a plan without a record knows only the faults of this process.
-                Default: 1.
+            world_size: World size of the run. Without a record, the plan knows only the faults that happened in this
+                process. Default: 1.
 
         Raises:
             FaultsNotFired: If faults did not happen, happened more than once, or happened on a rank that was not
                 selected. The error lists all of them.
+            ValueError: If the record contains a firing of another plan.
         """
         self._check(
             {
@@ -256,8 +259,11 @@ def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractConte
 
 
 class DiskPoint(NamedTuple):
-    """Moment of a disk operation. ``number`` counts from 1 the operations of all kinds that reached this ``moment``,
-    which is ``"before"``, ``"half"`` or ``"after"``."""
+    """Moment of a disk operation: ``"before"``, ``"half"`` or ``"after"``.
+
+    ``number`` counts the operations of all kinds that reached this moment, from 1. ``path`` is the first path of the
+    operation.
+    """
 
     operation: str
     moment: str
