@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         read_logged_metrics,
         read_monitored_metric,
         read_new_value,
+        validates_at_epoch_ends,
     )
     from .nonfinite_detection import NonFiniteWatch
     from .on_exception_checkpoint import OnExceptionCheckpoint

@@ -120,9 +120,18 @@ def checks_at_epoch_end(trainer: Trainer) -> bool:
     Args:
         trainer: The running Trainer.
     """
+    once = validates_at_epoch_ends(trainer) and trainer.check_val_every_n_epoch == 1
+    return once or not trainer.has_validation
+
+
+def validates_at_epoch_ends(trainer: Trainer) -> bool:
+    """Return whether validation, if there is one, runs only at the end of epochs.
+
+    Args:
+        trainer: The running Trainer.
+    """
     interval = trainer.val_check_interval  # 1.0 is an epoch, 1 is a batch
-    whole = isinstance(interval, float) and interval == 1.0 and trainer.val_check_seconds is None
-    return (whole and trainer.check_val_every_n_epoch == 1) or not trainer.has_validation
+    return isinstance(interval, float) and interval == 1.0 and trainer.val_check_seconds is None
 
 
 def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = True) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks import Callback, checks_at_epoch_end, read_new_value
+from ..callbacks import Callback, checks_at_epoch_end, read_new_value, validates_at_epoch_ends
 from ..common.optional import require
 from ..common.validation import check_monitor
 
@@ -123,7 +123,7 @@ class PruningCallback(Callback):
         value = read_new_value(trainer, self.monitor, type(self).__name__)
         if value is None:
             return
-        several = trainer.has_validation and trainer.val_check_interval != 1.0
+        several = trainer.has_validation and not validates_at_epoch_ends(trainer)
         number = self._first_epoch + (self._validations if several else trainer.current_epoch)
         self._validations += 1
         world = trainer.accelerator.world

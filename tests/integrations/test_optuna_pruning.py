@@ -1,5 +1,7 @@
 """Pruning of hand-written studies: reported, decided and raised, on one process and on two."""
 
+from datetime import timedelta
+
 import optuna
 import pytest
 import torch
@@ -65,8 +67,13 @@ def threshold(folder, name="study"):
         ({}, {0: 1.0, 1: 2.0, 2: 3.0}),
         pytest.param({"check_val_every_n_epoch": 2, "max_epochs": 4}, {1: 1.0, 3: 2.0}, marks=pytest.mark.exhaustive),
         ({"val_check_interval": 0.5, "max_epochs": 2}, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}),
+        ({"val_check_interval": 1, "max_epochs": 1}, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}),
+        (
+            {"val_check_interval": timedelta(microseconds=1), "max_epochs": 1},
+            {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0},
+        ),
     ],
-    ids=["each", "every second", "two in each"],
+    ids=["each", "every second", "two in each", "each batch", "at all times"],
 )
 def test_each_validation_is_reported_once(flags, reported, tmp_path):
     study = threshold(tmp_path)
