@@ -62,8 +62,10 @@ class ModelPruning(Callback):
         resample_parameters: With ``use_lottery_ticket_hypothesis``, reset the remaining weights to new random values
             from the layer's ``reset_parameters`` instead of the initial values. Layers without this method get the
             initial values. Default: False.
-        pruning_dim: Dimension along which structured pruning removes slices. Required for structured pruning.
+        pruning_dim: Dimension along which structured pruning removes slices. Required for structured pruning. Default:
+            None.
         pruning_norm: Order of the norm by which ``"ln_structured"`` compares slices. Required for ``"ln_structured"``.
+            Default: None.
         verbose: 1 announces the number of pruned weights, 2 also announces this number for each parameter. Default: 0.
         prune_on_train_epoch_end: Prune at the end of epochs (True) or after each validation (False). Default: True.
 

@@ -30,7 +30,7 @@ class SpikeWatch(Callback):
     A step is a spike if its value is not finite. A step is also a spike if its value exceeds the median of the
     ``window`` preceding steps by more than ``threshold`` robust standard deviations and by more than ``rise`` times the
     median's absolute value. A robust standard deviation is 1.4826 times the median absolute deviation. Spikes are not
-    added to the window. Steps that a float16 gradient scaler skips are ignored.
+    added to the window. Optimizer steps that are skipped, for example by a float16 gradient scaler, are ignored.
 
     Values stay on the device and are checked together every ``every_n_steps`` steps and at the end of each epoch. A
     loss is averaged over the processes, and a gradient norm covers all gradients. All processes therefore react after
@@ -42,8 +42,8 @@ class SpikeWatch(Callback):
         monitor: ``"loss"``, the mean over the step's micro-batches, or ``"grad_norm"``, the norm of all gradients
             before clipping. Default: ``"loss"``.
         action: ``"warn"`` only warns. ``"stop"`` also stops the run. ``"save"`` also saves a checkpoint, which includes
-            the steps after the spike, and continues. ``"raise"`` raises an error. Default: ``"warn"``.
-        window: Number of preceding steps that determine the median, at least 3. Default: 100.
+            any steps between the spike and the check, and continues. ``"raise"`` raises an error. Default: ``"warn"``.
+        window: Maximum number of preceding steps that determine the median, at least 3. Default: 100.
         warmup: Number of steps in the window before the first spike is reported, from 2 to ``window``. A value that is
             not finite is reported in any step. Default: 20.
         threshold: Minimum number of robust standard deviations above the median. Default: 8.0.
@@ -123,7 +123,7 @@ class SpikeWatch(Callback):
         self.spikes = [tuple(spike) for spike in state_dict["spikes"]]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Reset the state of an earlier run. A resumed run restores its own state afterwards."""
+        """In ``fit``, reset the state of an earlier run. A resumed run restores its own state afterwards."""
         if stage == "fit":
             self._window_values, self._new, self.spikes = [], [], []
             self._forget()

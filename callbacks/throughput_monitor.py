@@ -187,7 +187,7 @@ class ThroughputMonitor(BestEffortCallback):
             warn(f"ThroughputMonitor could not count a batch and is disabled: {type(error).__name__}: {error}")
 
     def _average_counts(self, trainer: Trainer, numbers: list[Any]) -> list[float] | None:
-        """Return the mean counts per device, after one small collective; None if a process could not count."""
+        """Return the mean counts per device, over all processes; None if a process could not count."""
         world = trainer.accelerator.data_world
         counts: list[float] = read_numbers(numbers)
         if world.size > 1:

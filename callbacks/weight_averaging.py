@@ -41,7 +41,7 @@ class WeightAveraging(Averaging):
 
     Raises:
         TypeError: If an argument does not exist or has the wrong type.
-        RuntimeError: Before the first step, if ``device`` is an invalid string.
+        RuntimeError: Before the first step, if ``device`` has an invalid value.
         ValueError: If both functions are passed. Before the first step, if another callback also averages weights, if
             the run uses DDP with ``local_sgd_steps``, or if a sharded model is on a device of another type than
             ``device``. On resume or in an evaluation, if the checkpoint's averages do not match the model. If a
@@ -227,7 +227,7 @@ class EMAWeightAveraging(WeightAveraging):
         ValueError: If an argument is invalid. In ``fit`` and in evaluations, as for `WeightAveraging`.
         TypeError: If an argument does not exist, ``decay`` is not a number, ``use_buffers`` is not a bool, or
             ``device`` has the wrong type.
-        RuntimeError: Before the first step, if ``device`` is an invalid string.
+        RuntimeError: Before the first step, if ``device`` has an invalid value.
 
     References:
         Morales-Brotons et al., "Exponential Moving Average of Weights in Deep Learning: Dynamics and Benefits", 2024,

@@ -110,9 +110,9 @@ class Accelerator(Process):
         rng_types: Accepted for compatibility with Accelerate: None or ``["generator"]``, which have the same effect.
             The order of the data is always the same on all processes.
         log_with: A tracker's name (``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"``, ``"aim"``, ``"clearml"``,
-            ``"comet_ml"``, ``"swanlab"``, ``"trackio"``, or a registered one), ``"all"`` for the installed trackers
-            (those that need a directory only if one is set), a logger of `treadle.loggers`, a `GeneralTracker`, or a
-            list of these. Default: none.
+            ``"comet_ml"``, ``"swanlab"``, ``"trackio"``, or a registered one), ``"all"`` for the built-in trackers that
+            are installed (those that need a directory only if one is set), a logger of `treadle.loggers`, a
+            `GeneralTracker`, or a list of these. Default: none.
         project_dir: Directory for the files of the run. Default: none.
         project_config: Settings of directories and checkpoint names beyond ``project_dir``; see `ProjectConfiguration`.
         gradient_accumulation_plugin: Settings of gradient accumulation beyond the number of micro-batches; see
@@ -674,7 +674,7 @@ class Accelerator(Process):
     def local_method(self, model: nn.Module, name: str) -> Callable[..., Any]:
         """Return method ``name`` of a prepared model, run in the run's precision, for evaluation.
 
-        Without a sharding strategy, the method itself runs without collectives, so one rank may call it alone.
+        Without a sharding strategy, Treadle adds no collectives, so one rank may call the method alone.
 
         Args:
             model: A prepared model.
@@ -958,9 +958,10 @@ class Accelerator(Process):
         return self.checkpointer.saving
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
-        """Add objects with ``state_dict``/``load_state_dict`` to every checkpoint.
+        """Save the states of objects in later checkpoints, and restore them in `load_state`.
 
-        Checkpoints that are saved with ``weights_only=True`` do not contain them.
+        The objects need the methods ``state_dict`` and ``load_state_dict``. Checkpoints that are saved with
+        ``weights_only=True`` do not contain the states.
 
         Args:
             objects: Objects whose saved states are matched by class name and position.
@@ -1043,8 +1044,8 @@ class Accelerator(Process):
             ValueError: If an argument is invalid; if ``output_dir`` is missing without automatic naming, differs
                 between the ranks of a machine, or has content that is not a checkpoint; if weights or optimizer states
                 are not finite; or if the call is inside an accumulation group and ``weights_only`` is False.
-            TypeError: If a state or ``info`` is not plain data, ``info`` contains a tensor, or ``also`` is a single
-                path.
+            TypeError: If an argument has the wrong type, a state or ``info`` is not plain data, or ``info`` contains a
+                tensor or an array.
             OSError: If a disk operation or an upload fails. The files of the attempt are removed, and an earlier
                 checkpoint at this path remains.
         """
@@ -1117,6 +1118,7 @@ class Accelerator(Process):
                 to another model or optimizer, or was replaced while it was read. In these cases, no object is changed
                 on any process. An error in the ``load_state_dict`` of a scheduler, dataloader or registered object is
                 raised later, after models and optimizers are loaded.
+            TypeError: If ``input_dir`` has the wrong type.
             OSError: If a file cannot be read, or a store cannot be reached.
         """
         return self.checkpointer.load_state(
@@ -1183,7 +1185,7 @@ class Accelerator(Process):
 
         Raises:
             TypeError: If ``obj`` holds anything else (NumPy arrays, paths, objects) or, with ``safe_serialization``, is
-                not a dict of tensors. The error names the value and the fix.
+                not a dict of tensors. Also if ``f`` is neither a path, a URL nor an open file.
             ValueError: Without ``safe_serialization``, if ``obj`` contains itself or is nested more than 100 levels
                 deep.
             OSError, RuntimeError: If the file cannot be written, for example because its directory does not exist.
@@ -1213,9 +1215,9 @@ class Accelerator(Process):
 
         Raises:
             ValueError: If ``max_shard_size`` is not a valid size, or ``save_directory`` is a checkpoint.
-            TypeError: If the model's state contains something other than dense tensors, or a tensor without values
-                (device ``meta``).
-            OSError: If a file cannot be written.
+            TypeError: If the model's state contains something that cannot be exported, such as a value that is not a
+                tensor, a sparse tensor, or a tensor on device ``meta``.
+            OSError, RuntimeError: If a file cannot be written.
         """
         self.checkpointer.save_model(model, save_directory, max_shard_size, safe_serialization)
 
@@ -1292,7 +1294,7 @@ class Accelerator(Process):
                 `ProfileKwargs()`.
 
         Raises:
-            ValueError: If torch has no activity of a name in ``activities``.
+            ValueError: If a name in ``activities`` is unknown.
         """
         return profile(profile_handler or self.profile_handler or ProfileKwargs(), self.world)
 

@@ -508,7 +508,7 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
 
     Raises:
         ValueError: If two handlers are of one kind.
-        TypeError: If an object is not a handler.
+        TypeError: If ``handlers`` is not a list or another iterable, or if an object in it is not a handler.
     """
     kinds = _HANDLERS
     if handlers is not None and not isinstance(handlers, Iterable):

@@ -66,7 +66,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def isolated_random_state() -> Iterator[None]:
-    """Return a context at whose end the RNG state of the process is restored, as far as `random_state` includes it."""
+    """Return a context that restores the process's RNG state (see `random_state`) when it ends."""
     before = random_state()
     try:
         yield

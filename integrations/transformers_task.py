@@ -153,7 +153,7 @@ class TransformersTask(TaskModule):
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Return a dict with the loss of a batch and, if labels are tokens, the number of labels as ``"weight"``.
+        """Return a dict with the loss and, if each token has a label, the number of labels in the loss as ``"weight"``.
 
         Args:
             batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.

@@ -100,7 +100,7 @@ class Summary:
 
     @property
     def param_nums(self) -> list[int]:
-        """Number of parameters of each module."""
+        """Number of parameters in each row."""
         return [part.parameters for part in self.layers]
 
     @property
@@ -110,17 +110,17 @@ class Summary:
 
     @property
     def in_sizes(self) -> list[Any]:
-        """Shapes of the modules' inputs."""
+        """Shapes of the modules' inputs; ``"?"`` if unknown."""
         return [part.in_size for part in self.layers]
 
     @property
     def out_sizes(self) -> list[Any]:
-        """Shapes of the modules' outputs."""
+        """Shapes of the modules' outputs; ``"?"`` if unknown."""
         return [part.out_size for part in self.layers]
 
     @property
     def flop_counts(self) -> dict[str, int]:
-        """Number of FLOPs of each module, by path; 0 if they were not counted."""
+        """Number of FLOPs of each row, by name; 0 if they were not counted."""
         return {part.name: part.flops or 0 for part in self.layers}
 
     def columns(self) -> list[tuple[str, list[str]]]:

@@ -142,7 +142,7 @@ class Chart:
         styles: SVG attributes of each line, by name. Default: those of `choose_styles`.
 
     Attributes:
-        lines: The drawn lines, by name. Identical lines are merged, and their names are joined.
+        lines: The drawn lines, by name. Long lines are thinned. Identical lines are merged, and their names are joined.
         missing: Number of values that cannot be drawn, because they are not finite or their magnitude exceeds
             `LARGEST`.
         logarithmic: Whether the vertical axis is logarithmic. It is if all values are positive and the largest is at

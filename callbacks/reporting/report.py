@@ -39,7 +39,7 @@ class RunReport(BestEffortCallback):
             write. The page is also written when a stage ends. Default: 60.0.
 
     Attributes:
-        path: Path of the page; None before it is first written.
+        path: Path of the page; None before it is first written, and on ranks other than rank zero.
 
     Raises:
         ValueError: If ``every_seconds`` is negative or NaN.

@@ -30,35 +30,44 @@ ArgsType = list[str] | dict[str, Any] | Namespace | None
 class LightningCLI:
     """Command line built from the arguments of a Trainer, a task and a data module.
 
-    The constructor parses the command line, builds the objects and runs the subcommand.
+    The constructor parses the command line, builds the objects and, unless ``run`` is False, runs the subcommand.
 
     Args:
         model_class: The task's class, or a function that returns a task. Default: None; the settings must then name the
             class.
         datamodule_class: The data module's class, or a function that returns a data module. Default: None; the settings
             may then name the class.
-        save_config_callback: Class of the callback that saves the configuration. None disables saving.
+        save_config_callback: Class of the callback that saves the configuration. None disables saving, as does
+            ``fast_dev_run``. Default: `SaveConfigCallback`.
         save_config_kwargs: Arguments of ``save_config_callback`` in addition to the parser and the configuration.
-        trainer_class: A subclass of Trainer, or a function that returns a Trainer.
+            Default: None, no further arguments.
+        trainer_class: A subclass of Trainer, or a function that returns a Trainer. Default: Trainer.
         trainer_defaults: Defaults for the Trainer's arguments. The default ``callbacks`` are added to those of the
-            settings.
-        seed_everything_default: Default of ``--seed_everything``: a seed, True for the default seed, or False to leave
-            the RNG state unchanged.
+            settings. Default: None, the Trainer's own defaults.
+        seed_everything_default: Default of ``--seed_everything``: a seed, True for the default seed of
+            `seed_everything`, or False to leave the RNG state unchanged. Default: True.
         parser_kwargs: Arguments of ``parser_class``. Arguments of a subcommand's parser are nested under the
-            subcommand's name.
-        parser_class: A subclass of `LightningArgumentParser`.
-        subclass_mode_model: Whether the settings may name a subclass of ``model_class``.
-        subclass_mode_data: Whether the settings may name a subclass of ``datamodule_class``.
-        args: The command line as a list, or settings as a dict. Default: ``sys.argv``.
-        run: Whether the command line names a subcommand to run. If False, the objects are only built.
-        auto_configure_optimizers: Whether ``--optimizer`` and ``--lr_scheduler`` are accepted and used.
-        load_from_checkpoint_support: Accepted and ignored, because `save_hyperparameters` always stores plain data.
-        save_config_overwrite: Lightning 1's name for the argument ``overwrite`` of ``save_config_callback``.
+            subcommand's name. Default: None, no arguments.
+        parser_class: The parser's class. Default: `LightningArgumentParser`.
+        subclass_mode_model: Whether the settings may name a subclass of ``model_class``. If True, at least one setting
+            of the task is required. Default: False.
+        subclass_mode_data: Whether the settings may name a subclass of ``datamodule_class``. If True and
+            ``datamodule_class`` is set, at least one setting of the data module is required. Default: False.
+        args: The command line as a list, or settings as a dict or namespace. Default: None, the command line in
+            ``sys.argv``.
+        run: Whether the command line names a subcommand to run. If False, the objects are only built. Default: True.
+        auto_configure_optimizers: Whether an optimizer and a scheduler in the settings replace the task's
+            ``configure_optimizers``, unless they are linked to arguments. If True, the options ``--optimizer`` and
+            ``--lr_scheduler`` are added, unless `add_arguments_to_parser` adds others. Default: True.
+        load_from_checkpoint_support: Accepted and ignored.
+        save_config_overwrite: Lightning 1's name for the argument ``overwrite`` of ``save_config_callback``. Default:
+            None, not passed.
 
     Attributes:
         parser: The parser of the command line.
         config: The parsed configuration. With a subcommand, its settings are nested under the name of the subcommand.
-        config_init: The parsed configuration with its objects built.
+        config_init: The parsed configuration, in which the task, the data module and other objects are built. The
+            Trainer, optimizers and schedulers remain settings.
         model, datamodule, trainer: The built task, data module (None without one) and Trainer.
         subcommand: Name of the subcommand to run; None with ``run=False``.
 
@@ -139,10 +148,11 @@ class LightningCLI:
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Create ``self.parser``, its subcommands and its arguments.
+        """Create ``self.parser`` with its subcommands or its arguments.
 
         Args:
-            add_subcommands: Whether to add subcommands. If False, the arguments are added to the main parser.
+            add_subcommands: Whether to add subcommands, each of which gets the arguments. If False, the arguments are
+                added to the main parser.
             main_kwargs: Arguments of the main parser.
             subparser_kwargs: Arguments of each subcommand's parser, by subcommand.
         """
@@ -224,7 +234,7 @@ class LightningCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Link each optimizer and scheduler to the argument that its ``link_to`` names, unless it is ``"AUTOMATIC"``.
+        """Link each optimizer and scheduler whose ``link_to`` is not ``"AUTOMATIC"`` to the argument that it names.
 
         Args:
             parser: Parser with the optimizers and schedulers.
@@ -251,7 +261,11 @@ class LightningCLI:
             self.config = parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
-        """Override the model's settings with the hyperparameters saved in the checkpoint at ``ckpt_path``."""
+        """Override the model's settings with the hyperparameters saved in the checkpoint at ``ckpt_path``.
+
+        Arguments that links set keep their values. Does nothing without a subcommand, if the path does not exist, or if
+        the task's class is unknown.
+        """
         subcommand = self.config.get("subcommand")
         path = self.config[subcommand].get("ckpt_path") if subcommand else None
         if not path or not os.path.exists(path):
@@ -352,7 +366,13 @@ class LightningCLI:
         return [optimizer], [lr_scheduler]
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """Replace the task's ``configure_optimizers`` if the settings name an optimizer."""
+        """Replace the task's ``configure_optimizers`` if there are settings of an ``"AUTOMATIC"`` optimizer.
+
+        Does nothing if ``auto_configure_optimizers`` is False.
+
+        Raises:
+            ValueError: If more than one optimizer or more than one scheduler is ``"AUTOMATIC"``.
+        """
         if not self.auto_configure_optimizers:
             return
         parser = self._parser(subcommand)

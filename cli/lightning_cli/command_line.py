@@ -1,4 +1,4 @@
-"""Parsing of command lines in LightningCLI's form, word by word: a later word overrides an earlier one."""
+"""Parsing of command lines in LightningCLI's form. Options are applied in the order in which they are written."""
 
 from __future__ import annotations
 
@@ -68,10 +68,11 @@ def read_command_line(parser: Parser, words: list[str], base: Namespace | None =
     Args:
         parser: The parser that declares the options.
         words: The command-line arguments.
-        base: A configuration to merge the command line into. Default: None, the parser's defaults.
+        base: A configuration to merge the command line into. Default: None, the settings that
+            `LightningArgumentParser.start` returns.
 
     Raises:
-        ConfigError: If an option or a value is invalid, or if the subcommand or a required value is missing.
+        ConfigError: If the command line, a configuration file or a value is invalid or incomplete.
         SystemExit: After the help or the configuration is printed.
     """
     reader = _Reader(parser, words)
@@ -114,7 +115,7 @@ def check_option_names(names: Sequence[str]) -> None:
 
 
 def choose_subcommand(parser: Parser, root: Value) -> str:
-    """Return the subcommand that the settings or an environment variable name, or whose section is the only one.
+    """Return the subcommand that the settings or the environment variable name, or whose section is the only one.
 
     Args:
         parser: The parser that has the subcommands.
@@ -219,7 +220,10 @@ class _Reader:
         return root
 
     def _read_several(self) -> Value:
-        """Return the words up to the next option as a list."""
+        """Return the words up to the next one that begins with ``--`` as a list.
+
+        A single word may be a list in YAML.
+        """
         values = []
         while self.words and not self.words[0].startswith("--"):
             values.append(parse_value(self.words.pop(0), COMMAND_LINE))
@@ -228,7 +232,7 @@ class _Reader:
         return Value(values, COMMAND_LINE)
 
     def _is_known(self, key: str) -> bool:
-        """Return whether an option is declared or below a declared group, whose arguments are checked later."""
+        """Return whether a key is declared or below a declared option or group, whose settings are checked later."""
         try:
             find_owner(self.parser.declared, key)
         except ValueError:
@@ -243,7 +247,10 @@ class _Reader:
         return nearest(f"--{key}", [f"--{name}" for name in valid])
 
     def _print_class_help(self, root: Value, key: str, name: str | None) -> NoReturn:
-        """Print the arguments of a class that an option can name, and exit."""
+        """Print the arguments of a class, and exit.
+
+        The class is the one that ``name`` or the next word names, or else the one that the option was added with.
+        """
         owner = find_owner(self.parser.declared, key)
         declared = self.parser.declared[owner]
         if name is None and self.words and not self.words[0].startswith("-"):

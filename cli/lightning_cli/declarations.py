@@ -28,8 +28,8 @@ class Option:
         convert: Function that converts the text of a value. None checks the value against the annotation instead.
         choices: The allowed values; None allows any.
         instantiate: Whether `instantiate_classes` builds the object that the value describes.
-        untyped: Whether a value from the command line or environment remains text, as in argparse. A value from a file
-            keeps its YAML type.
+        untyped: Whether a number or boolean from the command line or environment remains text, as in argparse. A value
+            from a file keeps its YAML type.
     """
 
     key: str
@@ -49,13 +49,13 @@ class Option:
         """Return the argument that a path below this option leads to; None if the path does not lead to an argument.
 
         Args:
-            path: Keys and indices that lead from the option to the argument.
-            value: The settings of the option.
+            path: Keys that lead from the option to the argument. An empty path leads to the option's own argument.
+            value: The settings of the option; None if nothing is set.
         """
         return _follow(self.argument, path, value)
 
     def check(self, checker: SettingsChecker, value: Value | None) -> Recipe | None:
-        """Return a recipe for the option's value. Report a problem and return None if the value is invalid.
+        """Return a recipe for the option's value; None if the value is invalid. Report an invalid or missing value.
 
         Args:
             checker: Checker that collects the problems.
@@ -91,13 +91,14 @@ class Option:
 
 @dataclass
 class ClassGroup:
-    """Arguments of a class under a dotted key; in subclass mode, the arguments of any subclass.
+    """Arguments of a class or function under a dotted key; in subclass mode, the arguments of any subclass.
 
     Attributes:
         key: The dotted key, such as ``"model"``.
-        bases: The class. In subclass mode, the named class must extend at least one of these classes.
-        subclass_mode: Whether the settings name the class.
-        required: Whether the settings must name a class in subclass mode.
+        bases: A tuple with the class or function. In subclass mode, the named class must extend at least one of its
+            classes.
+        subclass_mode: Whether the settings may name the class.
+        required: Whether at least one setting of the object is required in subclass mode.
         skip: Names of arguments that are not part of the settings.
         instantiate: Whether `instantiate_classes` builds the object.
         open: Whether arguments outside the signature are accepted if the class has ``**kwargs``. False for the Trainer.
@@ -126,8 +127,8 @@ class ClassGroup:
         """Return the argument that a path below this group leads to; None if the path does not lead to an argument.
 
         Args:
-            path: Keys and indices that lead from the group to the argument.
-            value: The settings of the group.
+            path: Keys that lead from the group to the argument.
+            value: The settings of the group; None if nothing is set.
         """
         target = self.bases[0]
         if self.subclass_mode:
@@ -140,7 +141,7 @@ class ClassGroup:
         return None if argument is None else _follow(argument, path[1:], inner)
 
     def check(self, checker: SettingsChecker, value: Value | None) -> Recipe | None:
-        """Return a recipe for the group's object. Report a problem and return None if it cannot be built.
+        """Return a recipe for the group's object; None if its settings are invalid. Report invalid or missing settings.
 
         Args:
             checker: Checker that collects the problems.
@@ -250,7 +251,8 @@ def order_by_links(declared: Mapping[str, Declared], links: list[Link]) -> list[
         links: The links between these keys.
 
     Raises:
-        ValueError: If the links form a cycle.
+        ValueError: If a key of a link does not belong to an option or group, if the links form a cycle, or if a link at
+            instantiation leads from an option or group to itself.
     """
     needs: dict[str, set[str]] = {key: set() for key in declared}
     for link in links:
@@ -291,7 +293,10 @@ def find_owner(declared: Mapping[str, Declared], key: str) -> str:
 
 
 def _follow(argument: Argument, path: Path, value: Value | None) -> Argument | None:
-    """Return the argument at a path that leads through classes named by values or defaults."""
+    """Return the argument at a path; None if the path does not lead to an argument.
+
+    The path may lead through classes that values or defaults name, and through annotated dataclasses.
+    """
     while path:
         settings = value if value is not None and value.data is not None else make_default(argument)
         entries = settings.data if settings is not None and isinstance(settings.data, dict) else {}
@@ -304,7 +309,7 @@ def _follow(argument: Argument, path: Path, value: Value | None) -> Argument | N
 
 
 def read_return_annotation(function: Callable[..., Any]) -> Any:
-    """Return the annotation of a function's return value; None if it is missing or cannot be resolved."""
+    """Return the annotation of a function's return value; None if it is missing or contains an undefined name."""
     try:
         return get_type_hints(function).get("return")
     except NameError:  # imported for type checkers only

@@ -1,4 +1,4 @@
-"""Help of a parser: its options with types, defaults and descriptions from docstrings."""
+"""Help of a parser: its options with types, defaults and descriptions."""
 
 from __future__ import annotations
 

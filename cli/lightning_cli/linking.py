@@ -21,8 +21,9 @@ def apply_link(
 ) -> Value | None:
     """Return the settings of an option or group with the value of a link set at the link's target.
 
-    The target of a link that is applied at instantiation is removed instead. If the settings already contain a value
-    for the target, a problem is reported.
+    The target of a link that is applied at instantiation is removed instead. A link is not applied if a source is
+    invalid. In subclass mode, a link to an argument is not applied either if nothing is set, or if the class does not
+    accept the argument. If the target is below ``key`` and its value is set in another way, a problem is reported.
 
     Args:
         declared_by_key: All options and groups of the parser.
@@ -31,6 +32,9 @@ def apply_link(
         key: The key of the option or group that the link's target belongs to.
         section: Settings of the option or group that ``key`` names; None if nothing is set.
         configs: The configurations of the options and groups that have been checked.
+
+    Raises:
+        ConfigError: If the source does not exist, or if the target is below a value that is not a mapping.
     """
     declared, path = declared_by_key[key], link.path[len(key.split(".")) :]
     given = None if section is None else find_value(section, path)

@@ -19,7 +19,8 @@ def instantiate_module(class_type: type, config: Mapping[str, Any]) -> Any:
         An instance of ``class_type`` or of the named subclass.
 
     Raises:
-        ConfigError: If an argument is invalid.
+        ConfigError: If an argument is invalid, unknown or missing, or if ``"_class_path"`` names neither ``class_type``
+            nor a subclass. Other errors that the class raises get a note.
     """
     parser = LightningArgumentParser(exit_on_error=False)
     settings = dict(config)

@@ -13,7 +13,8 @@ class Namespace(argparse.Namespace):
     """Nested settings; ``config.model.lr``, ``config["model"]["lr"]`` and ``config["model.lr"]`` are the same value.
 
     Args:
-        entries: Values by name or dotted name. Nested mappings are not converted to namespaces.
+        entries: A mapping or namespace of values by name or dotted name. Nested mappings are not converted to
+            namespaces. Default: None, no values.
         **named: Further values by name.
     """
 
@@ -86,11 +87,11 @@ class Namespace(argparse.Namespace):
         return value
 
     def update(self, value: Any, key: str | None = None) -> Namespace:
-        """Set the value of ``key``, or all values of another namespace if ``key`` is None. Return this namespace.
+        """Set the value of ``key``, or all values of a namespace or mapping if ``key`` is None. Return this namespace.
 
         Args:
-            value: The value, or the other namespace if ``key`` is None.
-            key: The dotted key to set. Default: None, the keys of the other namespace.
+            value: The value, or a namespace or mapping of values if ``key`` is None.
+            key: The dotted key to set. Default: None, the keys in ``value``.
         """
         if key is not None:
             self[key] = value
@@ -103,7 +104,7 @@ class Namespace(argparse.Namespace):
         """Iterate over dotted keys and values.
 
         Args:
-            branches: Whether to include the nested namespaces themselves.
+            branches: Whether to include the nested namespaces themselves. Default: False.
         """
         for name, value in vars(self).items():
             if isinstance(value, Namespace):
@@ -118,7 +119,7 @@ class Namespace(argparse.Namespace):
         """Iterate over dotted keys.
 
         Args:
-            branches: Whether to include the nested namespaces themselves.
+            branches: Whether to include the nested namespaces themselves. Default: False.
         """
         return (key for key, _ in self.items(branches))
 
@@ -126,7 +127,7 @@ class Namespace(argparse.Namespace):
         """Iterate over the values of all dotted keys.
 
         Args:
-            branches: Whether to include the nested namespaces themselves.
+            branches: Whether to include the nested namespaces themselves. Default: False.
         """
         return (value for _, value in self.items(branches))
 
@@ -139,7 +140,7 @@ class Namespace(argparse.Namespace):
         return argparse.Namespace(**dict(self.items()))
 
     def clone(self) -> Namespace:
-        """Return a copy, with copies of all nested namespaces, dicts and lists. Other values are shared."""
+        """Return a copy with copies of nested namespaces, dicts and lists. Other values, such as tuples, are shared."""
         copied = Namespace()
         vars(copied).update({name: _copy(value) for name, value in vars(self).items()})
         return copied

@@ -67,13 +67,13 @@ def instantiate_class(args: Any, init: Mapping[str, Any] | argparse.Namespace) -
 
     Args:
         args: A tuple of positional arguments, or a single argument.
-        init: ``{"class_path": ..., "init_args": {...}}``.
+        init: A dict or namespace of the form ``{"class_path": ..., "init_args": {...}}``. ``init_args`` may be omitted.
 
     Returns:
-        An instance of the class that ``class_path`` names.
+        An instance of the class that ``class_path`` names, or the return value of a named function.
 
     Raises:
-        ConfigError: If ``class_path`` is missing or cannot be imported.
+        ConfigError: If ``class_path`` is missing, unknown or ambiguous.
 
     Example:
         >>> import torch

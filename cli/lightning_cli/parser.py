@@ -69,16 +69,20 @@ class LightningArgumentParser:
     """Parser whose options are single arguments and the arguments of classes.
 
     Args:
-        description: First lines of the help.
-        env_prefix: Prefix of the names of environment variables.
-        default_env: Whether environment variables are read.
-        prog: The program's name in the help. Default: the script's.
+        description: Text below the usage line of the help. Default: a sentence about the Trainer. None omits it.
+        env_prefix: Prefix of the names of environment variables, as in ``PL_TRAINER__MAX_EPOCHS``. Default: ``"PL"``.
+        default_env: Whether environment variables are read. Default: False.
+        prog: The program's name in the help. Default: None, the script's name.
         default_config_files: Files that are read before all others, if they exist. Their names may contain ``*``.
-        parser_mode: ``"omegaconf"`` resolves ``${...}``; in ``"yaml"`` and ``"json"`` it is plain text.
-        exit_on_error: Whether an error exits the program with status 2. If False, a ConfigError is raised.
-        dump_header: Comment lines at the top of a written configuration. Default: Treadle's version.
-        epilog: Last lines of the help.
-        usage: The usage line of the help.
+            Default: None, no files.
+        parser_mode: ``"yaml"``, ``"json"`` or ``"omegaconf"``. ``"omegaconf"`` resolves ``${...}``, which the other
+            modes treat as plain text. Default: ``"yaml"``.
+        exit_on_error: Whether invalid settings exit the program with status 2 when they are parsed. If False, a
+            ConfigError is raised. Default: True.
+        dump_header: Comment lines at the top of a configuration that is written as YAML. Default: None, one line with
+            Treadle's version.
+        epilog: Last lines of the help. Default: None, no lines.
+        usage: The usage line of the help. Default: None, a standard line.
 
     Raises:
         ValueError: If ``parser_mode`` is unknown.
@@ -140,23 +144,27 @@ class LightningArgumentParser:
         const: Any = None,
         metavar: str | None = None,
     ) -> None:
-        """Add a single option, with the arguments of argparse's ``add_argument``.
+        """Add a single option. The arguments have the same names as in argparse's ``add_argument``.
 
         Args:
             *names: ``"--key"``, ``"--group.key"``, and short forms.
             type: An annotation such as ``int`` or ``list[int] | None``, a class, or a function that converts a word.
-            default: The value if the option is not set.
-            required: Whether the option must be set.
-            help: The option's description in the help.
+                Default: None, any value. Without ``choices``, numbers and booleans on the command line then remain
+                text.
+            default: The value if the option is not set. Default: None. ``"store_true"`` and ``"store_false"`` ignore
+                it and use False and True.
+            required: Whether the option must be set. Default: False.
+            help: The option's description in the help. Default: None, no description.
             choices: The allowed values. Default: None, any value.
-            nargs: ``"+"``, ``"*"`` or a number, for a list; ``"?"`` for a single value.
-            action: ``"store_true"``, ``"store_false"`` or `ActionConfigFile`.
+            nargs: ``"+"``, ``"*"`` or a number, for a list, whose length is not checked; ``"?"`` for a single value.
+                Default: None, a single value.
+            action: ``"store"``, ``"store_true"``, ``"store_false"`` or `ActionConfigFile`. Default: None, ``"store"``.
             dest: The option's key. Default: the longest name without leading dashes, with ``-`` replaced by ``_``.
             const: Accepted as in argparse, and ignored.
             metavar: Accepted as in argparse, and ignored.
 
         Raises:
-            ValueError: If there is no name, a name does not begin with a dash, or the action is unknown.
+            ValueError: If there is no name, a name does not begin with a dash, or the action is not supported.
         """
         check_option_names(names)
         key = dest or max(names, key=len).lstrip("-").replace("-", "_")
@@ -205,11 +213,12 @@ class LightningArgumentParser:
             nested_key: Dotted key under which the arguments are added. Default: None, the top level.
             as_group: Accepted and ignored.
             as_positional: Accepted and ignored.
-            skip: Names of arguments to skip. A number skips that many leading arguments.
-            instantiate: Whether `instantiate_classes` builds the object.
+            skip: Names of arguments to skip. A number skips that many leading arguments. Default: None, no arguments.
+            instantiate: Whether `instantiate_classes` builds the object. Ignored at the top level, where each argument
+                is a separate option. Default: True.
             fail_untyped: Accepted and ignored.
             sub_configs: Accepted and ignored.
-            help: The group's description in the help.
+            help: Accepted and ignored.
             **unused: Accepted and ignored.
 
         Returns:
@@ -259,12 +268,12 @@ class LightningArgumentParser:
             baseclass: The class that the named class must extend, or a tuple of classes.
             nested_key: Dotted key of the object.
             as_group: Accepted and ignored.
-            skip: Names of arguments that are supplied when the object is built.
-            instantiate: Whether `instantiate_classes` builds the object.
-            required: Whether the settings must name a class.
-            help: The object's description in the help.
+            skip: Names of arguments that are supplied when the object is built. Default: None, no arguments.
+            instantiate: Whether `instantiate_classes` builds the object. Default: True.
+            required: Whether the settings must contain the object. Default: False.
+            help: The object's description in the help. Default: None, a note on the syntax.
             default: Object to build if the settings do not name a class, in the form ``{"class_path": ..., "init_args":
-                {...}}``. Default: None.
+                {...}}``. Default: None, no object.
             fail_untyped: Accepted and ignored.
             **unused: Accepted and ignored.
 
@@ -293,11 +302,12 @@ class LightningArgumentParser:
             theclass: The class that has the method.
             themethod: Name of the method whose arguments are added.
             nested_key: Prefix of the dotted keys. Default: None, the top level.
-            skip: Names of arguments to skip. A number skips that many leading arguments.
+            skip: Names of arguments to skip. A number skips that many leading arguments after ``self``. Default: None,
+                no arguments.
             **unused: Accepted and ignored.
 
         Returns:
-            The names of the arguments that were added.
+            The names of the arguments that were added, without ``nested_key``.
         """
         takes, words = signature(getattr(theclass, themethod)), described(getattr(theclass, themethod))
         left_out = {"self"} | resolve_skipped(skip, (name for name in takes.arguments if name != "self"))
@@ -317,8 +327,9 @@ class LightningArgumentParser:
             lightning_class: A class that extends Trainer, TaskModule, DataModule or Callback, or a function that
                 returns an object of such a class.
             nested_key: Dotted key under which the arguments are added.
-            subclass_mode: Whether the settings name the class, which must extend ``lightning_class``.
-            required: Whether the settings must name a class in subclass mode.
+            subclass_mode: Whether the settings may name the class, which must extend ``lightning_class``. Default:
+                False.
+            required: Whether the settings must contain the object in subclass mode. Default: True.
 
         Returns:
             The dotted keys of the arguments; in subclass mode, a list with ``nested_key``.
@@ -347,10 +358,12 @@ class LightningArgumentParser:
         """Add the arguments of an optimizer.
 
         Args:
-            optimizer_class: A class, or a tuple of classes. The class in the settings must extend one of them.
-            nested_key: Dotted key under which the arguments are added.
+            optimizer_class: The optimizer's class, or a tuple of base classes, one of which the class that the settings
+                name must extend. Default: a tuple with ``torch.optim.Optimizer``.
+            nested_key: Dotted key under which the arguments are added. Default: ``"optimizer"``.
             link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes the
-                task use the optimizer; see `LightningCLI.configure_optimizers`.
+                task of a `LightningCLI` use the optimizer; see `LightningCLI.configure_optimizers`. Default:
+                ``"AUTOMATIC"``.
 
         Raises:
             TypeError: If a class does not extend ``torch.optim.Optimizer``.
@@ -366,10 +379,12 @@ class LightningArgumentParser:
         """Add the arguments of a learning rate scheduler.
 
         Args:
-            lr_scheduler_class: A class, or a tuple of classes. The class in the settings must extend one of them.
-            nested_key: Dotted key under which the arguments are added.
+            lr_scheduler_class: The scheduler's class, or a tuple of base classes, one of which the class that the
+                settings name must extend. Default: ``LRScheduler`` and `ReduceLROnPlateau`.
+            nested_key: Dotted key under which the arguments are added. Default: ``"lr_scheduler"``.
             link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes the
-                task use the scheduler; see `LightningCLI.configure_optimizers`.
+                task of a `LightningCLI` use the scheduler; see `LightningCLI.configure_optimizers`. Default:
+                ``"AUTOMATIC"``.
 
         Raises:
             TypeError: If a class does not extend ``LRScheduler`` or `ReduceLROnPlateau`.
@@ -399,18 +414,24 @@ class LightningArgumentParser:
         compute_fn: Callable[..., Any] | None = None,
         apply_on: str = "parse",
     ) -> None:
-        """Derive the value of an argument from other arguments. The argument cannot be set in any other way.
+        """Derive the value of an argument from other arguments.
+
+        If the target is an argument of a class, settings that also set the target are invalid. If the target is a
+        single option or a whole object, the link's value replaces its settings. For an object that was added with
+        `add_subclass_arguments`, the link is ignored if the object's class does not accept the argument.
 
         Args:
             source: A dotted key, or a tuple of dotted keys.
             target: The dotted key of the argument.
             compute_fn: Function that computes the value from the sources' values. Required for several sources.
+                Default: None, the value of the source.
             apply_on: ``"parse"`` if the sources are settings; ``"instantiate"`` if they are built objects or attributes
-                of built objects.
+                of built objects. Default: ``"parse"``.
 
         Raises:
             ValueError: If a key was not added, several sources are linked without ``compute_fn``, ``apply_on`` is
-                unknown, ``target`` is linked already, or the links form a cycle.
+                unknown, ``target`` is linked already, or the links form a cycle. With ``"instantiate"``, a link within
+                a group is a cycle.
         """
         sources = (source,) if isinstance(source, str) else tuple(source)
         if apply_on not in ("parse", "instantiate"):
@@ -434,7 +455,7 @@ class LightningArgumentParser:
             **named: Defaults by key.
 
         Raises:
-            ValueError: If a key was not added.
+            ValueError: If a key was not added, or is below an earlier default that is not a mapping.
         """
         for mapping in (*mappings, named):
             for key, value in mapping.items():
@@ -442,10 +463,15 @@ class LightningArgumentParser:
                 self.defaults = self.place(self.defaults, key, make_settings(value, "set_defaults"))
 
     def get_defaults(self, skip_validation: bool = False) -> Namespace:
-        """Return the configuration without a command line: defaults, default files and environment variables.
+        """Return the configuration without a command line. Required values may be missing.
+
+        The configuration consists of the defaults, the default files and, with ``default_env``, environment variables.
 
         Args:
             skip_validation: Accepted and ignored.
+
+        Raises:
+            ConfigError: If a default, a default file or an environment variable is invalid.
         """
         return self.finish(self.start(), partial=True)
 
@@ -454,6 +480,12 @@ class LightningArgumentParser:
 
         Args:
             key: The argument's dotted key.
+
+        Returns:
+            The value in `get_defaults`; None if there is no such key.
+
+        Raises:
+            ConfigError: If a default, a default file or an environment variable is invalid.
         """
         return self.get_defaults().get(key)
 
@@ -472,11 +504,12 @@ class LightningArgumentParser:
 
         Args:
             args: The command line. Default: ``sys.argv`` without the program's name.
-            namespace: A configuration to merge the command line into. Default: None, the parser's defaults.
+            namespace: A configuration to merge the command line into. Default: None, the settings of `get_defaults`.
 
         Raises:
-            SystemExit: After the help or the configuration is printed, and after an error if ``exit_on_error=True``.
-            ConfigError: After an error if ``exit_on_error=False``.
+            SystemExit: After the help or the configuration is printed. Also if the settings are invalid and
+                ``exit_on_error`` is True.
+            ConfigError: If the settings are invalid and ``exit_on_error`` is False.
         """
         words = list(sys.argv[1:] if args is None else args)
         return self._guard(lambda: read_command_line(self, [str(word) for word in words], namespace))
@@ -486,7 +519,11 @@ class LightningArgumentParser:
 
         Args:
             cfg_obj: The settings. Keys may be dotted.
-            cfg_base: A configuration to merge the settings into. Default: None, the parser's defaults.
+            cfg_base: A configuration to merge the settings into. Default: None, the settings of `get_defaults`.
+
+        Raises:
+            SystemExit: If the settings are invalid and ``exit_on_error`` is True.
+            ConfigError: If the settings are invalid and ``exit_on_error`` is False.
         """
         return self._guard(lambda: self._parse_object(cfg_obj, cfg_base))
 
@@ -495,6 +532,10 @@ class LightningArgumentParser:
 
         Args:
             cfg_path: Path of a YAML or JSON file.
+
+        Raises:
+            SystemExit: If the file or a value is invalid and ``exit_on_error`` is True.
+            ConfigError: If the file or a value is invalid and ``exit_on_error`` is False.
         """
         return self._guard(lambda: self._finish_any(merge(self.start(), read_settings(cfg_path))))
 
@@ -503,6 +544,10 @@ class LightningArgumentParser:
 
         Args:
             cfg_str: The configuration, in YAML.
+
+        Raises:
+            SystemExit: If the text or a value is invalid and ``exit_on_error`` is True.
+            ConfigError: If the text or a value is invalid and ``exit_on_error`` is False.
         """
         return self._guard(lambda: self._finish_any(merge(self.start(), read_text(cfg_str))))
 
@@ -543,13 +588,28 @@ class LightningArgumentParser:
             self.error(error)
 
     def error(self, message: str | ConfigError) -> NoReturn:
-        """Print an error and exit with status 2."""
+        """Print an error to standard error and exit with status 2.
+
+        Args:
+            message: The text of the error, or the error itself.
+
+        Raises:
+            SystemExit: Always.
+        """
         error = message if isinstance(message, ConfigError) else ConfigError(message)
         *others, last = error.problems
         sys.exit(report_error(self.prog, ConfigError(*others, f"{last}\n`{self.prog} --help` lists the options.")))
 
     def start(self) -> Value:
-        """Return the settings that precede the command line: defaults, default files and environment variables."""
+        """Return the settings that the command line overrides.
+
+        They consist of the values of `set_defaults`, the default files and, with ``default_env``, environment
+        variables.
+
+        Raises:
+            ConfigError: If a default file or an environment variable cannot be parsed, or a key leads into a value that
+                is not a mapping.
+        """
         root = self.defaults
         for pattern in self.default_config_files:
             folder = FilePath(pattern).expanduser()
@@ -578,6 +638,9 @@ class LightningArgumentParser:
         Args:
             root: The merged settings.
             file: Path of a YAML or JSON file.
+
+        Raises:
+            ConfigError: If the file cannot be read or is not valid, or a key leads into a value that is not a mapping.
         """
         settings = read_settings(file)
         for key, value in settings.data.items():
@@ -591,8 +654,12 @@ class LightningArgumentParser:
             root: The merged settings.
             key: The dotted key, such as ``"model.lr"``.
             value: The value to set, append or merge.
-            add: Whether to append the value to the list at the key.
-            merging: Whether to merge a mapping into the mapping at the key.
+            add: Whether to append the value to the list at the key. Default: False.
+            merging: Whether to merge a mapping into the mapping at the key. A mapping for the key of a group is always
+                merged. Default: False.
+
+        Raises:
+            ConfigError: If the key leads into a value that is not a mapping, or to a list item that does not exist.
         """
         path: Path = tuple("class" if part == "class_path" else part for part in key.split(".") if part != "init_args")
         if key in self.declared and isinstance(self.declared[key], ClassGroup):
@@ -604,17 +671,17 @@ class LightningArgumentParser:
         return place(root, path, value, lambda place: self._find_default(root, place), add)
 
     def _is_plain(self, root: Value, path: Path) -> bool:
-        """Return whether the argument at a path is known and not a dataclass, so a later mapping replaces its value."""
+        """Return whether a later mapping replaces the value at a path: a known argument that is not a dataclass."""
         argument = self._find_argument(root, path)
         return argument is not None and find_shape(argument.type) is None
 
     def _find_default(self, root: Value, path: Path) -> Value | None:
-        """Return the default of the argument at a path, into which settings can be merged."""
+        """Return the default of the argument at a path, into which settings can be merged; None without one."""
         argument = self._find_argument(root, path)
         return None if argument is None else make_default(argument)
 
     def _find_argument(self, root: Value, path: Path) -> Argument | None:
-        """Return the argument at a path, which may belong to an object that the settings name."""
+        """Return the argument at a path, which may belong to an object that the settings name; None if unknown."""
         try:
             owner = find_owner(self.declared, ".".join(map(str, path)))
         except ValueError:
@@ -629,7 +696,10 @@ class LightningArgumentParser:
 
         Args:
             root: The merged settings.
-            partial: Whether required values may be missing.
+            partial: Whether required values may be missing. Default: False.
+
+        Raises:
+            ConfigError: If a value is invalid, unknown or missing, or if the source of a link does not exist.
         """
         recipes = self._check(root, partial=partial)
         config = Namespace(dict.fromkeys(self.config_keys))
@@ -682,13 +752,17 @@ class LightningArgumentParser:
     def instantiate_classes(self, cfg: Namespace, instantiate_groups: bool = True) -> Namespace:
         """Return the configuration with its objects built.
 
+        Groups that were added with ``instantiate=False``, such as the Trainer's arguments, do not become objects. Only
+        the objects nested in them are built.
+
         Args:
             cfg: A parsed configuration, whose values may have been modified.
             instantiate_groups: Whether groups of arguments become objects. If False, only the objects nested in them
-                are built.
+                are built. Default: True.
 
         Raises:
-            ConfigError: If a modified value is invalid, or if the source of a link does not exist.
+            ConfigError: If a modified value is invalid, if a class of Treadle or torch rejects its arguments, or if the
+                source of a link does not exist. Other errors of the built classes get a note.
         """
         built = cfg.clone()
         for name, parser in self.subcommands.items():
@@ -722,14 +796,17 @@ class LightningArgumentParser:
         skip_link_targets: bool = True,
         **unused: Any,
     ) -> str:
-        """Return a configuration as YAML or JSON that the parser can read. Values without a text form are omitted.
+        """Return a configuration as YAML or JSON. Values without a text form are omitted.
+
+        A list that contains such a value is omitted entirely.
 
         Args:
             cfg: The configuration to write.
             format: ``"yaml"``, ``"json"`` or ``"json_indented"``. Default: None, YAML.
-            skip_none: Whether to omit null values.
-            skip_default: Whether to omit values that equal their default.
-            skip_link_targets: Whether to omit the values of links, which are refused when the text is read.
+            skip_none: Whether to omit keys whose value is null. Default: True.
+            skip_default: Whether to omit values that equal their default. The settings of an object with a
+                ``class_path`` and the section of a subcommand are omitted or kept as a whole. Default: False.
+            skip_link_targets: Whether to omit the values that links set. Default: True.
             **unused: Accepted and ignored.
         """
         config = Namespace(cfg).clone()
@@ -770,12 +847,13 @@ class LightningArgumentParser:
             cfg: The configuration to write.
             path: Path of the file to write.
             format: See `dump`. Default: None, JSON if the file's suffix is ``.json``, otherwise YAML.
-            skip_none: Whether to omit null values.
-            overwrite: Whether to replace an existing file.
+            skip_none: Whether to omit keys whose value is null. Default: True.
+            overwrite: Whether to replace an existing file. Default: False.
             **options: Further arguments of `dump`.
 
         Raises:
             FileExistsError: If the file exists and ``overwrite`` is False.
+            OSError: If the file cannot be written.
         """
         file = FilePath(path)
         if file.exists() and not overwrite:

@@ -15,15 +15,18 @@ if TYPE_CHECKING:
 
 
 class SaveConfigCallback(Callback):
-    """Callback that writes the configuration into the log folder when a run starts.
+    """Callback that writes the configuration into the Trainer's ``log_dir`` when a run starts.
+
+    Without a ``log_dir``, the file is written into ``default_root_dir``.
 
     Args:
         parser: The parser that produced the configuration.
         config: The configuration to write.
         config_filename: Name of the file. Default: ``"config.yaml"``.
         overwrite: Whether to replace an existing file of that name. Default: False.
-        multifile: Accepted and ignored, because the settings of several files are written to one file.
+        multifile: Accepted and ignored. The settings of several files are written to one file.
         save_to_log_dir: Whether to write the file. If False, only ``save_config`` runs, which a subclass must override.
+            Default: True.
 
     Raises:
         ValueError: If ``save_to_log_dir`` is False and ``save_config`` is not overridden.
@@ -57,7 +60,9 @@ class SaveConfigCallback(Callback):
             )
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Write the configuration file and call `save_config`. Later calls do nothing.
+        """On rank zero, write the configuration file and call `save_config`. Later calls do nothing.
+
+        With ``save_to_log_dir=False``, no file is written.
 
         Args:
             trainer: Trainer of the run, which determines the log folder.
@@ -65,7 +70,8 @@ class SaveConfigCallback(Callback):
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            RuntimeError: On every rank, if the file exists and ``overwrite`` is False.
+            RuntimeError: On every rank, if the file exists, ``overwrite`` is False and ``save_to_log_dir`` is True.
+            OSError: On rank zero, if the file cannot be written.
         """
         if self.already_saved:
             return

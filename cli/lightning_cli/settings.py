@@ -87,7 +87,10 @@ def normalize(value: Value) -> Value:
 
 @functools.cache
 def translate_class_path(name: str) -> str:
-    """Translate an import path in Lightning's packages to Treadle's and announce it; return other paths unchanged."""
+    """Translate an import path in Lightning's packages to Treadle's; return other paths unchanged.
+
+    Each translation is announced once.
+    """
     prefix = next((prefix for prefix in _PEER_PACKAGES if name.startswith(prefix)), None)
     if prefix is None:
         return name
@@ -121,7 +124,8 @@ def merge(
         before: The earlier settings.
         later: The later settings.
         is_replaced: Function that returns whether the mapping at a path is a plain dict, which is replaced entirely.
-        path: The path of both values.
+            Default: a function that returns False.
+        path: The path of both values. Default: the root.
     """
     old = expand_class_name(before) if isinstance(before.data, str) else before
     if not isinstance(old.data, dict):
@@ -157,7 +161,7 @@ def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
 
 
 def find_class(name: Any) -> Any:
-    """Return the class that a name refers to; None if the name is unknown."""
+    """Return the class or function that a name refers to; None if the name is unknown or ambiguous."""
     try:
         return catalog.find(translate_class_path(str(name)), object) if name else None
     except ConfigError:
@@ -171,7 +175,7 @@ def read_settings(file: str | FilePath) -> Value:
         file: Path of a YAML or JSON file.
 
     Raises:
-        ConfigError: If the file cannot be read or is not valid; the error names the file, and the line of invalid YAML.
+        ConfigError: If the file cannot be read, is empty, or does not contain a valid mapping.
     """
     return normalize(read(file))
 
@@ -180,10 +184,10 @@ def read_text(text: str) -> Value:
     """Return the normalized values of a YAML text.
 
     Args:
-        text: The settings, in YAML. An empty text has none.
+        text: The settings, in YAML. An empty text is equivalent to an empty mapping.
 
     Raises:
-        ConfigError: If the text is not valid YAML; the error names the line.
+        ConfigError: If the text is not a valid YAML mapping.
     """
     return normalize(parse(text, "text") or Value({}, "text"))
 
@@ -191,7 +195,11 @@ def read_text(text: str) -> Value:
 def read_named_file(value: Value) -> Value:
     """Return the settings in a configuration file if the value is its path; otherwise, return the value.
 
-    A relative path is looked up next to the file that contains the value, then in the working directory.
+    A path ends in ``.yaml``, ``.yml`` or ``.json``. A relative path is looked up next to the file that contains the
+    value, then in the working directory.
+
+    Raises:
+        ConfigError: If the file cannot be read, is empty, or does not contain a valid mapping.
     """
     if not isinstance(value.data, str) or not value.data.endswith(_CONFIG_FILES):
         return value
@@ -205,8 +213,11 @@ def parse_value(text: str, source: str) -> Value:
     """Parse a value from the command line or an environment variable.
 
     Args:
-        text: The value, in YAML.
+        text: The value, in YAML. An empty text is a string.
         source: The source of the value, such as ``"command line"``.
+
+    Raises:
+        ConfigError: If the text cannot be parsed.
     """
     return normalize(parse_override_value(text, source)) if text else Value("", source)
 
@@ -242,11 +253,12 @@ def place(
         path: The path. A name that leads into a list refers to the list's last item.
         new: The value to set or append.
         find_default: Function that returns the default at a path, into which the new value is merged.
-        add: Whether to append to the list at the path.
+        add: Whether to append to the list at the path. Default: False.
         done: Number of leading entries of ``path`` that lead to ``value``. Default: 0.
 
     Raises:
-        ConfigError: If the path leads into a value that is not a mapping, or to a list item that does not exist.
+        ConfigError: If the path leads into a value that is neither a mapping nor a list, or to a list item that does
+            not exist, or if a settings file on the path is not valid.
     """
     if value is None or value.data is None:
         value = find_default(path[:done]) if done < len(path) or add else value
@@ -298,7 +310,7 @@ def make_default(argument: Argument) -> Value | None:
 
 
 def find_shape(annotation: Any) -> Any:
-    """Return the dataclass that an annotation contains; None if it does not contain one."""
+    """Return a dataclass: the annotation itself or the first of its arguments that is one; None if there is none."""
     inner = typing.get_args(annotation) or (annotation,)
     return next((kind for kind in inner if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
@@ -315,7 +327,7 @@ def describe_import_path(target: Any) -> str:
 
 
 def find_value(value: Value | None, path: Path) -> Value | None:
-    """Return the value at a path, or None.
+    """Return the value at a path; None if there is no value.
 
     Args:
         value: The merged settings.
@@ -327,12 +339,12 @@ def find_value(value: Value | None, path: Path) -> Value | None:
 
 
 def as_mapping(value: Value | None) -> Value:
-    """Return settings as a mapping; an empty mapping for None."""
+    """Return settings with a class name converted to a mapping; an empty mapping for None."""
     return Value({}, "default") if value is None or value.data is None else expand_class_name(value)
 
 
 def remove_value(value: Value | None, path: Path) -> Value | None:
-    """Return the settings without the value at a path.
+    """Return the settings without the value at a path; None if the path is empty.
 
     Args:
         value: The merged settings.

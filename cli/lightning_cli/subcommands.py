@@ -12,12 +12,13 @@ class Subcommands:
         self.parser = parser
 
     def add_subcommand(self, name: str, parser: Any, help: str | None = None) -> None:
-        """Add a subcommand, whose parser inherits the main parser's settings.
+        """Add a subcommand with its own parser.
 
         Args:
             name: Name of the subcommand on the command line.
-            parser: Parser of the subcommand's options. Its name, environment prefix and error handling follow the main
-                parser.
+            parser: Parser of the subcommand's options. The main parser determines its name, environment prefix and
+                ``exit_on_error``, its ``default_env`` if True, and its ``parser_mode`` unless the subcommand's parser
+                has another mode than ``"yaml"``.
             help: The subcommand's description in the help. Default: None, the description of ``parser``.
         """
         parser.prog = f"{self.parser.prog} {name}"

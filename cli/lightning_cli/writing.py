@@ -44,7 +44,7 @@ def to_plain(value: Any) -> Any:
     """Return a configuration as plain data, without entries that cannot be represented as text.
 
     Raises:
-        NotWritten: If the value or, for a list, one of its items cannot be represented as text.
+        NotWritten: If the value or, for a list, tuple or set, one of its items cannot be represented as text.
     """
     if isinstance(value, argparse.Namespace):
         value = vars(value)

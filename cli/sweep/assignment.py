@@ -53,6 +53,9 @@ class Assignment:
 
 
 def follow_scheduler() -> None:
-    """Terminate this process when its scheduler ends, if it runs a trial. Call this before anything else."""
+    """Make Linux send SIGTERM to this process when its scheduler dies. Call this function before anything else.
+
+    Does nothing on other systems, or if this process does not run a trial.
+    """
     if (assignment := Assignment.read()) is not None:
         die_with_parent(assignment.scheduler, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""SVG charts of a sweep: its history, parallel coordinates, and a slice plot for each parameter."""
+"""SVG charts of a sweep: its history, parallel coordinates, and slice plots of its parameters."""
 
 from __future__ import annotations
 
@@ -114,7 +114,9 @@ class Axis:
 
     @classmethod
     def of_parameter(cls, parameter: Parameter, name: str) -> Axis:
-        """Return the axis of a parameter, which spans the range of its values.
+        """Return the axis of a parameter.
+
+        A numeric axis spans the parameter's range, with a margin if the range is a single number.
 
         Args:
             parameter: The parameter to show.

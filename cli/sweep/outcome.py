@@ -33,9 +33,9 @@ class Outcome:
 
     Attributes:
         end: Kind of the trial's end, or the reason why the trial has not ended.
-        value: The value of the metric, if the trial is complete.
-        error: The error of a failed trial, or the reason why a trial was cut short.
-        steps: Optimizer steps taken.
+        value: The value of the metric if the trial is complete; otherwise, None.
+        error: The error of a failed trial, or the reason why a trial was cut short; otherwise, empty.
+        steps: Optimizer steps taken; 0 if unknown.
     """
 
     end: End
@@ -89,7 +89,7 @@ def _read_value(run: index.Run) -> float | None:
 
 
 def read_tail(folder: Path) -> str:
-    """Return the last 20 lines that a trial's processes printed, or a note that the output is missing."""
+    """Return at most the last 20 lines that a trial's processes printed, or a note that the output is unreadable."""
     try:
         with (folder / OUTPUT).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _MOST_BYTES))

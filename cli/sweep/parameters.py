@@ -1,4 +1,4 @@
-"""Parameters of a sweep and their values. W&B's and Optuna's keywords are both accepted."""
+"""Parameters of a sweep and their values. Many keywords of W&B and Optuna are accepted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Range:
     Attributes:
         low: Lower bound, inclusive.
         high: Upper bound, inclusive.
-        step: The distance between two values; None for a continuous range.
+        step: The distance between two values. None stands for a continuous range or, for integers, for a distance of 1.
         log: Whether values are drawn on a logarithmic scale.
         integer: Whether values are whole numbers.
     """

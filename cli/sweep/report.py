@@ -55,7 +55,10 @@ class Report:
         return render_document(f"sweep {self.sweep.name}", body, f"<script>{SCRIPT}</script>", STYLE)
 
     def _make_points(self) -> list[TrialPoint]:
-        """Return up to 500 trials to draw: complete ones, then pruned ones, each sorted from the best to the worst."""
+        """Return up to 500 trials to draw: complete ones, then pruned ones, and each group from the best to the worst.
+
+        Trials without a value that can be drawn are omitted.
+        """
         shown = [trial for trial in self.trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
         shown = [trial for trial in shown if is_drawn(trial.value)]
         sign = 1 if self.sweep.metric.goal == "minimize" else -1

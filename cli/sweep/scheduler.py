@@ -163,7 +163,7 @@ class Scheduler:
     # -- the next trial ------------------------------------------------------------------------------------------
 
     def _decide(self) -> int | None:
-        """Claim the next trial for this process, and return its number; None if there is no trial to run."""
+        """Claim the next trial for this process and return its number; None if no trial is left or the sweep stops."""
         with self.folder.deciding():
             trials = self.study.list_trials()
             self._elsewhere = {}
@@ -184,7 +184,7 @@ class Scheduler:
         return None
 
     def _adopt(self, trial: FrozenTrial) -> bool:
-        """Return whether to run a trial whose scheduler has died. If the trial has ended, record its outcome."""
+        """Return whether to run a trial that no scheduler is running. If the trial has ended, record its outcome."""
         number = trial.user_attrs.get("run")
         if number is None:
             return True
@@ -302,7 +302,7 @@ class Scheduler:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _conclude(self) -> int:
-        """Print the state of the sweep and return the exit status. After SIGUSR1, also requeue the job."""
+        """Print the state of the sweep and return the exit status. After SIGUSR1, also requeue the SLURM job."""
         trials = self.study.list_trials()
         counts = Counter(trial.state for trial in trials)
         words = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}

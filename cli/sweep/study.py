@@ -50,13 +50,13 @@ T = TypeVar("T")
 
 
 class Study:
-    """Optuna study of a sweep. Only one process at a time may modify the study, except to report values.
+    """Optuna study of a sweep. Only one process at a time may start a trial or draw its values.
 
     Args:
         sweep: The sweep, as read from its file.
 
     Raises:
-        ConfigError: If the storage cannot be opened, or if an option is invalid.
+        ConfigError: If the storage cannot be opened, or if an option of the method or the pruner is invalid.
     """
 
     def __init__(self, sweep: Sweep) -> None:
@@ -87,8 +87,8 @@ class Study:
     def _complete_pruner(self) -> Choice | None:
         """Return the sweep's pruner; None if there is no pruner.
 
-        Hyperband's ``max_resource`` defaults to the trials' common ``max_epochs``, so that all processes use the same
-        value.
+        If the trials have a common ``max_epochs`` and report once per epoch, Hyperband's ``max_resource`` defaults to
+        this value. All processes then use the same value.
         """
         prune, epochs = self.sweep.prune, _get_max_epochs(self.sweep)
         if prune is None or prune.kind != "hyperband" or epochs is None:
@@ -114,8 +114,8 @@ class Study:
     def draw(self, number: int) -> dict[str, Any]:
         """Return a trial's values as they are stored, and draw values that the trial does not have yet.
 
-        The values depend on the sweep's seed and the trial's number, and on earlier trials if the method learns from
-        them. An interruption does not change the values.
+        The values depend on the trial's number and, unless the method is ``grid``, on the sweep's seed. With ``tpe``,
+        they also depend on earlier trials. Values that were drawn before an interruption are kept.
 
         Args:
             number: The trial's number in the study, from 0.
@@ -196,7 +196,7 @@ def open_storage(url: str) -> BaseStorage:
 
 
 def open_trial(study: optuna.Study, number: int) -> Trial:
-    """Return a trial that was started by another process or an earlier session.
+    """Return an existing trial, which another process or an earlier session may have started.
 
     Args:
         study: The study that contains the trial.
@@ -206,7 +206,9 @@ def open_trial(study: optuna.Study, number: int) -> Trial:
 
 
 def retry(access: Callable[[], T]) -> T:
-    """Call a function that accesses the storage and return its result. Retry if the database is busy.
+    """Call a function that accesses the storage and return its result.
+
+    If the storage reports an internal error, for example because the database is busy, the call is repeated.
 
     Args:
         access: Function without arguments that accesses the storage.
@@ -323,7 +325,10 @@ def _get_id(study: optuna.Study, number: int) -> int:
 
 
 def _get_max_epochs(sweep: Sweep) -> int | None:
-    """Return ``max_epochs`` if it is the same in all trials and they report once per epoch; otherwise, None."""
+    """Return the positive ``max_epochs`` that all trials share; None without one.
+
+    Return None, too, if the sweep sets ``max_steps`` or ``val_check_interval``.
+    """
     trainer = sweep.base.data.get("trainer")
     flags = trainer.data if trainer is not None and isinstance(trainer.data, dict) else {}
     varied: Sequence[str] = [parameter.key for parameter in sweep.parameters]

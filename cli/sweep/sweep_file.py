@@ -117,7 +117,8 @@ class Sweep:
         prune: The pruner, which ends unpromising trials early; None if no trial is pruned.
         seed: The seed for drawing the trials' values.
         storage: An Optuna URL or ``"journal"``; None for an SQLite file in the sweep's folder.
-        max_failures: The number of failures after which the sweep ends if no trial has succeeded; None for no limit.
+        max_failures: The number of failures in one session after which the sweep ends if no trial has been completed or
+            pruned; None for no limit.
     """
 
     file: str
@@ -198,11 +199,10 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
         file: Path of a YAML file.
         overrides: Overrides in the form that `load` accepts. A key in a section of the configuration, except ``seed``,
             changes the configuration; any other key changes the sweep.
-        defaults: Default configuration, which the sweep's configuration overrides.
+        defaults: Default configuration, which the sweep's configuration overrides. Default: None, no values.
 
     Raises:
-        ConfigError: If the file or an override is invalid. If files and overrides can be merged, the error names every
-            problem; otherwise, only the first.
+        ConfigError: If the sweep file, a configuration file or an override is invalid.
     """
     of_sweep: list[str] = []
     of_config: list[str] = []
@@ -231,7 +231,11 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
 def _read_base(
     value: Value | None, folder: Path, overrides: Sequence[str], defaults: Mapping[str, Any] | None
 ) -> Value:
-    """Return the configuration of every trial. Paths of configuration files are relative to the sweep file."""
+    """Return the configuration of every trial. Paths of configuration files are relative to the sweep file.
+
+    Raises:
+        ConfigError: If the configuration is invalid, or sets ``ckpt_path`` or ``schedule``.
+    """
     sources: list[str | Path | Value] = []
     for item in [] if value is None else value.data if isinstance(value.data, list) else [value]:
         if not isinstance(item.data, str | dict):
@@ -271,7 +275,7 @@ class _Reader:
 
         Args:
             base: The configuration of every trial.
-            section: The section ``parameters``.
+            section: The section ``parameters``; None if the file does not have it.
 
         Raises:
             ConfigError: If there are problems; the error names all of them.

@@ -106,14 +106,14 @@ class SweepFolder:
     def is_new(self) -> bool:
         """Return whether the sweep is new. If it is not, check that it was started with the same settings.
 
-        Requires the lock of `deciding`.
+        Requires the lock of `deciding`. ``trials``, ``processes`` and ``max_failures`` may differ.
 
         Returns:
             True if the folder contains neither a sweep nor runs; False if it contains the same sweep.
 
         Raises:
             ConfigError: If the folder contains a sweep with other settings, a ``sweep.json`` that cannot be parsed, or
-                runs that are not trials of a sweep.
+                runs but no ``sweep.json``.
         """
         file = self.path / DESCRIPTION
         anew = (

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def trial_of(folder: RunFolder) -> TrialCallback | None:
-    """Return the callback that a sweep's trial needs; None if the run is not a trial or ``sweep.json`` is unreadable.
+    """Return the callback that a sweep's trial needs; None if the run is not a trial.
+
+    For a trial that a user continues without the sweep, return None if ``sweep.json`` is unreadable.
 
     Args:
         folder: Folder of the run. A run at a URL is never a trial.
@@ -48,8 +50,8 @@ def _read_assignment(folder: Path) -> Assignment | None:
 class TrialCallback(PruningCallback):
     """Callback that records the metric of a sweep's trial and stops the trial if the study's pruner requests it.
 
-    Unlike `PruningCallback`, this callback does not raise an exception: a pruned trial ends like a run that is stopped
-    early, and saves a checkpoint. Checkpoints contain the callback's state, so a continued trial keeps its best value.
+    Unlike `PruningCallback`, this callback does not raise an exception to prune a trial. A pruned trial ends like a run
+    that is stopped early. Checkpoints contain the callback's state, so a continued trial keeps its best value.
 
     Args:
         assignment: The trial's folder, metric and pruner.
@@ -104,7 +106,7 @@ class TrialCallback(PruningCallback):
         return open_trial(study, assignment.number)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop a trial that was already pruned when its sweep continued it. A trial that a user continues may train."""
+        """Stop a trial that was already pruned when its sweep continued it. A user may continue a pruned trial."""
         if self.pruned is not None and self._assignment.pruner:
             self._prune(trainer)
         else:

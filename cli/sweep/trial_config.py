@@ -23,7 +23,8 @@ class TrialConfigs:
 
     Args:
         sweep: The sweep, as read from its file.
-        program: The command that runs a trial, for the first line of the configuration file.
+        program: The command that runs a trial, for the first line of the configuration file. Default: ``"treadle
+            fit"``.
         model: The task's class, unless the configuration names a subclass. Default: None; the configuration must then
             name the task's class.
         data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
@@ -43,8 +44,7 @@ class TrialConfigs:
         """Validate every choice and both ends of every range, with all other parameters at their first value.
 
         Raises:
-            ConfigError: If a configuration is invalid or sets ``fast_dev_run``. If the first values are invalid, the
-                error names their problems only; otherwise, it names every problem.
+            ConfigError: If a configuration is invalid or sets ``fast_dev_run``.
         """
         first = {parameter.key: next(parameter.list_samples()) for parameter in self.sweep.parameters}
         problems = self._list_problems(first)
@@ -88,8 +88,9 @@ class TrialConfigs:
         """Return the number of processes per trial and the GPUs that trials may use.
 
         Returns:
-            The number of devices that ``devices`` of the configuration selects. ``"auto"`` and -1 select every GPU of
-            a trial's share. Then the GPUs as in ``CUDA_VISIBLE_DEVICES``, or None without GPUs or if the accelerator is
+            A tuple of the number of processes and the GPUs. The number follows from ``devices`` in the configuration:
+            ``"auto"`` and -1 stand for one process for each GPU of a trial's share, or one process without GPUs. The
+            GPUs are named as in ``CUDA_VISIBLE_DEVICES``. They are None without GPUs, or if the accelerator is
             ``"cpu"`` or ``"mps"``.
 
         Raises:

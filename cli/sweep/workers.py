@@ -46,9 +46,9 @@ class Workers:
 
     Args:
         count: The maximum number of trials that run at the same time.
-        devices: Number of processes of each trial.
-        gpus: GPUs of this machine, as in ``CUDA_VISIBLE_DEVICES``, which are divided among the trials. None leaves the
-            GPUs unrestricted.
+        devices: Number of processes of each trial. Default: 1.
+        gpus: GPUs of this machine, as in ``CUDA_VISIBLE_DEVICES``, which are divided among the trials. None, or a
+            ``count`` of 1, leaves the GPUs unrestricted. Default: None.
 
     Attributes:
         running: The running processes, by the trial's number in the study.
@@ -65,7 +65,7 @@ class Workers:
         return len(self.running) < self.count
 
     def start(self, trial: int, folder: Path, command: Sequence[str], variables: Mapping[str, str]) -> Worker:
-        """Start the process of a trial. Its output is appended to ``output.log`` in the run folder.
+        """Start the process of a trial. The process's output is appended to ``output.log`` in the run folder.
 
         Call this method on the main thread: a trial ends with its parent, and Linux regards the thread that started the
         process as the parent.
@@ -98,7 +98,10 @@ class Workers:
         self._events.put(worker.trial)
 
     def _share_machine(self, slot: int) -> dict[str, str]:
-        """Return the environment variables that give a slot its share of the CPUs and GPUs; empty for a single slot."""
+        """Return the environment variables that give a slot its share of the CPUs and GPUs; empty for a single slot.
+
+        ``OMP_NUM_THREADS`` is not changed if it is set already.
+        """
         shares: dict[str, str] = {}
         if self.count > 1 and not os.environ.get("OMP_NUM_THREADS"):
             shares["OMP_NUM_THREADS"] = str(max(1, cpus() // (self.count * self.devices)))
@@ -123,7 +126,7 @@ class Workers:
         return None if trial is None else self.running.pop(trial)
 
     def end(self, number: signal.Signals) -> None:
-        """Send a signal to every process. SIGKILL is sent to the child processes, too.
+        """Send a signal to the process of every running trial. SIGKILL is sent to child processes, too.
 
         Args:
             number: The signal to send.

@@ -116,7 +116,7 @@ def load(
 
 
 def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
-    """Start the next epoch if the state was saved after the last batch of one; return the info for this epoch."""
+    """Start the next epoch if the state was saved after the last batch of one; return the updated info."""
     loaders = _list_training_loaders(accelerator)
     epochs = [loader.epoch for loader in loaders]
     with isolated_random_state():  # so that an empty pass does not change what the process draws next

@@ -21,7 +21,7 @@ T = TypeVar("T")
 class OpenCheckpoint:
     """Committed checkpoint whose manifest is parsed, and whose files are verified and opened at most once.
 
-    No file stays open: tensors are read on demand. After `verify`, access to a file that has changed raises an error.
+    Tensors are read on demand. After `verify`, access to a file that has changed raises an error.
 
     Args:
         path: The checkpoint's directory or URL.

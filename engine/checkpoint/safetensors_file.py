@@ -133,6 +133,7 @@ class FilePiece:
 
         Raises:
             ValueError: If the file cannot be opened, has changed or is too short.
+            OSError: If too many files are open.
         """
         if out.device.type != "cpu" or out.dtype != self.dtype or not out.is_contiguous():
             out.copy_(self.get(exact=False))
@@ -309,8 +310,8 @@ Box = tuple[tuple[int, int], ...]  # begin and end in each dimension
 class Stored:
     """Tensor that may be stored in several files, each with a shard of it.
 
-    ``stored[...]`` returns the full tensor, ``stored[2:4, :]`` only the rows in the slice. Other indices than slices
-    without a step are not supported.
+    ``stored[...]`` returns the full tensor, ``stored[2:4, :]`` only the rows in the slice. Only ``...`` and slices
+    without a step are supported.
 
     Attributes:
         name: Name of the tensor, for errors.

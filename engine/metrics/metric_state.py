@@ -26,8 +26,8 @@ _MOST = 256  # a longer list among a task's attributes holds data, not metrics
 def find(owner: nn.Module) -> dict[str, Any]:
     """Return a module's metric objects by place, such as ``"head.accuracy"``, including those in lists and dicts.
 
-    Lists, tuples and dicts (of at most 256 items) and objects that are not modules are found only in the attributes of
-    ``owner`` itself, not in those of its submodules.
+    Lists, tuples and dicts are searched only if they are attributes of ``owner`` itself and have at most 256 items.
+    Objects that are not modules are found only in these and as attributes of ``owner`` itself.
 
     Args:
         owner: The module to search, usually the task.

@@ -31,9 +31,8 @@ class Agreement:
     """Votes of all processes in an optimizer step, summed over the processes.
 
     The votes are summed together with the gradients if the strategy supports this, else in a separate collective. On
-    the CPU, and with ``immediate``, the result is read in the same step. Otherwise, accelerators read it one step
-    later, so that the host does not wait for the device. With a world size of one, a stop request takes effect in the
-    same step.
+    the CPU, and with ``immediate``, the result is read in the same step. Otherwise, the host reads it one step later,
+    so that it does not wait for the device. With a world size of one, a stop request takes effect in the same step.
 
     Args:
         world: All processes.

@@ -44,8 +44,8 @@ class BuiltSchedule:
 def copy_plain_options(optimizer: Optimizer) -> list[State]:
     """Return the options of an optimizer's parameter groups, such as ``lr`` and ``weight_decay``, as plain data.
 
-    The list contains one dict for each group. Options of the implementation, such as ``fused``, and options that are
-    not plain data are omitted.
+    The list contains one dict for each group. Options of the implementation, such as ``fused``, and options that
+    `to_plain` does not convert to plain data are omitted.
 
     Args:
         optimizer: The optimizer to read.

@@ -188,7 +188,8 @@ def sweep(job: int | None = None, all_ended: bool = False) -> None:
     Args:
         job: Job that ends on this machine, identified as in `open_scratch`. Its unfinished directories are also
             removed. Default: None, for a job that begins.
-        all_ended: Whether all ranks of the job have been ended, although a killed one may still exist. Default: False.
+        all_ended: Whether the launcher has ended all ranks of the job. Their files are then removed even if a killed
+            process has not exited yet. Default: False.
     """
     for entry in _list_entries():
         if entry.job == job and (all_ended or entry.has_left or not entry.is_alive):

@@ -59,7 +59,8 @@ class Logbook:
         bar_values: The latest reduced values for the progress bar, by name.
         logged_values: The latest values sent to the loggers, by name.
         evaluated: Number of batches processed from each validation dataloader within ``fit``.
-        newest: Names that the last epoch or evaluation logged.
+        newest: Names of the values with ``on_epoch=True`` that the last epoch or evaluation logged, with and without
+            the suffix ``_epoch``.
         watch: Names and step of the latest validation within ``fit``.
         folder: The run's folder if it was created because no logger has one; otherwise None.
     """

@@ -83,7 +83,7 @@ def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, Remote
 def find_next_sequence(directory: RemotePath) -> int:
     """Return a number above the sequence numbers of the checkpoints in a folder with readable manifests.
 
-    The process remembers the number, and counts on from it in later calls without listing the folder again.
+    The process remembers the number. Later calls return higher numbers without listing the folder again.
 
     Args:
         directory: The URL of the checkpoints.
