@@ -73,7 +73,7 @@ class LatestValidation:
 
 
 def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str, float]:
-    """Return the available logged values, identical on every rank. Must be called on all ranks.
+    """Return the latest available value of each logged name, identical on every rank. Must be called on all ranks.
 
     Args:
         trainer: The running Trainer.

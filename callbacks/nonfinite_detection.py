@@ -37,7 +37,7 @@ class NonFiniteWatch(Callback):
 
     Raises:
         ValueError: If both checks are disabled or, during training, if a value is not finite. The error names the
-            tensor, the step and, unless the gradients were already reduced over all ranks, the rank.
+            tensor and the step and, unless the tensor is a gradient that is reduced over all ranks, the rank.
         TypeError: If an argument is not a bool.
 
     Example:

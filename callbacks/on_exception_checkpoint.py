@@ -21,7 +21,7 @@ class OnExceptionCheckpoint(ModelCheckpoint):
 
     Args:
         dirpath: Directory of the checkpoint, or its URL.
-        filename: Name of the checkpoint without the extension. Default: ``"on_exception"``.
+        filename: Name of the checkpoint without the extension, not a template. Default: ``"on_exception"``.
 
     Raises:
         ValueError: If an argument is invalid, for example because ``filename`` is empty or leaves ``dirpath``.

@@ -26,8 +26,9 @@ class WeightAveraging(Averaging):
 
     The model in a checkpoint that is saved during training has the trained weights. The checkpoint also contains the
     averages, if there are any. A resumed run restores the averages with any world size. If the Trainer has this
-    callback, ``validate``, ``test`` and ``predict`` with a checkpoint use its averages, or with a warning its trained
-    weights if it has no averages. `averaged_weights` returns the averages in a checkpoint for other uses.
+    callback, ``validate``, ``test`` and ``predict`` with a ``ckpt_path`` use the checkpoint's averages. If the
+    checkpoint has no averages, they warn and use its trained weights. `averaged_weights` returns the averages in a
+    checkpoint for other uses.
 
     The callback runs before the task's own hooks (``after_task`` is 0), so the averages are already in the model in the
     task's ``on_validation_start``.

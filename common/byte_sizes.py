@@ -16,8 +16,8 @@ def parse_bytes(size: int | str, argument: str = "size", minimum: int = 0) -> in
     """Parse a size such as ``"1GB"`` (10**9 bytes) or ``"1.5GiB"`` (1.5 * 2**30 bytes), and return it in bytes.
 
     Args:
-        size: An integer number of bytes, or text such as ``"512"``, ``"1.5GiB"`` or ``"20 MB"``. Units range from B to
-            PB and PiB, and must end in a capital ``B``.
+        size: An integer number of bytes, or text such as ``"512"``, ``"1.5GiB"`` or ``"20 MB"``. The unit is B, KB to
+            PB (powers of 1000) or KiB to PiB (powers of 1024), with a capital ``B`` at the end.
         argument: The name of the argument, for the error. Default: ``"size"``.
         minimum: The smallest valid size in bytes. Default: 0.
 

@@ -21,8 +21,8 @@ class PruningCallback(Callback):
     pruned trial are kept, including that of its last epoch.
 
     A value is reported after each epoch. If validation is enabled and does not run exactly once per epoch, a value is
-    reported after each validation instead. The reported step is the epoch's index or, if ``val_check_interval`` makes
-    validation run at a fraction of an epoch or after several batches, the index of the report.
+    reported after each validation instead. The reported step is the epoch's index if validation is disabled or runs
+    only at the end of epochs. Otherwise, it is the index of the report.
 
     Args:
         trial: The trial, on rank zero. Other ranks may pass None. Optuna's ``TorchDistributedTrial`` is also accepted.

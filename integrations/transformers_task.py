@@ -33,8 +33,8 @@ class TransformersTask(TaskModule):
     """Task that fine-tunes, evaluates and generates with any transformers model whose ``forward`` returns a loss.
 
     A batch is the input of the model: a dict with ``input_ids``, ``attention_mask``, ``labels``, ..., as built by the
-    collators of transformers. If labels are tokens, the loss of each batch is weighted by the number of its labels, so
-    padding, accumulation and world size do not change gradients.
+    collators of transformers. If labels belong to tokens, the loss of each batch is weighted by the number of its
+    labels, so padding, accumulation and world size do not change gradients.
 
     The task logs ``train_loss``, ``val_loss`` and ``test_loss``, and each of ``metrics`` as ``val_NAME`` and
     ``test_NAME``. `Trainer.predict` returns generated texts if ``generation`` is set, otherwise logits.
@@ -153,7 +153,7 @@ class TransformersTask(TaskModule):
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Return a dict with the loss and, if each token has a label, the number of labels in the loss as ``"weight"``.
+        """Return a dict with the loss and, if labels belong to tokens, the result of `count_targets` as ``"weight"``.
 
         Args:
             batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.
@@ -297,7 +297,7 @@ class TransformersTask(TaskModule):
             self.log_dict({f"{stage}_{name}": metric for name, metric in metrics.items()}, on_step=False, on_epoch=True)
 
     def _get_loss(self, outputs: Any, batch: Mapping[str, Any], count: Tensor | None) -> Tensor:
-        """Return the loss of a batch, or 0 if the labels are tokens and all of them are ignored."""
+        """Return the loss of a batch, or 0 if the labels belong to tokens and all of them are ignored."""
         loss: Tensor | None = getattr(outputs, "loss", None)
         if loss is None:
             fix = "Use a model class that computes a loss" if "labels" in batch else "Add 'labels' to the batch"

@@ -28,7 +28,7 @@ class DrawnBar(ProgressBar):
     ``strict`` is True, the error is raised instead. Values are read from the device only to draw or print them.
 
     Args:
-        refresh_rate: Rate of redraws, in a unit that subclasses define; 0 draws nothing.
+        refresh_rate: Rate of redraws, in a unit that subclasses define; 0 draws and prints nothing.
         leave: Leave the bar of each epoch on the screen, not only the last one.
         line_every: Minimum number of seconds between the lines that are printed if no bar can be drawn.
     """

@@ -301,7 +301,10 @@ def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
 
 
 def collect_hyperparameters(owner: Any) -> dict[str, str]:
-    """Return a task's or data module's hyperparameters as texts by name; empty for None or with ``logger=False``."""
+    """Return a task's or data module's hyperparameters as texts by name.
+
+    The dict is empty for None, or if the hyperparameters were saved with ``logger=False``.
+    """
     if owner is None or not owner.log_hyperparameters:
         return {}
     left_out = {name: f"not stored: {words}" for name, words in owner.stored_hparams().left_out.items()}

@@ -29,8 +29,8 @@ class RunRecord(BestEffortCallback):
     Args:
         write: Function with two arguments: the entries to report, by name, and the charts, as `build_charts` returns
             them. The charts are None if they are not reported.
-        every_seconds: Minimum number of seconds between two of the regular calls during training. The interval is also
-            at least a hundred times as long as a call. Default: 3.0.
+        every_seconds: Minimum number of seconds between two regular calls during training. The interval is also at
+            least a hundred times as long as a call. Default: 3.0.
 
     Attributes:
         began: Whether the first training epoch, or a stage other than ``fit``, has begun.

@@ -10,7 +10,7 @@ A point is a place in a run, with ``:before`` as the default moment:
     backward[:before|after]          `Accelerator.backward`, each micro-batch
     step[:before|after]              a prepared optimizer's real step; after: weights updated, step not counted yet
     callback:HOOK[:before|after]     before or after all calls of this hook, such as on_train_batch_end
-    disk:OPERATION[:before|after]    a disk operation on files of checkpoints or of a run folder
+    disk:OPERATION[:before|after]    a disk operation on files that Treadle writes, such as those of a checkpoint
     disk:write_...:half              half of the file is written
 
 `OPERATIONS` lists the disk operations. A point may contain ``*``: ``disk:*`` matches the moment before each of them. An
@@ -259,10 +259,13 @@ def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractConte
 
 
 class DiskPoint(NamedTuple):
-    """Moment of a disk operation: ``"before"``, ``"half"`` or ``"after"``.
+    """Moment at which a disk operation can fail.
 
-    ``number`` counts the operations of all kinds that reached this moment, from 1. ``path`` is the first path of the
-    operation.
+    Attributes:
+        operation: Name of the operation, such as ``"fsync"``.
+        moment: ``"before"``, ``"half"`` or ``"after"``.
+        number: Number of the operation among those of all kinds that reached this moment, counted from 1.
+        path: First path of the operation.
     """
 
     operation: str
