@@ -358,8 +358,8 @@ class LightningArgumentParser:
         """Add the arguments of an optimizer.
 
         Args:
-            optimizer_class: The optimizer's class, or a tuple of base classes, one of which the class that the settings
-                name must extend. Default: a tuple with ``torch.optim.Optimizer``.
+            optimizer_class: The optimizer's class, or a tuple of base classes. With a tuple, the settings name the
+                class, which must extend one of these. Default: a tuple with ``torch.optim.Optimizer``.
             nested_key: Dotted key under which the arguments are added. Default: ``"optimizer"``.
             link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes the
                 task of a `LightningCLI` use the optimizer; see `LightningCLI.configure_optimizers`. Default:
@@ -379,8 +379,8 @@ class LightningArgumentParser:
         """Add the arguments of a learning rate scheduler.
 
         Args:
-            lr_scheduler_class: The scheduler's class, or a tuple of base classes, one of which the class that the
-                settings name must extend. Default: ``LRScheduler`` and `ReduceLROnPlateau`.
+            lr_scheduler_class: The scheduler's class, or a tuple of base classes. With a tuple, the settings name the
+                class, which must extend one of these. Default: a tuple of ``LRScheduler`` and `ReduceLROnPlateau`.
             nested_key: Dotted key under which the arguments are added. Default: ``"lr_scheduler"``.
             link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes the
                 task of a `LightningCLI` use the scheduler; see `LightningCLI.configure_optimizers`. Default:
@@ -752,8 +752,8 @@ class LightningArgumentParser:
     def instantiate_classes(self, cfg: Namespace, instantiate_groups: bool = True) -> Namespace:
         """Return the configuration with its objects built.
 
-        Groups that were added with ``instantiate=False``, such as the Trainer's arguments, do not become objects. Only
-        the objects nested in them are built.
+        Groups that were added with ``instantiate=False`` do not become objects. Only the objects nested in them are
+        built.
 
         Args:
             cfg: A parsed configuration, whose values may have been modified.
@@ -805,7 +805,8 @@ class LightningArgumentParser:
             format: ``"yaml"``, ``"json"`` or ``"json_indented"``. Default: None, YAML.
             skip_none: Whether to omit keys whose value is null. Default: True.
             skip_default: Whether to omit values that equal their default. The settings of an object with a
-                ``class_path`` and the section of a subcommand are omitted or kept as a whole. Default: False.
+                ``class_path`` are omitted or kept as a whole. The section of a subcommand is always kept. Default:
+                False.
             skip_link_targets: Whether to omit the values that links set. Default: True.
             **unused: Accepted and ignored.
         """
