@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks import Callback
 from ...common.messages import nearest
+from ...common.remote_path import RemotePath, as_path
 from ...common.version import __version__
 from ...trainer import Trainer
 from ...trainer.core import REQUIRED, Argument, DataModule, TaskModule, described, signature
@@ -846,7 +847,7 @@ class LightningArgumentParser:
 
         Args:
             cfg: The configuration to write.
-            path: Path of the file to write.
+            path: Path or URL of the file to write.
             format: See `dump`. Default: None, JSON if the file's suffix is ``.json``, otherwise YAML.
             skip_none: Whether to omit keys whose value is null. Default: True.
             overwrite: Whether to replace an existing file. Default: False.
@@ -856,10 +857,13 @@ class LightningArgumentParser:
             FileExistsError: If the file exists and ``overwrite`` is False.
             OSError: If the file cannot be written.
         """
-        file = FilePath(path)
+        file = as_path(path)
         if file.exists() and not overwrite:
             raise FileExistsError(f"{file} exists. Pass overwrite=True, or write to another file.")
-        text = self.dump(cfg, format or ("json" if file.suffix == ".json" else None), skip_none, **options)
+        text = self.dump(cfg, format or ("json" if file.name.endswith(".json") else None), skip_none, **options)
+        if isinstance(file, RemotePath):
+            file.write_bytes(text.encode())
+            return
         draft = file.with_name(f".{file.name}.{os.getpid()}")
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, file)  # a concurrent reader sees the complete file or none

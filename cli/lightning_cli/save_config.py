@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import Callback
+from ...common.remote_path import as_path
+from ...engine.weights import make_parent
 from .namespace import Namespace
 from .parser import LightningArgumentParser
 
@@ -79,16 +80,16 @@ class SaveConfigCallback(Callback):
             world = trainer.accelerator.world
             # Reading a logger's folder may create one, which only rank zero may do.
             folder = world.broadcast(trainer.log_dir or trainer.default_root_dir if world.is_main else None)
-            path = os.path.join(folder, self.config_filename)
-            if not self.overwrite and world.broadcast(os.path.isfile(path) if world.is_main else None):
+            path = as_path(folder) / self.config_filename
+            if not self.overwrite and world.broadcast(path.is_file() if world.is_main else None):
                 raise RuntimeError(
                     f"{path} already exists; it is probably from an earlier run. Delete it, pass "
                     "LightningCLI(save_config_kwargs={'overwrite': True}) to overwrite it, or pass "
                     "LightningCLI(save_config_callback=None) to save no configuration."
                 )
             if trainer.is_global_zero:
-                os.makedirs(folder, exist_ok=True)
-                self.parser.save(self.config, path, skip_none=False, overwrite=self.overwrite)
+                make_parent(path)
+                self.parser.save(self.config, str(path), skip_none=False, overwrite=self.overwrite)
         if trainer.is_global_zero:
             self.save_config(trainer, pl_module, stage)
         self.already_saved = True

@@ -120,8 +120,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
 Piece = bytes | memoryview
 
 
-def allow_more_files() -> None:
-    """Raise the limit of open files, of which each mapped tensor counts as one, as far as the system permits."""
+def allow_more_files() -> bool:
+    """Raise the limit of open files, of which each mapped tensor counts as one, as far as the system permits.
+
+    Returns:
+        Whether the limit was raised.
+    """
     if sys.platform != "win32":
         import resource
 
@@ -129,6 +133,8 @@ def allow_more_files() -> None:
         most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
         if resource.RLIM_INFINITY != soft < most:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            return True
+    return False
 
 
 def serialize_tensors(tensors: Mapping[str, Whole], notes: dict[str, str]) -> tuple[int, Iterator[Piece]]:

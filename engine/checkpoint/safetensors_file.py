@@ -113,9 +113,8 @@ class FilePiece:
         try:
             view = self._map(skip)
         except OSError as error:
-            if error.errno != errno.EMFILE:
+            if error.errno != errno.EMFILE or not allow_more_files():
                 raise
-            allow_more_files()
             view = self._map(skip)
         return torch.frombuffer(view, dtype=torch.uint8, offset=skip).view(self.dtype).view(self.shape)
 
@@ -154,8 +153,8 @@ class FilePiece:
         try:
             file = self.path.open("rb", buffering=0)
         except OSError as error:
-            if error.errno == errno.EMFILE:
-                raise
+            if error.errno == errno.EMFILE and allow_more_files():
+                return self._open()
             raise ValueError(
                 f"{self.path} can't be opened: {error.strerror}. Its tensors are read on demand, so the file is still "
                 "needed. Restore it, and load the weights again."

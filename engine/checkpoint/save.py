@@ -496,8 +496,10 @@ def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
     Raises:
         ValueError: If ``info`` uses a name of the run's own metadata, contains itself, or is nested more than 100
             levels deep.
-        TypeError: If ``info`` contains tensors, arrays, or something that is not data.
+        TypeError: If ``info`` is not a dict, or contains tensors, arrays, or something that is not data.
     """
+    if not isinstance(info, Mapping):
+        raise TypeError(f"save_state(info={info!r:.100}) must be a dict of values by name.")
     metadata = run_metadata(accelerator)
     if clashing := sorted(metadata.keys() & info.keys()):
         raise ValueError(

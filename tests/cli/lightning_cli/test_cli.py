@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+import uuid
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from processes import run, script
 from quiet import QUIET
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from treadle.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from treadle.common.remote_path import RemotePath
 
 import treadle
 
@@ -461,3 +463,13 @@ def test_a_script_on_the_shell(here):
     words = ["fit", "--trainer.max_epochs=2", "--trainer.accelerator", "cpu", *flags]
     done = script(textwrap.dedent(SCRIPT), *words, env={"PYTHONPATH": SUPPORT})
     assert float(done.stdout.split("loss ")[-1]) == pytest.approx(3.149636, rel=1e-5)
+
+
+def test_a_configuration_is_saved_at_a_url(here):
+    url = f"memory://{uuid.uuid4().hex}"
+    words = ("fit", "--trainer.max_epochs=0", f"--trainer.default_root_dir={url}")
+    execute(*words, save_config_callback=SaveConfigCallback)
+    assert url in (RemotePath(url) / "config.yaml").read_bytes().decode()
+    assert not list(here.glob("memory:*"))
+    with pytest.raises(RuntimeError, match=r"config.yaml already exists"):
+        execute(*words, save_config_callback=SaveConfigCallback)

@@ -777,6 +777,8 @@ def test_what_is_no_place_and_no_part(tmp_path):
         accelerator.save_state(5)
     with pytest.raises(TypeError, match=r"load_state\(input_dir=5\) must be a path"):
         accelerator.load_state(5)
+    with pytest.raises(TypeError, match=r"save_state\(info=\[3\]\) must be a dict of values by name"):
+        accelerator.save_state(tmp_path / "a", info=[3])
     for parts in ({3: 3}, [3]):
         with pytest.raises(TypeError, match=r"save_state\(parts=.*must be a dict of states by name"):
             accelerator.save_state(tmp_path / "a", parts=parts)
