@@ -32,7 +32,7 @@ class Steppable(Protocol):
 
 @runtime_checkable
 class Optimizable(Steppable, Protocol):
-    """Protocol of objects with an optimizer's attributes and its methods to step, save and load its state."""
+    """Protocol of objects with an optimizer's attributes and its methods for steps and for the state."""
 
     param_groups: list[dict[Any, Any]]
     defaults: dict[Any, Any]

@@ -97,7 +97,7 @@ class TorchCheckpointIO(CheckpointIO):
         Raises:
             FileNotFoundError: If ``path`` does not exist.
             ValueError: If ``path`` is a directory that does not contain a valid checkpoint.
-            pickle.UnpicklingError: If the file contains other values than ``weights_only`` allows.
+            pickle.UnpicklingError: If the file contains an object that ``weights_only`` forbids.
         """
         if Path(path).is_dir():
             return load_checkpoint(path, map_location)

@@ -217,10 +217,10 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """Return the indices of the first CUDA devices on which a tensor can be created.
 
     Args:
-        num_devices: The number of devices; -1 (default) for all usable devices, even if there are none.
+        num_devices: The number of devices; -1 (default) for all usable devices, possibly none.
 
     Raises:
-        ValueError: If torch detects fewer devices than ``num_devices`` or, with -1, none.
+        ValueError: If torch detects fewer devices than ``num_devices``, or no device if ``num_devices`` is -1.
         RuntimeError: If fewer devices than ``num_devices`` are usable.
     """
     count = torch.cuda.device_count()

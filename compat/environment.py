@@ -248,8 +248,8 @@ def _query_gpus(field: str) -> list[str]:
 def check_cuda_p2p_ib_support() -> bool:
     """Return whether the machine's GPUs can exchange data directly.
 
-    The result is False if there are several GPUs and the name of one of them contains ``RTX 40``, as that of a GeForce
-    RTX 4090 does. Otherwise, also without a driver, it is True.
+    The result is False if there are several GPUs and the name of one of them contains ``RTX 40``, such as GeForce RTX
+    4090. In all other cases, including without a driver, it is True.
     """
     try:
         names, count = get_gpu_info()

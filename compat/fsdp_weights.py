@@ -217,7 +217,8 @@ def load_fsdp_model(
         The missing and unexpected keys, as ``Module.load_state_dict`` returns them.
 
     Raises:
-        ValueError: If the file with the full state lacks weights of the model, unless ``adapter_only`` is set.
+        ValueError: If `save_fsdp_model` rejects the arguments. On rank zero, also if the file with the full state lacks
+            weights of the model, unless ``adapter_only`` is set.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 

@@ -147,7 +147,7 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict that contains each tensor once, for a file of safetensors.
+    """Return a state dict that contains each tensor once, for a safetensors file.
 
     If a tensor has several names, all but the first are removed, with a warning. Other tensors that share memory with
     an earlier one are copied.
@@ -204,7 +204,8 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         safe_serialization: Whether to write safetensors. Default: False.
 
     Raises:
-        TypeError: If ``safe_serialization`` is True and ``obj`` contains a value that safetensors does not support.
+        TypeError: If ``safe_serialization`` is True and ``obj`` contains a value that is not a tensor, or a tensor of a
+            dtype that safetensors does not support.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:

@@ -59,9 +59,9 @@ class DataLoaderStateMixin:
 
     Attributes:
         end_of_dataloader: Whether the current batch is the last one. Always False for a `SkipDataLoader`.
-        remainder: Number of samples in the last global batch, not counting repeated ones; -1 if unknown. A complete
-            batch counts as 0 or as the global batch size. For an `IterableDatasetShard`, the value is also 0 for a
-            batch that contains repeated samples.
+        remainder: Number of samples in the last global batch, not counting repeated ones; -1 if unknown, for example
+            with ``drop_last``. A complete batch counts as 0 or as the global batch size. For an `IterableDatasetShard`,
+            the value is also 0 for a batch that contains repeated samples.
     """
 
     end_of_dataloader = False
@@ -302,7 +302,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples of all ranks; for an `IterableDatasetShard`, the length of this rank's share."""
+        """Number of samples of all ranks; for an `IterableDatasetShard`, its length."""
         return self.dataset.total_length if hasattr(self.dataset, "total_length") else len(self.dataset)
 
 
@@ -507,7 +507,7 @@ def prepare_data_loader(
         device: Device to which batches are moved if ``put_on_device`` is set. None (default) leaves them in place.
             Ignored with ``dispatch_batches``.
         num_processes: Number of ranks that share the batches. Default: the world size. Ignored with
-            ``torch_device_mesh`` and ``dispatch_batches``.
+            ``torch_device_mesh`` or ``dispatch_batches``.
         process_index: Rank whose share is read. Default: the rank of this process. Ignored with ``dispatch_batches``.
         split_batches: Whether to split each batch among the ranks, so that its size is the global batch size.
         put_on_device: Whether to move batches to ``device`` or, with ``dispatch_batches``, to this process's device.
@@ -515,7 +515,7 @@ def prepare_data_loader(
             with ``dispatch_batches``.
         dispatch_batches: Whether only rank zero reads data. Default: only if an ``IterableDataset`` is put on a device.
         even_batches: Whether to fill the last batches with samples from the beginning. Default: True. Ignored for an
-            ``IterableDataset`` and with ``dispatch_batches``.
+            ``IterableDataset`` or with ``dispatch_batches``.
         slice_fn_for_dispatch: See ``slice_fn`` of `DataLoaderDispatcher`.
         use_seedable_sampler: Whether to draw a random order with `SeedableRandomSampler`.
         data_seed: Seed of the `SeedableRandomSampler`. Default: the seed of torch's generator.
