@@ -145,20 +145,36 @@ def test_looking_changes_nothing(tmp_path):
 # -- garbage -------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_there_before_is_frozen_while_a_run_collects(tmp_path):
+def is_frozen(container):
+    return not any(each is container for each in gc.get_objects())  # which lists all objects but the frozen ones
+
+
+@pytest.fixture
+def collector():
+    """Python's garbage collector as every test expects it, before and after the test."""
     gc.unfreeze()
-    callback = GarbageCollection()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_what_was_there_before_is_frozen_while_a_run_collects(collector):
+    callback, before = GarbageCollection(), []
     callback.on_train_start(None, None)
-    assert gc.get_freeze_count() > 0
-    assert not gc.isenabled()
+    after = []
+    assert (is_frozen(before), is_frozen(after), gc.isenabled()) == (True, False, False)
     callback.teardown(None, None, "fit")
-    assert (gc.get_freeze_count(), gc.isenabled()) == (0, True)
+    assert (is_frozen(before), gc.get_freeze_count(), gc.isenabled()) == (False, 0, True)
+
+
+def test_objects_that_other_code_froze_stay_frozen(collector):
+    callback, theirs = GarbageCollection(), []
     gc.freeze()
-    count = gc.get_freeze_count()
+    before = []
     callback.on_train_start(None, None)
-    assert gc.get_freeze_count() == count
+    assert (is_frozen(theirs), is_frozen(before)) == (True, False)
     callback.teardown(None, None, "fit")
-    assert gc.get_freeze_count() == count
+    assert (is_frozen(theirs), gc.isenabled()) == (True, True)
 
 
 def test_several_gpus_collect_together():
@@ -170,7 +186,7 @@ def test_several_gpus_collect_together():
     assert choose_callbacks(None, **flags, in_folder=False) == []
 
 
-def test_garbage_is_collected_at_chosen_steps(tmp_path):
+def test_garbage_is_collected_at_chosen_steps(tmp_path, collector):
     class Looks(Callback):
         def on_train_batch_start(self, trainer, *_):
             enabled.append(gc.isenabled())
