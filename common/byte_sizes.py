@@ -12,7 +12,7 @@ _UNITS = {"": 1, "B": 1} | {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(size: int | str, argument: str = "size", minimum: int = 0) -> int:
+def parse_bytes(size: int | str, argument: str = "size", minimum: int = 0, small_b: bool = False) -> int:
     """Parse a size such as ``"1GB"`` (10**9 bytes) or ``"1.5GiB"`` (1.5 * 2**30 bytes), and return it in bytes.
 
     Args:
@@ -20,6 +20,7 @@ def parse_bytes(size: int | str, argument: str = "size", minimum: int = 0) -> in
             PB (powers of 1000) or KiB to PiB (powers of 1024), with a capital ``B`` at the end.
         argument: The name of the argument, for the error. Default: ``"size"``.
         minimum: The smallest valid size in bytes. Default: 0.
+        small_b: Whether the unit may end with a small ``b``. Default: False, because some read it as bits.
 
     Raises:
         ValueError: If the size cannot be parsed or is below ``minimum``.
@@ -28,13 +29,12 @@ def parse_bytes(size: int | str, argument: str = "size", minimum: int = 0) -> in
         count: int | None = size
     else:
         match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-        # Some would read "Gb" as bits, others as a typing error for bytes.
-        known = match is not None and match[2].upper() in _UNITS and not match[2].endswith("b")
+        known = match is not None and match[2].upper() in _UNITS and (small_b or not match[2].endswith("b"))
         count = int(float(match[1]) * _UNITS[match[2].upper()]) if match is not None and known else None
     if count is None or count < minimum:
         least = f" of at least {minimum}" if minimum else ""
         raise ValueError(
-            f"{argument}={size!r} is not a size{least}. Pass a number of bytes, or a number with KB, MB, GB, TB, KiB, "
-            "MiB, GiB or TiB, such as '1.5GiB'."
+            f"{argument}={size!r} is not a size{least}. Pass a number of bytes, or a number with a unit from KB to PB "
+            "or KiB to PiB, such as '1.5GiB'."
         )
     return count

@@ -498,25 +498,20 @@ def prepare_data_loader(
 ) -> Any:
     """Return a dataloader of one rank's batches with Accelerate's semantics. No Accelerator is needed.
 
-    To draw the same random order on all ranks, seed torch with the same seed on all ranks before this call; pass
-    ``rng_types=["generator"]`` without ``use_seedable_sampler``; or set ``use_seedable_sampler`` and ``data_seed``.
-    With ``dispatch_batches``, only rank zero draws an order.
+    To draw the same random order on all ranks, seed torch equally before this call; pass ``rng_types=["generator"]``
+    without ``use_seedable_sampler``; or set ``use_seedable_sampler`` and ``data_seed``.
 
     Args:
         dataloader: A ``DataLoader``.
         device: Device to which batches are moved if ``put_on_device`` is set. None (default) leaves them in place.
-            Ignored with ``dispatch_batches``.
-        num_processes: Number of ranks that share the batches. Default: the world size. Ignored with
-            ``torch_device_mesh`` or ``dispatch_batches``.
-        process_index: Rank whose share is read. Default: the rank of this process. Ignored with ``dispatch_batches``.
+        num_processes: Number of ranks that share the batches, unless a mesh is set. Default: the world size.
+        process_index: Rank whose share is read. Default: the rank of this process.
         split_batches: Whether to split each batch among the ranks, so that its size is the global batch size.
         put_on_device: Whether to move batches to ``device`` or, with ``dispatch_batches``, to this process's device.
-        rng_types: RNG states that all ranks copy from rank zero before each pass; see `synchronize_rng_states`. Ignored
-            with ``dispatch_batches``.
-        dispatch_batches: Whether only rank zero reads data. Default: only if an ``IterableDataset`` is put on a device.
-        even_batches: Whether to fill the last batches with samples from the beginning. Default: True. Ignored for an
-            ``IterableDataset`` or with ``dispatch_batches``.
-        slice_fn_for_dispatch: See ``slice_fn`` of `DataLoaderDispatcher`.
+        rng_types: RNG states that all ranks copy from rank zero before each pass; see `synchronize_rng_states`.
+        dispatch_batches: Whether only rank zero reads data. Default: only for a stream that is put on a device.
+        even_batches: Whether to fill the last batches of an indexed dataset from its beginning. Default: True.
+        slice_fn_for_dispatch: See `DataLoaderDispatcher`.
         use_seedable_sampler: Whether to draw a random order with `SeedableRandomSampler`.
         data_seed: Seed of the `SeedableRandomSampler`. Default: the seed of torch's generator.
         non_blocking: Whether to move batches without waiting for the copy.
@@ -524,8 +519,7 @@ def prepare_data_loader(
         torch_device_mesh: Mesh in which ranks that differ only along ``"tp"`` and ``"cp"`` read the same batches.
 
     Raises:
-        ValueError: If ``split_batches`` is set and the batch size is unknown or not divisible by the number of ranks;
-            or if ``dispatch_batches`` is set without ``put_on_device`` or with a mesh that has ``"tp"``.
+        ValueError: If an argument does not fit the loader, the number of ranks or the other arguments.
         ModuleNotFoundError: If ``use_stateful_dataloader`` is True and torchdata is not installed.
     """
     dispatches = _decide_dispatch(dataloader, dispatch_batches, put_on_device)

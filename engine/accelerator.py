@@ -346,24 +346,18 @@ class Accelerator(Process):
         manual_optimization: bool = False,
         by_parts: bool = False,
     ) -> nn.Module:
-        """Move a model to the device and wrap it for training.
+        """Move a model to the device and wrap it for training. Return the model to call in the loop.
 
         Args:
-            model: The user's module. A prepared one is wrapped again only if its set of trainable parameters has
-                changed.
+            model: The user's module. A prepared one is wrapped again only if other parameters are trainable now.
             device_placement: If False, the model must be on the device already. Default: the Accelerator's setting.
-            evaluation_mode: Prepare the model for evaluation only: move it to the device or, with a sharding strategy,
-                shard it.
+            evaluation_mode: Prepare the model for evaluation only: move it or, with a sharding strategy, shard it.
             step: Name of the method that returns the training loss, if not ``forward``; call it through `method`.
             manual_optimization: Reduce gradients only in optimizer steps; call methods through `local_method`.
             by_parts: If models are compiled, compile the submodules instead, for loops that do not call ``forward``.
 
-        Returns:
-            The model to call in the loop.
-
         Raises:
-            ValueError: If the model cannot be prepared, for example because it is on another device and may not be
-                moved, is spread over several devices, or differs between ranks.
+            ValueError: If the model cannot be prepared, for example because it differs between ranks.
             ModuleNotFoundError: If the precision is float8 and torchao is not installed.
         """
         module = self.strategy.unwrap(model)
@@ -508,18 +502,17 @@ class Accelerator(Process):
         """Shard a loader over the processes.
 
         Args:
-            loader: A ``DataLoader``, `CombinedLoader` or iterable of batches. A prepared loader is returned unchanged.
+            loader: A ``DataLoader``, `CombinedLoader` or iterable of batches. A prepared one is returned unchanged.
             device_placement: Whether to move batches to the device. Default: the Accelerator's setting.
             shard: If False, each process gets all batches of its own loader.
-            evaluation: Do not accumulate; add a last batch with fewer samples than processes to the batch before it.
+            evaluation: Do not group batches for gradient accumulation, and merge a short last batch; see `Loader`.
             move: Function to apply to each batch instead of moving it to the device.
 
         Returns:
             The prepared loader.
 
         Raises:
-            TypeError: If ``loader`` is not iterable, was already sharded without an Accelerator, or is a
-                `CombinedLoader` that contains a prepared loader.
+            TypeError: If ``loader`` is not iterable, was sharded without an Accelerator, or contains a prepared loader.
             ValueError: If loaders or settings differ between ranks, or a setting of the loader is not supported.
         """
         if isinstance(loader, Loader):

@@ -282,17 +282,16 @@ class FullyShardedDataParallelPlugin:
             if getattr(value, "name", value) not in accepted:
                 alternative = _ALTERNATIVES.get(name)
                 raise ValueError(f"{name}={value!r} is not supported. {alternative or 'Remove it'}.")
-        argument, sharding = "sharding_strategy", self.sharding_strategy
-        if sharding is None and isinstance(self.reshard_after_forward, str | Enum):
-            argument, sharding, self.reshard_after_forward = "reshard_after_forward", self.reshard_after_forward, None
-        self._sharding = choose(argument, _name_sharding(sharding or "FULL_SHARD"), _SHARDING)
+        sharding = _choose_sharding("sharding_strategy", self.sharding_strategy)
         if isinstance(self.reshard_after_forward, str | Enum):
-            if choose("reshard_after_forward", _name_sharding(self.reshard_after_forward), _SHARDING) != self._sharding:
+            also = _choose_sharding("reshard_after_forward", self.reshard_after_forward)
+            if sharding not in (None, also):
                 raise ValueError(
                     f"reshard_after_forward={self.reshard_after_forward!r} contradicts "
                     f"sharding_strategy={self.sharding_strategy!r}. Set only one of them."
                 )
-            self.reshard_after_forward = None
+            sharding, self.reshard_after_forward = also, None
+        self._sharding = sharding or "FULL_SHARD"
         self._wrap = self._build_wrap_policy()
 
     def _build_wrap_policy(self) -> Any:
@@ -349,9 +348,9 @@ class FullyShardedDataParallelPlugin:
         )
 
 
-def _name_sharding(value: str | Enum) -> str:
-    """Return the name of a sharding strategy in capitals, from its name or from torch's enum."""
-    return str(getattr(value, "name", value)).upper().lstrip("_")
+def _choose_sharding(argument: str, value: Any) -> str | None:
+    """Return the name of a sharding strategy in capitals, from its name or from torch's enum; None without one."""
+    return choose(argument, str(getattr(value, "name", value)).upper().lstrip("_"), _SHARDING) if value else None
 
 
 def _convert_mixed_precision(value: Any) -> Any:

@@ -51,13 +51,14 @@ class LightningAliases:
     def device_ids(self) -> list[int]:
         """Indices of the GPUs of this machine's processes; local ranks if there are none or they are unknown."""
         world, device = self._trainer.accelerator.world, self._trainer.strategy.root_device
-        if device.index is not None and world.local_size == 1:
+        local_ranks = list(range(world.local_size))
+        if device.index is None:
+            return local_ranks
+        if world.local_size == 1:
             return [device.index]
-        chosen = parse_devices(device.type, self._trainer.changed_flags.get("devices", "auto"))
+        chosen = parse_devices(device.type, self._trainer.changed_flags.get("devices", "auto")) or local_ranks
         # A launcher may have assigned other GPUs than the flag's.
-        if device.index is not None and chosen is not None and chosen[world.local_rank] == device.index:
-            return chosen
-        return list(range(world.local_size))
+        return chosen if chosen[world.local_rank] == device.index else local_ranks
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:

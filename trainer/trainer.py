@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,10 +22,10 @@ from ..callbacks import (
     OnExceptionCheckpoint,
     ProgressBar,
 )
-from ..common.remote_path import AnyPath, RemotePath
+from ..common.remote_path import AnyPath
 from ..common.validation import choose
 from ..engine import Accelerator, Metrics, Preemption
-from ..engine.checkpoint import OpenCheckpoint
+from ..engine.checkpoint import OpenCheckpoint, check_places
 from ..engine.metrics import MutedMetrics
 from ..engine.optim import check_schedule
 from ..engine.profilers import Profiler, choose_profiler
@@ -451,24 +450,17 @@ class Trainer(LightningAliases):
 
         Args:
             model: Task to test. Default: the task of the last stage, with the weights of its best checkpoint, if any.
-            dataloaders: One dataloader, several, or a data module. Default: those of the last stage's data module if
-                ``model`` is None, else those of the task.
-            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``. Default: none if ``model`` is
-                passed, else see ``model``.
+            dataloaders: See `validate`.
+            ckpt_path: See `validate`.
             verbose: Print the values. Default: True.
-            datamodule: Data module to use instead of dataloaders.
+            datamodule: See `validate`.
             weights_only: See `fit`.
 
         Returns:
             One dict of logged values per dataloader; an empty list if ``limit_test_batches`` is 0.
 
         Raises:
-            TypeError: If the task, the data module, a dataloader or ``ckpt_path`` has the wrong type.
-            ValueError: If another argument is invalid; if ``ckpt_path`` selects no intact checkpoint; if dataloaders
-                and a data module are both passed; if no dataloader, ``test_step`` or task is available; or if a
-                dataloader yields no batch.
-            Preempted, KeyboardInterrupt: If a signal or Ctrl-C ends the stage.
-            Exception: Any error that a hook, a step or a dataloader raises.
+            Exception: The errors of `validate`, which apply to ``test_step`` instead of ``validation_step``.
         """
         warn_of_code(weights_only)
         return self._measure("test", model, dataloaders, datamodule, ckpt_path, verbose)
@@ -489,11 +481,10 @@ class Trainer(LightningAliases):
                 if any.
             dataloaders: One dataloader, several (the result is then a list of lists), or a data module. Default: those
                 of the last stage's data module if ``model`` is None, else those of the task.
-            datamodule: Data module to use instead of dataloaders.
+            datamodule: See `validate`.
             return_predictions: False discards the results, for example if a callback writes them to files. Default:
                 True.
-            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``. Default: none if ``model`` is
-                passed, else see ``model``.
+            ckpt_path: See `validate`.
             weights_only: See `fit`.
 
         Returns:
@@ -502,12 +493,8 @@ class Trainer(LightningAliases):
             ``return_predictions=False``; an empty list if ``limit_predict_batches`` is 0.
 
         Raises:
-            TypeError: If the task, the data module, a dataloader or ``ckpt_path`` has the wrong type.
-            ValueError: If another argument is invalid; if ``ckpt_path`` selects no intact checkpoint; if dataloaders
-                and a data module are both passed; if no dataloader or task is available; if the task has neither
-                ``predict_step`` nor ``forward``; or if a dataloader yields no batch.
-            Preempted, KeyboardInterrupt: If a signal or Ctrl-C ends the stage.
-            Exception: Any error that a hook, a step or a dataloader raises.
+            Exception: The errors of `validate`, which apply to ``predict_step``, or ``forward`` without it, instead of
+                ``validation_step``.
         """
         warn_of_code(weights_only)
         keep = return_predictions is not False
@@ -564,24 +551,13 @@ class Trainer(LightningAliases):
             also: Further paths under which the checkpoint is saved; see `Accelerator.save_state`. Default: none.
 
         Raises:
-            ValueError: If no stage has run, or the last one ended before it prepared the task; if an optimizer step is
-                in progress and ``weights_only`` is False; or for a reason that `Accelerator.save_state` lists, such as
-                a weight that is not finite.
-            TypeError: If a path has the wrong type, or a state to save is not data.
-            OSError: If the checkpoint cannot be written.
+            ValueError: If no stage has prepared a task, if an optimizer step is in progress and ``weights_only`` is
+                False, or for a reason that `Accelerator.save_state` lists.
+            TypeError, OSError: See `Accelerator.save_state`.
         """
         if self.task is None:
             raise ValueError("save_checkpoint needs a task. Call fit or another stage first.")
-        if isinstance(also, str | os.PathLike):
-            raise TypeError(f"save_checkpoint(also={also!r}) must be a list of paths. Pass [{also!r}].")
-        for path in (filepath, *also):
-            if not isinstance(path, str | os.PathLike | RemotePath):
-                raise TypeError(f"save_checkpoint(filepath={path!r}) must be a path or a URL.")
-        if not self.accelerator.models:
-            raise ValueError(
-                "save_checkpoint has no model to save, because the last stage ended before it prepared the task. Call "
-                "it after a stage that ran."
-            )
+        check_places("save_checkpoint", (filepath,), also)
         with self.preemption.holding_interrupts():
             self.checkpointer.save(self.task, [filepath, *also], weights_only, trainable_only, blocking)
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ...common.byte_sizes import parse_bytes
 from ...common.messages import format_count
 from ...common.remote_path import absolute, as_path
 
@@ -102,6 +101,7 @@ def export(
     from ...engine.weights import (
         make_parent,
         nbytes,
+        parse_shard_size,
         refuse_checkpoint,
         write_atomically,
         write_file,
@@ -120,7 +120,7 @@ def export(
     tensors = {name: _Converted(tensor, chosen) for name, tensor in stored.items() if name not in aliases}
     left_out = saved.open_part(extra_part(model)) if saved.has(extra_part(model)) else ()
     if to_folder:
-        write_weights(tensors, aliases, target, parse_bytes(max_shard_size, "max_shard_size", minimum=1))
+        write_weights(tensors, aliases, target, parse_shard_size(max_shard_size))
     else:
         make_parent(target)
         write_atomically(target, lambda beside: write_file(Path(beside), tensors, aliases))

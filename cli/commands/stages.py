@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.messages import announce
@@ -107,11 +108,7 @@ def run(
 
 
 def _execute(stage: str, program: str, checked: CheckedConfig, text: str, options: Options, keep: bool) -> Session:
-    """Build the objects and run the stage.
-
-    The run folder and the Trainer come before the task and the data module, because they may launch the run's
-    processes.
-    """
+    """Build the objects and run the stage. The run folder and the Trainer come first: they may launch processes."""
     from ...engine import seed_everything
     from ...trainer import Trainer, as_callbacks
     from ..config.instantiate import locate_error
@@ -209,9 +206,8 @@ def _keep_predictions(callbacks: list[Callback], earlier: str | None) -> list[Ca
 
     if any(map(_can_take_predictions, callbacks)):
         return callbacks
-    is_run = earlier is not None and (as_path(earlier) / CONFIG).is_file()
-    folder = str(as_path(earlier) / "predictions") if earlier is not None and is_run else "predictions"
-    return [*callbacks, PredictionWriter(folder)]
+    beside = as_path(earlier) if earlier is not None and (as_path(earlier) / CONFIG).is_file() else Path()
+    return [*callbacks, PredictionWriter(str(beside / "predictions"))]
 
 
 def _can_take_predictions(callback: Callback) -> bool:

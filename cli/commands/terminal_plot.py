@@ -25,17 +25,15 @@ def plot(
 
     The vertical axis is logarithmic if all values are positive and span two orders of magnitude or more. With several
     curves, letters next to the chart mark their ends, with at most four letters per row. Values that are not finite or
-    are too large are not drawn, but counted below the chart. Identical curves are drawn as one. A line of text is
-    returned instead of a chart if no value can be drawn, or if the only curve is constant: it has several values, all
-    finite and equal.
+    are too large are not drawn, but counted below the chart. Identical curves are drawn as one. If no value can be
+    drawn, or the only curve is constant, the result is a line of text.
 
     Args:
         title: The title, printed above the chart.
         lines: Steps and values of each curve, by name.
         width: Characters per row of the chart, at least 24. Default: 80.
         height: Rows of the chart without title, axis and legend. Default: 10.
-        ascii: Whether to draw with ASCII characters instead of braille characters, which have eight dots each.
-            Default: False.
+        ascii: Whether to draw with ASCII instead of braille characters, which have eight dots each. Default: False.
         color: Whether to give each curve an ANSI color. Default: False.
 
     Returns:

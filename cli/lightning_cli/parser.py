@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,8 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks import Callback
 from ...common.messages import nearest
-from ...common.remote_path import RemotePath, as_path
-from ...common.version import __version__
 from ...trainer import Trainer
 from ...trainer.core import REQUIRED, Argument, DataModule, TaskModule, described, signature
 from ..commands import report_error
@@ -54,7 +51,7 @@ from .settings import (
     read_text,
 )
 from .subcommands import Subcommands
-from .writing import drop_equal, drop_none, dump_yaml, escape_references, to_plain
+from .writing import ConfigWriter
 
 _FLAG_ACTIONS = {"store_true": (True, False), "store_false": (False, True)}
 _PARSER_MODES = ("yaml", "json", "omegaconf")
@@ -66,7 +63,7 @@ class ActionConfigFile(argparse.Action):
     """Action of an option that reads files: ``parser.add_argument("--config", action=ActionConfigFile)``."""
 
 
-class LightningArgumentParser:
+class LightningArgumentParser(ConfigWriter):
     """Parser whose options are single arguments and the arguments of classes.
 
     Args:
@@ -150,15 +147,13 @@ class LightningArgumentParser:
         Args:
             *names: ``"--key"``, ``"--group.key"``, and short forms.
             type: An annotation such as ``int`` or ``list[int] | None``, a class, or a function that converts a word.
-                Default: None, any value. Without ``choices``, numbers and booleans on the command line then remain
-                text.
-            default: The value if the option is not set. Default: None. ``"store_true"`` and ``"store_false"`` ignore
-                it and use False and True.
+                Default: None, any value, which remains text on the command line unless ``choices`` is set.
+            default: The value if the option is not set; ignored by ``"store_true"`` and ``"store_false"``. Default:
+                None.
             required: Whether the option must be set. Default: False.
             help: The option's description in the help. Default: None, no description.
             choices: The allowed values. Default: None, any value.
-            nargs: ``"+"``, ``"*"`` or a number, for a list, whose length is not checked; ``"?"`` for a single value.
-                Default: None, a single value.
+            nargs: ``"+"``, ``"*"`` or a number, for a list of any length. Default: None or ``"?"``, a single value.
             action: ``"store"``, ``"store_true"``, ``"store_false"`` or `ActionConfigFile`. Default: None, ``"store"``.
             dest: The option's key. Default: the longest name without leading dashes, with ``-`` replaced by ``_``.
             const: Accepted as in argparse, and ignored.
@@ -748,7 +743,7 @@ class LightningArgumentParser:
             if key not in tops and key not in self.subcommands and key != "subcommand":
                 checker.report(value, (key,), f": unknown argument --{key}.{nearest(str(key), tops)}")
 
-    # -- building and writing ----------------------------------------------------------------------------------------
+    # -- building ----------------------------------------------------------------------------------------------------
 
     def instantiate_classes(self, cfg: Namespace, instantiate_groups: bool = True) -> Namespace:
         """Return the configuration with its objects built.
@@ -787,86 +782,6 @@ class LightningArgumentParser:
         return built
 
     instantiate = instantiate_classes
-
-    def dump(
-        self,
-        cfg: Namespace | Mapping[str, Any],
-        format: str | None = None,
-        skip_none: bool = True,
-        skip_default: bool = False,
-        skip_link_targets: bool = True,
-        **unused: Any,
-    ) -> str:
-        """Return a configuration as YAML or JSON. Values without a text form are omitted.
-
-        A list that contains such a value is omitted entirely.
-
-        Args:
-            cfg: The configuration to write.
-            format: ``"yaml"``, ``"json"`` or ``"json_indented"``. Default: None, YAML.
-            skip_none: Whether to omit keys whose value is null. Default: True.
-            skip_default: Whether to omit values that equal their default. The settings of an object with a
-                ``class_path`` are omitted or kept as a whole. The section of a subcommand is always kept. Default:
-                False.
-            skip_link_targets: Whether to omit the values that links set. Default: True.
-            **unused: Accepted and ignored.
-        """
-        config = Namespace(cfg).clone()
-        for name, parser in self.subcommands.items():
-            if name in config:
-                parser._prepare_for_writing(config[name], skip_link_targets)
-        self._prepare_for_writing(config, skip_link_targets)
-        data = to_plain(config)
-        if skip_default:
-            data = drop_equal(data, to_plain(self.get_defaults()))
-        if skip_none:
-            data = drop_none(data)
-        if format in ("json", "json_indented"):
-            return json.dumps(data, indent=2 if format == "json_indented" else None)
-        if self.parser_mode == "omegaconf":
-            data = escape_references(data)
-        header = [f"treadle=={__version__}"] if self.dump_header is None else self.dump_header
-        return "".join(f"# {line}\n" for line in header) + dump_yaml(data)
-
-    def _prepare_for_writing(self, config: Namespace, skip_link_targets: bool) -> None:
-        for key in self.config_keys:
-            config.pop(key, None)
-        for link in self.links if skip_link_targets else ():
-            remove_target(self.declared, link, config)
-
-    def save(
-        self,
-        cfg: Namespace,
-        path: str | FilePath,
-        format: str | None = None,
-        skip_none: bool = True,
-        overwrite: bool = False,
-        **options: Any,
-    ) -> None:
-        """Write a configuration to a file atomically.
-
-        Args:
-            cfg: The configuration to write.
-            path: Path or URL of the file to write.
-            format: See `dump`. Default: None, JSON if the file's suffix is ``.json``, otherwise YAML.
-            skip_none: Whether to omit keys whose value is null. Default: True.
-            overwrite: Whether to replace an existing file. Default: False.
-            **options: Further arguments of `dump`.
-
-        Raises:
-            FileExistsError: If the file exists and ``overwrite`` is False.
-            OSError: If the file cannot be written.
-        """
-        file = as_path(path)
-        if file.exists() and not overwrite:
-            raise FileExistsError(f"{file} exists. Pass overwrite=True, or write to another file.")
-        text = self.dump(cfg, format or ("json" if file.name.endswith(".json") else None), skip_none, **options)
-        if isinstance(file, RemotePath):
-            file.write_bytes(text.encode())
-            return
-        draft = file.with_name(f".{file.name}.{os.getpid()}")
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, file)  # a concurrent reader sees the complete file or none
 
     def format_help(self) -> str:
         """Return the help text, which lists options, groups and subcommands."""

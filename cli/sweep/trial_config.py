@@ -94,8 +94,7 @@ class TrialConfigs:
             ``"cpu"`` or ``"mps"``.
 
         Raises:
-            ValueError: If ``devices`` is invalid.
-            TypeError: If ``devices`` has the wrong type.
+            ConfigError: If ``devices`` is invalid.
         """
         flags = self._get_flags()
         gpus: list[str] | None = None
@@ -109,4 +108,7 @@ class TrialConfigs:
         if gpus and devices in ("auto", -1, "-1"):
             return max(1, len(gpus) // self.sweep.processes), gpus
         # "cpu", because a trial sees only its own GPUs and checks their indices itself.
-        return len(parse_devices("cpu", devices) or [0]), gpus
+        try:
+            return len(parse_devices("cpu", devices) or [0]), gpus
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self.sweep.file}: trainer.{error}") from None

@@ -75,12 +75,9 @@ def convert_file_size_to_int(size: int | str) -> int:
     Raises:
         ValueError: If the size is negative or cannot be parsed.
     """
-    if isinstance(size, str):
-        text = size.strip()
-        if text.endswith("b") and not text.lower().endswith("ib"):
-            return parse_bytes(text.upper()) // 8
-        size = text.upper()
-    return parse_bytes(size)
+    count = parse_bytes(size, small_b=True)
+    unit = size.strip()[-2:] if isinstance(size, str) else ""
+    return count // 8 if unit.endswith("b") and unit not in ("ib", "Ib") else count
 
 
 def dtype_byte_size(dtype: Any) -> float:
@@ -295,20 +292,15 @@ def set_module_tensor_to_device(
         tensor_name: The tensor's name relative to ``module``.
         device: The target device.
         value: The new values. Default: None, which keeps the current ones.
-        dtype: New dtype, which applies to a floating-point or complex ``value`` and to such a tensor that is moved to
-            the meta device. Default: the tensor's dtype.
-        fp16_statistics: Must be None, because statistics of 8-bit weights are not supported.
-        tied_params_map: For the address of each tied tensor, its copies by device. If the map contains the tensor's
-            address, an existing copy for the device is used, or a new copy is added. Default: none.
+        dtype: New dtype of a floating-point or complex ``value``. Default: the tensor's dtype.
+        fp16_statistics: Must be None: statistics of 8-bit weights are not supported.
+        tied_params_map: Copies of tied tensors by address and device, which are used or added. Default: none.
         non_blocking: Whether to copy asynchronously, if possible. Default: False.
-        clear_cache: Whether to release unused cached memory of the accelerator that the tensor is moved to. Default:
-            True.
+        clear_cache: Whether to release unused cached memory of the target accelerator. Default: True.
 
     Raises:
-        ValueError: If the tensor does not exist, has no values to move, or is a weight of bitsandbytes; if ``value``
-            has another shape; if the device is invalid or not on this machine; or if ``fp16_statistics`` is passed.
-        RuntimeError: If ``device`` is ``"disk"``.
-        AttributeError: If the submodule in ``tensor_name``, or the ``dtype``, does not exist.
+        ValueError: If the tensor cannot be moved, for example because it does not exist, or an argument is invalid.
+        RuntimeError, AttributeError: If ``device`` is ``"disk"``; if the submodule or the ``dtype`` does not exist.
     """
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path)

@@ -161,8 +161,7 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Return memory limits with which `infer_auto_device_map` spreads the model evenly over the accelerators.
 
-    The function searches for the lowest limit with which the model still fits. The limit of the last accelerator is not
-    lowered.
+    These are the lowest limits with which the model still fits. The limit of the last accelerator is not lowered.
 
     Args:
         model: The model; it may be on the meta device.
@@ -170,12 +169,11 @@ def get_balanced_memory(
         no_split_module_classes: See `infer_auto_device_map`.
         dtype: See `infer_auto_device_map`.
         special_dtypes: See `infer_auto_device_map`.
-        low_zero: If there are several accelerators, limit the first one to the bytes of the model that exceed the total
-            memory of the others.
+        low_zero: Limit the first of several accelerators to what does not fit in the total memory of the others.
 
     Returns:
-        Limits in bytes by device. Without ``low_zero``, these are the limits of `get_max_memory` if there are fewer
-        than two accelerators, or if the model does not fit on the accelerators.
+        Limits in bytes by device. Without ``low_zero``, they are those of `get_max_memory` if there are fewer than two
+        accelerators, or if the model does not fit on them.
 
     Raises:
         ValueError: If an argument is invalid; see `infer_auto_device_map`.

@@ -53,43 +53,31 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Load a checkpoint into a model, usually one created under `init_empty_weights`, and dispatch it over devices.
 
-    Weights that the map places on disk stay in the checkpoint's files, and are read whenever their module runs.
-
     Args:
         model: The model, which is changed in place.
-        checkpoint: Path, or URL in an object store, of a Treadle checkpoint, a safetensors file, a file of
-            ``torch.save``, an ``.index.json`` that names several files, or a folder that contains one of these. For an
-            index in an object store, pass the URL of its folder.
-        device_map: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators. ``"balanced_low_0"``
-            leaves the first as free as possible. ``"sequential"`` fills one after the other. Modules that do not fit go
-            to the CPU, then to the disk. The plan is logged. A dict maps names to devices. Default: only load.
-        max_memory: See `get_max_memory`. Used only if ``device_map`` is a string.
-        no_split_module_classes: See `infer_auto_device_map`. Used only if ``device_map`` is a string.
-        offload_folder: Accepted but not needed, because no weights are copied to disk.
+        checkpoint: Path or URL of a Treadle checkpoint, a file of safetensors or ``torch.save``, a local
+            ``.index.json`` that names several files, or a folder that contains one of these.
+        device_map: Devices by name, or the way to choose them: ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` (spares
+            the first accelerator) or ``"sequential"``. Default: only load.
+        max_memory: See `get_max_memory`; for a rule.
+        no_split_module_classes: See `infer_auto_device_map`; for a rule.
+        offload_folder: Ignored: modules on disk read their weights from the checkpoint's files whenever they run.
         offload_buffers: Offload buffers of offloaded modules too.
         dtype: The dtype of floating point weights after the load. Default: that of the model.
-        offload_state_dict: Accepted but not needed, because no weight is in memory twice.
+        offload_state_dict: Ignored: no weight is in memory twice.
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
-        strict: Raise an error if the tensor names of the checkpoint and the model differ. Buffers with
-            ``persistent=False`` may be missing. Default: warn, but raise an error if neither the checkpoint nor the
-            model has values for a tensor.
-        full_state_dict: Only True is supported, because each process reads the whole checkpoint.
-        broadcast_from_rank0: Only False is supported, for the same reason.
-        quantization: ``"int8"``, ``"int4"`` or a `WeightQuantizer`, which rounds the weights of linear layers except
-            those on disk. Default: no rounding.
+        strict: Raise an error if the names of tensors differ. Default: warn, unless a tensor gets no values.
+        full_state_dict: Must be True, because each process reads the whole checkpoint.
+        broadcast_from_rank0: Must be False, for the same reason.
+        quantization: ``"int8"``, ``"int4"`` or a `WeightQuantizer` for linear layers not on disk. Default: None.
 
     Returns:
-        The model. If ``device_map`` is set, the model has the map as its ``hf_device_map``.
+        The model, with ``device_map``, if it is set, as its ``hf_device_map``.
 
     Raises:
-        ValueError: If the checkpoint does not exist, is damaged or belongs to another model, if the map cannot be
-            applied, if another argument is invalid, or if an earlier dispatch has added hooks to the model.
-        TypeError: If ``checkpoint`` is neither a path nor a URL.
-        ModuleNotFoundError: If ``quantization`` is set and torchao is not installed, or the package for the
-            checkpoint's URL is not installed.
-        OSError: If an object store reports an error.
+        ValueError, TypeError, OSError: If an argument, the checkpoint or the model cannot be used.
     """
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
     refuse_twice(model)

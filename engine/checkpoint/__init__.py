@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         read_tensor,
         read_whole_model,
     )
+    from .save import check_places
     from .store import CheckpointStore, find_again
     from .train_state import (
         ADDED,

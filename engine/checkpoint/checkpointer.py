@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...common.byte_sizes import parse_bytes
 from ...common.messages import named_ranks, warn
 from ...common.remote_path import AnyPath, RemotePath, absolute
 from ...strategies import World
@@ -150,11 +149,8 @@ class Checkpointer:
                 "pickle. Remove the argument. For weights in torch's format, use "
                 "accelerator.save(accelerator.get_state_dict(model), 'weights.pt')."
             )
-        if isinstance(also, str | os.PathLike):
-            raise TypeError(f"save_state(also={also!r}) must be a list of directories. Pass [{also!r}].")
+        snapshot.check_places("save_state", () if output_dir is None else (output_dir,), also)
         accelerator, world = self._accelerator, self._accelerator.world
-        if not isinstance(output_dir, str | os.PathLike | RemotePath | None):
-            raise TypeError(f"save_state(output_dir={output_dir!r}) must be a path or a URL.")
         world.meet("accelerator.save_state")
         accelerator.finish_saving()
         project = accelerator.project_configuration
@@ -322,7 +318,7 @@ class Checkpointer:
                 exceeds it. Default: ``"10GB"``.
             safe_serialization: Write safetensors; False writes torch's format. Default: True.
         """
-        limit = parse_bytes(max_shard_size, "max_shard_size", minimum=1)
+        limit = export.parse_shard_size(max_shard_size)
         if any(map(is_sharded, model.parameters())):
             self._accelerator.world.meet("accelerator.save_model")
         weights = self._accelerator.get_state_dict(model)

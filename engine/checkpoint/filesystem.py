@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -54,7 +53,6 @@ Entry = dict[str, Any]
 Mark = tuple[int, int]
 """Size and time of a file, which reveal a change; see `mark`."""
 
-_MOST_FILES = 65_536  # about the number of maps that Linux allows a process
 _PIECE = 2**22  # bytes that are digested and written while they are in the processor's cache
 
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|safetensors)")
@@ -118,23 +116,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
 
 
 Piece = bytes | memoryview
-
-
-def allow_more_files() -> bool:
-    """Raise the limit of open files, of which each mapped tensor counts as one, as far as the system permits.
-
-    Returns:
-        Whether the limit was raised.
-    """
-    if sys.platform != "win32":
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
-        if resource.RLIM_INFINITY != soft < most:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-            return True
-    return False
 
 
 def serialize_tensors(tensors: Mapping[str, Whole], notes: dict[str, str]) -> tuple[int, Iterator[Piece]]:

@@ -57,28 +57,23 @@ def load(
     schedule: str | None = None,
     finish_epoch: bool = True,
 ) -> dict[str, Any]:
-    """Restore a checkpoint or a part of it, discard accumulated gradients, and return the checkpoint's info.
+    """Restore a checkpoint or a part of it, and discard accumulated gradients.
 
     Args:
         accelerator: The Accelerator whose prepared objects are restored.
-        opened: The checkpoint. It is verified first, unless it was already verified; see `OpenCheckpoint.verify`.
+        opened: The checkpoint, which is verified first; see `OpenCheckpoint.verify`.
         models: Restore the models' weights.
         state: Restore everything else, such as optimizers, schedulers, dataloaders and RNG states.
-        strict: If False, load the entries that fit from the state of another model or optimizer, and warn about the
-            others. Default: the models' ``strict_loading``, else True.
+        strict: If False, load only what fits, with a warning. Default: the models' ``strict_loading``, else True.
         schedule: ``"saved"``, ``"script"`` or None; see `Accelerator.load_state`.
         finish_epoch: Start the next epoch if the state was saved after the last batch of an epoch. Default: True.
 
     Returns:
-        The checkpoint's ``info``. If ``finish_epoch`` starts the next epoch of the first training dataloader, the
-        ``epoch`` in it is the new one, unless the script saved another number than the dataloader's.
+        The checkpoint's ``info``; see `Accelerator.load_state` for its ``epoch``.
 
     Raises:
-        ValueError: If the checkpoint is damaged, belongs to another model or configuration, or was replaced while it
-            was read. In these cases, no object is changed on any process. An error in the ``load_state_dict`` of a
-            scheduler, dataloader or registered object is raised later, after models and optimizers are loaded.
-        OSError: If the store of a URL cannot be reached.
-        RuntimeError: If only other processes detect an error. A failed verification is a ValueError on all processes.
+        ValueError: If the checkpoint is damaged, does not fit, or was replaced while it was read.
+        OSError, RuntimeError: If a file cannot be read; if only other processes detect an error.
     """
     world, manifest = accelerator.world, opened.manifest
     shared: TrainState | None = None
@@ -100,8 +95,7 @@ def load(
             optimizers = _select_fitting_optimizers(accelerator, opened, exactly)
             shared = cast(TrainState, load_into_memory(shared, {"registered": layouts}, {}))
             _choose_schedule(accelerator, opened.path, optimizers, shared, schedule)
-            for loader, saved in zip(_list_training_loaders(accelerator), shared["loaders"], strict=False):
-                loader.check(saved)
+            _check_loaders(accelerator, shared)
             if accelerator.process_index < manifest.world_size:  # a rank that was not saved keeps its own state
                 of_rank = _read_rank_state(accelerator, opened)
     _check_frozen(accelerator, opened, chosen, strict)
@@ -300,6 +294,11 @@ def _read_rank_state(accelerator: Accelerator, opened: OpenCheckpoint) -> RankSt
 
 def _list_training_loaders(accelerator: Accelerator) -> list[Loader]:
     return [loader for loader in accelerator.loaders if not loader.evaluation]
+
+
+def _check_loaders(accelerator: Accelerator, shared: TrainState) -> None:
+    for loader, saved in zip(_list_training_loaders(accelerator), shared["loaders"], strict=False):
+        loader.check(saved)
 
 
 def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict[str, Tensor]]) -> None:

@@ -16,8 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...common.open_files import allow_open_files
 from ...common.tensor_bytes import view_bytes
-from .filesystem import DTYPES, RESTORE, allow_more_files
+from .filesystem import DTYPES, RESTORE
 
 OFFSETS = "DCP_SHARDING_INFO"
 """Note in a file's header with the offset of each tensor in the full tensor that it is a shard of.
@@ -31,7 +32,8 @@ ALIASES = "aliases"
 
 _MAX_HEADER_BYTES = 64 * 2**20  # about 500,000 tensors in one file
 _ALIGNMENT = 64  # the alignment of torch's own memory
-_MAPPED_FROM = 2**20  # mapping less takes longer than reading it, and a process may have 65,530 maps
+_MAPPED_FROM = 2**20  # mapping less takes longer than reading it
+_MOST_MAPS = 65_530  # that Linux allows a process; each keeps a file open
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class FilePiece:
         try:
             view = self._map(skip)
         except OSError as error:
-            if error.errno != errno.EMFILE or not allow_more_files():
+            if error.errno != errno.EMFILE or not allow_open_files(_MOST_MAPS):
                 raise
             view = self._map(skip)
         return torch.frombuffer(view, dtype=torch.uint8, offset=skip).view(self.dtype).view(self.shape)
@@ -153,7 +155,7 @@ class FilePiece:
         try:
             file = self.path.open("rb", buffering=0)
         except OSError as error:
-            if error.errno == errno.EMFILE and allow_more_files():
+            if error.errno == errno.EMFILE and allow_open_files(_MOST_MAPS):
                 return self._open()
             raise ValueError(
                 f"{self.path} can't be opened: {error.strerror}. Its tensors are read on demand, so the file is still "

@@ -110,6 +110,24 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
         registered[name] = Counts(value, world) if is_metric else value
 
 
+def check_places(call: str, places: Sequence[Any], also: Any) -> None:
+    """Check the types of the places to which a checkpoint is saved.
+
+    Args:
+        call: Name of the user's call, for errors.
+        places: Path or URL of the checkpoint; empty if it is named automatically.
+        also: The call's argument ``also``: further paths and URLs.
+
+    Raises:
+        TypeError: If ``also`` is a single path, or a place is neither a path nor a URL.
+    """
+    if isinstance(also, str | os.PathLike | RemotePath):
+        raise TypeError(f"{call}(also={str(also)!r}) must be a list of directories. Pass [{str(also)!r}].")
+    for place in (*places, *also):
+        if not isinstance(place, str | os.PathLike | RemotePath):
+            raise TypeError(f"{call}: {place!r:.100} is {name_type(place)}, but must be a path or a URL.")
+
+
 def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any], weights_only: bool) -> None:
     """Check that a checkpoint can be saved: part names, target paths, and finite values.
 

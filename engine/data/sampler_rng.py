@@ -160,10 +160,7 @@ class Draws:
             return f"the checkpoint was saved with {saved_loaders}, but this run has a single loader"
         saved, samplers = state["generators"], state.get("samplers")
         if not match_generators(self.private, saved):
-            if len(saved) == len(self.private):
-                return "the separate generators of the loader differ in type from those in the checkpoint"
-            current = format_count(len(self.private), "separate generator")
-            return f"the loader has {current}, but the checkpoint has {len(saved)}"
+            return _describe_generators("the loader", self.private, saved)
         if samplers is not None and len(samplers) != len(self.stateful):
             current = format_count(len(self.stateful), "sampler")
             return f"the loader has {current} with a state_dict, but the checkpoint has {len(samplers)}"
@@ -342,13 +339,15 @@ def warn_unrestored_generators(owner: Any, generators: list[Any], states: list[A
         generators: The generators of the dataset in this run.
         states: The states of the checkpoint's generators.
     """
-    name = type(owner).__name__
-    if len(states) == len(generators):
-        difference = f"the separate generators of {name} differ in type from those in the checkpoint"
-    else:
-        count = format_count(len(generators), "separate generator")
-        difference = f"{name} has {count}, but the checkpoint has {len(states)}"
+    difference = _describe_generators(type(owner).__name__, generators, states)
     warn(f"{difference}, so the saved states are not restored.")
+
+
+def _describe_generators(owner: str, generators: list[Any], states: list[Any]) -> str:
+    """Return how the generators of ``owner`` differ from those whose states are saved."""
+    if len(states) == len(generators):
+        return f"the separate generators of {owner} differ in type from those in the checkpoint"
+    return f"{owner} has {format_count(len(generators), 'separate generator')}, but the checkpoint has {len(states)}"
 
 
 def _accepts_state(generator: Any, state: Any) -> bool:

@@ -120,10 +120,8 @@ class Metrics:
             logger: Send the value to loggers. Default: True.
             on_step: Log the value of each step. Default: True during a training batch, else False.
             on_epoch: Log the value over the epoch. Default: False during a training batch, else True.
-            reduce_fx: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"min"``, ``"max"``, or a function with one of these
-                names, such as ``torch.mean``. ``torch.amin`` and ``torch.amax`` are also accepted.
-            batch_size: The weight of the value in a mean. Default: the attribute ``weight``. A stand-in batch always
-                has weight 0.
+            reduce_fx: See ``TaskModule.log``.
+            batch_size: The weight of the value in a mean; 0 for a stand-in batch. Default: the attribute ``weight``.
             add_suffix: Append ``suffix``, which identifies the evaluation loader, to the name. Default: True.
 
         Raises:

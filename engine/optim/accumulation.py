@@ -229,14 +229,12 @@ class Accumulation:
         Args:
             loss: The mean loss of the micro-batch, as a 0-d tensor.
             args: Positional arguments of ``Tensor.backward`` or ``by``.
-            weight: The number of items over which the loss is a mean, such as tokens. None weights the micro-batch by
-                its samples or, without a prepared loader, like every other micro-batch.
+            weight: Number of items that the loss averages. Default: the samples; 1 without a prepared loader.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward`` or ``by``.
 
         Raises:
-            ValueError: If only some micro-batches of a group have a weight; in `join_uneven_inputs`, if a batch with a
-                weight does not come from a prepared loader; with `DDP`, if a gradient is ready twice.
+            ValueError: If only some micro-batches of a group have a weight, or the strategy cannot reduce a gradient.
         """
         self._latest_loss = ref(loss)
         micro = self.cursor.micro

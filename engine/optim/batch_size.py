@@ -55,11 +55,11 @@ def find_executable_batch_size(
     optimizers inside ``function``, because the process group is replaced after a failed attempt. An Accelerator that is
     created outside of ``function`` stays usable; call its ``free_memory()`` at the start of ``function``.
 
-    If ``function`` has a parameter ``gradient_accumulation_steps``, the parameter's value grows by the factor by which
-    the batch shrinks. The global batch then keeps its size or, because the value is rounded up, grows slightly.
+    If ``function`` has a parameter ``gradient_accumulation_steps``, its value grows as the batch shrinks, rounded up.
+    The global batch then keeps its size or grows slightly.
 
-    If a process runs out of memory, collectives in which other processes wait for it are interrupted. If one of these
-    processes still does not end its attempt within a minute, the run ends with an error.
+    Processes that wait for one without memory are interrupted. A process that does not end its attempt within a minute
+    ends the run with an error.
 
     Args:
         function: The function to run, whose first parameter is the batch size. Default: return a decorator.
@@ -71,14 +71,10 @@ def find_executable_batch_size(
         The function without its first parameter.
 
     Raises:
-        MemoryError: If a batch of one does not fit, with the default ``reduce_batch_size_fn``. The error is also a
-            ``RuntimeError``.
-        ValueError: If ``starting_batch_size`` is not a positive integer, if ``reduce_batch_size_fn`` does not return a
-            smaller positive integer, or if Treadle cannot reconnect the processes.
-        TypeError: If the first parameter of ``function`` cannot be the batch size, or if a call has wrong arguments or
-            passes ``gradient_accumulation_steps`` by position.
-        RuntimeError: If ``function`` fails on another process for another reason than memory, or if a process does not
-            respond.
+        MemoryError: If a batch of one does not fit. The error is also a ``RuntimeError``.
+        ValueError: If a batch size is not a positive integer, does not shrink, or the processes cannot be reconnected.
+        TypeError: If ``function`` has no first parameter for the batch size, or a call has wrong arguments.
+        RuntimeError: If ``function`` fails on another process for another reason than memory, or one does not respond.
 
     Example:
         >>> import treadle

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .save import (
         make_parent,
         nbytes,
+        parse_shard_size,
         refuse_checkpoint,
         save_object,
         write_atomically,

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...common.byte_sizes import parse_bytes
 from ...common.messages import name_type, warn
 from ...common.remote_path import AnyPath, RemotePath, absolute, lexists
 from ...strategies.distributed import Whole, is_sharded
@@ -27,6 +28,18 @@ from ..checkpoint import MANIFEST, check_tensor, encode, filesystem
 from ..parameter_names import split_tied
 
 _KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
+
+
+def parse_shard_size(max_shard_size: int | str) -> int:
+    """Return the maximum size of a shard in bytes.
+
+    Args:
+        max_shard_size: A number of bytes, or text such as ``"500MB"``, ``"2GiB"`` or ``"2gb"``.
+
+    Raises:
+        ValueError: If it is not a positive size.
+    """
+    return parse_bytes(max_shard_size, "max_shard_size", minimum=1, small_b=True)
 
 
 def save_object(obj: Any, f: Any, safe: bool) -> None:

@@ -43,14 +43,11 @@ def open_world(
             uses the launcher's processes; without a launcher, all GPUs if ``spread`` permits it, otherwise one process.
         num_nodes: Number of machines. With a launcher, 1 stands for any number. Default: 1.
         spread: Whether ``"auto"`` may use several GPUs, if the script can be run again. Default: True.
-        timeout: Maximum time that a collective waits for other processes before it fails. Default: that of an existing
-            process group, else 30 minutes.
-        backend: Torch's name for the communication backend, such as ``"gloo"``. Default: gloo for host memory and NCCL
-            for GPUs.
+        timeout: Maximum time that a collective waits. Default: that of an existing process group, else 30 minutes.
+        backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
 
     Raises:
-        ValueError: If an argument is invalid, or contradicts the environment or the machine.
-        TypeError: If ``devices`` has the wrong type.
+        ValueError, TypeError: If an argument is invalid, or contradicts the environment or the machine.
         RuntimeError: If the other processes do not connect within the timeout.
         SystemExit: If this call has run the script again. It is raised when the new processes have ended.
     """

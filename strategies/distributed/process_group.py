@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.messages import named_ranks
+from ...common.open_files import allow_open_files
 from ...common.version import __version__
 from ..processes import name_gloo_interface
 from .launch_environment import LaunchEnvironment
@@ -56,8 +57,7 @@ def connect(
         backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
 
     Raises:
-        ValueError: If ``address``, ``backend``, the launch variables or an existing group cannot be used, or if
-            versions differ.
+        ValueError: If an argument, a launch variable or an existing group cannot be used, or versions differ.
         RuntimeError: If the other processes do not connect within the timeout.
     """
     if backend == "nccl" and device.type != "cuda":
@@ -77,12 +77,9 @@ def connect(
         launched = LaunchEnvironment.read()
         if launched is not None and launched.world_size > launched.local_world_size:
             name_gloo_interface(os.environ.get("MASTER_ADDR", "") if address is None else address[0])
-        _allow_sockets(size)
-        store: dist.Store = dist.HashStore()  # with a single process, neither an address nor a port is needed
-        if size > 1:
-            store = meeting_place(rank, size, timeout, address)
-            store = join_attempt(store, f"treadle/{run_id}/groups", rank, size, timeout)
-            _check_versions(store, rank)
+        # Each gloo group has a socket to every other process. Two groups of 512 ranks exceed the usual limit of 1,024.
+        allow_open_files(4 * size + _OTHER_FILES)
+        store = _join_store(rank, size, timeout, address, run_id)
         forget_store()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         _protect_forks()
@@ -99,6 +96,16 @@ def connect(
         )
 
 
+def _join_store(rank: int, size: int, timeout: timedelta, address: tuple[str, int] | None, run_id: str) -> dist.Store:
+    """Return the store over which the processes of a new group connect."""
+    if size == 1:
+        return dist.HashStore()  # needs neither an address nor a port
+    store = meeting_place(rank, size, timeout, address)
+    store = join_attempt(store, f"treadle/{run_id}/groups", rank, size, timeout)
+    _check_versions(store, rank)
+    return store
+
+
 def _await_connections(store: dist.Store, size: int) -> None:
     """Wait at most 30 s until all processes are connected, because connecting to a rank that ends would fail.
 
@@ -108,22 +115,6 @@ def _await_connections(store: dist.Store, size: int) -> None:
         store.set("all connected", "")
     with contextlib.suppress(dist.DistError):  # a rank that failed in the meantime is reported elsewhere
         store.wait(["all connected"], _CONNECTING)
-
-
-def _allow_sockets(size: int) -> None:
-    """Raise the limit of open files to what the job needs, as far as the system permits.
-
-    Each gloo group has a socket to every other process. With 512 ranks, two groups exceed the usual limit of 1,024, and
-    the connection would fail.
-    """
-    if sys.platform != "win32":
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = 4 * size + _OTHER_FILES
-        if resource.RLIM_INFINITY != soft < needed:
-            limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 def let_segments_grow() -> None:

@@ -55,40 +55,32 @@ def notebook_launcher(
 ) -> None:
     """Call `function(*args)` in several processes and wait for all of them. The signature is Accelerate's.
 
-    The processes are forked, so the function may be defined in a cell and use the variables of the session. The session
-    must not have used a GPU or opened the GPU's driver before. In each forked process, torch starts with one CPU
-    thread. If the run has only one process, it is not forked: the function is called in the session.
+    The processes are forked, so the function may be defined in a cell and use the session's variables. The session must
+    not have used a GPU or opened the GPU's driver before. A single process is not forked: the function is called in the
+    session. Torch starts with one CPU thread in each forked process.
 
     Args:
         function: Function to run in each process. It creates the Accelerator or Trainer.
         args: Positional arguments of `function`. Default: none.
         num_processes: Number of processes on this machine. Default: one per GPU, or one if there is no GPU.
-        mixed_precision: Must be ``"no"``. Set the precision in the function instead:
-            `Accelerator(mixed_precision="bf16")`.
-        use_port: Port on machine 0 for the rendezvous. Default: 29500, which means any free port if there is only one
-            machine.
+        mixed_precision: Must be ``"no"``. Set the precision in the function, as in `Accelerator(mixed_precision=...)`.
+        use_port: Port on machine 0 for the rendezvous. Default: 29500, or any free port with one machine.
         master_addr: Address of machine 0. Default: 127.0.0.1.
         node_rank: Number of this machine, from 0. Default: 0.
         num_nodes: Number of machines, each of which calls this function. Default: 1.
         rdzv_backend: Must be ``"static"``. `treadle launch` supports other backends.
         rdzv_endpoint: ``HOST:PORT``, instead of ``master_addr`` and ``use_port``. Default: none.
         rdzv_conf: May contain only ``timeout``, the time limit of the rendezvous in seconds. Default: 900 seconds.
-        rdzv_id: Name of the run, the same on all machines. Default: a random name on one machine, and ``"none"`` on
-            several.
-        max_restarts: Maximum number of restarts of all forked processes after a failure. Must be 0 on several machines.
-            Default: 0.
+        rdzv_id: Name of the run, the same on all machines. Default: ``"none"``, a random name with one machine.
+        max_restarts: Maximum number of restarts after a failure; 0, the default, is required on several machines.
         monitor_interval: Maximum time in seconds between checks of the processes. Default: 0.1.
         log_line_prefix_template: Must be None.
 
     Raises:
-        ValueError: If an argument is invalid or not supported, if the session cannot be forked, if it has a process
-            group, or if this process is already a rank.
-        TypeError: If an argument has the wrong type, for example if ``function`` is not callable.
-        RuntimeError: If the rendezvous or a forked process fails. The error contains the traceback, the signal or the
-            exit status of the process. The other processes of this machine are ended.
+        ValueError, TypeError: If an argument is invalid, the session cannot be forked, or this process is a rank.
+        RuntimeError: If the rendezvous or a process fails, with its traceback, signal or exit status.
     """
     conf = dict(rdzv_conf or {})
-    patience = check_positive("rdzv_conf['timeout']", conf.get("timeout", 900))
     _refuse(mixed_precision, rdzv_backend, conf, log_line_prefix_template)
     host, port = _parse_endpoint(rdzv_endpoint, master_addr, use_port)
     _Launch(
@@ -100,7 +92,7 @@ def notebook_launcher(
         node=node_rank,
         nodes=num_nodes,
         run_id=uuid.uuid4().hex if rdzv_id == "none" and num_nodes == 1 else rdzv_id,
-        patience=patience,
+        patience=check_positive("rdzv_conf['timeout']", conf.get("timeout", 900)),
         interval=monitor_interval,
         max_restarts=max_restarts,
     ).run()

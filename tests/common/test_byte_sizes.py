@@ -18,6 +18,12 @@ def test_what_is_not_a_size(text):
         parse_bytes(text, "max_memory")
 
 
+def test_a_small_b_is_a_byte_where_that_is_allowed():
+    assert parse_bytes("2gb", small_b=True) == 2 * 10**9
+    with pytest.raises(ValueError, match="size='2gx'"):
+        parse_bytes("2gx", small_b=True)
+
+
 @pytest.mark.parametrize("text", [0, "0", "0.4"])
 def test_a_size_below_the_minimum(text):
     with pytest.raises(ValueError, match=r"max_shard_size=.* is not a size of at least 1\."):

@@ -35,8 +35,8 @@ OWNERS = {"Accelerator", "Accumulation", "TaskModule", "Trainer", "World"}
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_MODULES = 800, 60, 15
 # One file for each public callback, at the path that Lightning gives it.
 FULL_BY_NAME = {"callbacks"}
-# A whole public surface in one file, half of it docstrings.
-LONG_BY_DOCSTRINGS = {"cli.lightning_cli.parser", "engine.accelerator", "trainer.trainer"}
+# The whole public surface in one file, half of it docstrings.
+LONG_BY_DOCSTRINGS = {"engine.accelerator"}
 
 
 def room(module):
@@ -240,10 +240,7 @@ def test_files_and_functions_stay_small(own):
                     continue
                 # A class inside is no statement of the function's; each of its methods is measured by itself.
                 inside = sum(c.end_lineno - c.lineno + 1 for c in node.body if isinstance(c, ast.ClassDef))
-                # A docstring is as long as the arguments need.
-                doc = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
-                described = doc.end_lineno - doc.lineno + 1 if doc is not None else 0
-                length = node.end_lineno - node.lineno + 1 - inside - described
+                length = node.end_lineno - node.lineno + 1 - inside
                 if length > MOST_LINES_OF_A_FUNCTION:
                     long.append(f"{module}:{node.lineno} {node.name}: {length} lines")
     assert long == []

@@ -121,12 +121,17 @@ class TrainerCheckpointer:
             blocking: Wait until the checkpoint is written. Default: True.
 
         Raises:
-            ValueError: If an optimizer step is in progress and ``weights_only`` is False, or for a reason that
-                `Accelerator.save_state` lists.
+            ValueError: If no task is prepared, if an optimizer step is in progress and ``weights_only`` is False, or
+                for a reason that `Accelerator.save_state` lists.
             TypeError, OSError: See `Accelerator.save_state`.
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
         path, *also = map(str, paths)
+        if not accelerator.models:
+            raise ValueError(
+                "save_checkpoint has no model to save, because the last stage ended before it prepared the task. Call "
+                "it after a stage that ran."
+            )
         if trainer.progress.in_step and not weights_only:
             raise ValueError(
                 f"{path} cannot be saved in the middle of optimizer step {trainer.progress.step + 1}, because no run "

@@ -24,15 +24,13 @@ def take_trial_steps(
         inner: The Trainer of a `rehearsal`.
         count: Number of optimizer steps.
         callbacks: Callbacks to call during these steps. Default: none.
-        before_step: Function that is called before each step, with the index of the step. The optimizers exist by then.
-            Default: none.
+        before_step: Function that is called before each step, with its index. Default: none.
 
     Yields:
         The index of each step when it is done.
 
     Raises:
-        ValueError: If an epoch has no batch to train on, or the task cannot be trained, for example because it has no
-            ``training_step``.
+        ValueError: If an epoch has no batch to train on, or the task cannot be trained.
         TypeError: If ``configure_optimizers`` returns a result of an invalid form.
     """
     task = inner.task

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from treadle.cli.config import ConfigError
 from treadle.cli.sweep.sweep_file import read_sweep
 from treadle.cli.sweep.trial_config import TrialConfigs
 
@@ -39,5 +40,6 @@ def test_without_gpus_all_devices_are_one_process(monkeypatch):
 
 
 def test_wrong_devices_are_named_before_a_trial_starts():
-    with pytest.raises(TypeError, match="devices=True"):
-        find_devices("{devices: true}")
+    for devices in ("true", "0", "'x'"):
+        with pytest.raises(ConfigError, match=r"s\.yaml: trainer\.devices=.* must be a number of at least 1"):
+            find_devices(f"{{devices: {devices}}}")

@@ -12,7 +12,8 @@ import torch
 from processes import clean_environment, programs, run, script
 from strikes import FaultCell, strike
 from torch.distributed import HashStore
-from treadle.strategies.distributed.watchdog import Watchdog, describe_phase, stack_of
+from treadle.strategies.distributed.watchdog import Watchdog, describe_phase, dismiss, stack_of, watch
+from treadle.strategies.distributed.world import World
 
 import treadle
 
@@ -69,6 +70,19 @@ def test_one_process_that_hangs_ends(tmp_path):
     assert "worked" in done.stdout
     assert time.monotonic() - start < 20
     assert re.search(r"treadle: no progress for 1 s: in script, optimizer step 1, .*train.py:12; stacks", done.stderr)
+
+
+def test_a_new_limit_applies_to_the_running_watchdog_in_full():
+    world = World()
+    try:
+        watchdog = watch(world, 100.0)
+        assert (watchdog.limit, watchdog.period, watchdog.awaits_others) == (100.0, 1.0, True)
+        assert watch(world, 2.5) is watchdog
+        assert (watchdog.limit, watchdog.period, watchdog.awaits_others) == (2.5, 0.5, True)
+        assert watch(world, None) is watchdog
+        assert (watchdog.strict, watchdog.awaits_others) == (False, False)
+    finally:
+        dismiss()
 
 
 # As under Ray, which has a thread train and keeps the main thread for itself.
