@@ -55,23 +55,11 @@ def run(
     defaults: Mapping[str, Any] | None = None,
     keep: bool = True,
 ) -> Session | None:
-    """Run a stage with the configuration that a command line specifies.
+    """Run a stage with the configuration that a command line specifies. Return None if only printing was requested.
 
-    Args:
-        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        arguments: The command-line arguments after the stage.
-        program: The command's name, as shown in the help and in suggested commands.
-        model: The task's class, unless the configuration names a subclass. Default: None; the configuration must then
-            name the task's class.
-        data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
-            then name a data module's class.
-        defaults: Default configuration. An earlier run's configuration, configuration files and command-line overrides
-            take precedence. Default: None.
-        keep: Whether ``predict`` returns the predictions. If False, a `PredictionWriter` writes them to files, unless
-            the configuration has a callback that may use them. Default: True.
-
-    Returns:
-        The session, or None if only the help or the configuration was printed.
+    ``model`` and ``data`` are used unless the configuration names subclasses of them. With ``keep=False``, ``predict``
+    does not return the predictions. They are written to files unless the configuration has a callback that may use
+    them.
 
     Raises:
         ConfigError: If the command line or the configuration is invalid.

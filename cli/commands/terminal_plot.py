@@ -23,21 +23,8 @@ def plot(
 ) -> str:
     """Return a text chart of curves over the optimizer steps.
 
-    The vertical axis is logarithmic if all values are positive and span two orders of magnitude or more. With several
-    curves, letters next to the chart mark their ends, with at most four letters per row. Values that are not finite or
-    are too large are not drawn, but counted below the chart. Identical curves are drawn as one. If no value can be
-    drawn, or the only curve is constant, the result is a line of text.
-
-    Args:
-        title: The title, printed above the chart.
-        lines: Steps and values of each curve, by name.
-        width: Characters per row of the chart, at least 24. Default: 80.
-        height: Rows of the chart without title, axis and legend. Default: 10.
-        ascii: Whether to draw with ASCII instead of braille characters, which have eight dots each. Default: False.
-        color: Whether to give each curve an ANSI color. Default: False.
-
-    Returns:
-        The chart as lines of text.
+    Values that are not finite or are too large are not drawn. ``width`` is the number of characters per row of the
+    chart, at least 24, and ``height`` the number of rows without title, axis and legend.
     """
     chart = Chart(title, lines)
     drawn = {name: points for name, points in chart.lines.items() if points[0]}

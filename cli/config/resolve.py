@@ -87,9 +87,6 @@ class Config:
         """Return the source of the value at a dotted key, or of the closest value above it.
 
         The source is ``"defaults"`` if not even the key's section is set.
-
-        Args:
-            key: The dotted key, such as ``"model.lr"``.
         """
         value = self.root
         for part in key.split("."):

@@ -235,13 +235,7 @@ def make_default_config(default: Any) -> Any:
 def supply(recipe: Recipe, path: Path, value: Any) -> Recipe:
     """Return a recipe in which an argument, possibly of a nested object, has a new value.
 
-    The recipe is returned unchanged if the object's class does not accept the argument, or if the path leads into a
-    value that is not an object.
-
-    Args:
-        recipe: The recipe of the object.
-        path: The path of the argument in the object. If the path is empty, the value replaces the object.
-        value: The new value of the argument.
+    With an empty path, the value replaces the object.
     """
     if not path:
         return PlainRecipe(Value(value, "linked"), value)

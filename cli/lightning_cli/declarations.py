@@ -91,20 +91,16 @@ class Option:
 
 @dataclass
 class ClassGroup:
-    """Arguments of a class or function under a dotted key; in subclass mode, the arguments of any subclass.
+    """Arguments of a class or function under a dotted key.
 
     Attributes:
-        key: The dotted key, such as ``"model"``.
-        bases: A tuple with the class or function. In subclass mode, the named class must extend at least one of its
-            classes.
+        bases: The class or function; in subclass mode, one or more base classes.
         subclass_mode: Whether the settings may name the class.
-        required: Whether at least one setting of the object is required in subclass mode.
+        required: Whether the settings must contain the object in subclass mode.
         skip: Names of arguments that are not part of the settings.
         instantiate: Whether `instantiate_classes` builds the object.
-        open: Whether arguments outside the signature are accepted if the class has ``**kwargs``. False for the Trainer.
-        help: Description of the group in the help.
-        ignored_nulls: Names of Lightning's arguments that the class does not have. For these, null is accepted and
-            ignored.
+        open: Whether arguments outside the signature are accepted if the class has ``**kwargs``.
+        ignored_nulls: Names of Lightning's arguments for which null is accepted and ignored.
     """
 
     key: str

@@ -87,12 +87,7 @@ class Namespace(argparse.Namespace):
         return value
 
     def update(self, value: Any, key: str | None = None) -> Namespace:
-        """Set the value of ``key``, or all values of a namespace or mapping if ``key`` is None. Return this namespace.
-
-        Args:
-            value: The value, or a namespace or mapping of values if ``key`` is None.
-            key: The dotted key to set. Default: None, the keys in ``value``.
-        """
+        """Set the value of ``key``, or all values in ``value`` if ``key`` is None. Return this namespace."""
         if key is not None:
             self[key] = value
         else:

@@ -264,12 +264,12 @@ class LightningArgumentParser(ConfigWriter):
             baseclass: The class that the named class must extend, or a tuple of classes.
             nested_key: Dotted key of the object.
             as_group: Accepted and ignored.
-            skip: Names of arguments that are supplied when the object is built. Default: None, no arguments.
+            skip: Names of arguments that are supplied when the object is built. Default: None.
             instantiate: Whether `instantiate_classes` builds the object. Default: True.
             required: Whether the settings must contain the object. Default: False.
             help: The object's description in the help. Default: None, a note on the syntax.
-            default: Object to build if the settings do not name a class, in the form ``{"class_path": ..., "init_args":
-                {...}}``. Default: None, no object.
+            default: Default settings, in the form ``{"class_path": ..., "init_args": {...}}``. Default: None, no
+                object.
             fail_untyped: Accepted and ignored.
             **unused: Accepted and ignored.
 
@@ -461,13 +461,11 @@ class LightningArgumentParser(ConfigWriter):
     def get_defaults(self, skip_validation: bool = False) -> Namespace:
         """Return the configuration without a command line. Required values may be missing.
 
-        The configuration consists of the defaults, the default files and, with ``default_env``, environment variables.
-
         Args:
             skip_validation: Accepted and ignored.
 
         Raises:
-            ConfigError: If a default, a default file or an environment variable is invalid.
+            ConfigError: If the configuration is invalid.
         """
         return self.finish(self.start(), partial=True)
 
@@ -481,7 +479,7 @@ class LightningArgumentParser(ConfigWriter):
             The value in `get_defaults`; None if there is no such key.
 
         Raises:
-            ConfigError: If a default, a default file or an environment variable is invalid.
+            ConfigError: If the configuration is invalid.
         """
         return self.get_defaults().get(key)
 
@@ -503,9 +501,8 @@ class LightningArgumentParser(ConfigWriter):
             namespace: A configuration to merge the command line into. Default: None, the settings of `get_defaults`.
 
         Raises:
-            SystemExit: After the help or the configuration is printed. Also if the settings are invalid and
-                ``exit_on_error`` is True.
-            ConfigError: If the settings are invalid and ``exit_on_error`` is False.
+            SystemExit: After the help or the configuration is printed. Also if the settings are invalid; with
+                ``exit_on_error=False``, a ConfigError is raised instead.
         """
         words = list(sys.argv[1:] if args is None else args)
         return self._guard(lambda: read_command_line(self, [str(word) for word in words], namespace))

@@ -51,8 +51,7 @@ class PeerModule:
 
     Attributes:
         peer: ``"lightning"``, ``"fabric"`` or ``"accelerate"``; ``"umbrella"`` for the package `lightning` itself and
-            its modules outside ``lightning.pytorch`` and ``lightning.fabric``; ``"treadle"`` or ``"compat"`` for a
-            module of Treadle.
+            its other modules; ``"treadle"`` or ``"compat"`` for a module of Treadle.
         path: The module's dotted path below the peer's root package; ``""`` for the root.
     """
 

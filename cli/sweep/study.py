@@ -85,11 +85,7 @@ class Study:
         return _PASSWORD.sub(r"\1***@", self.url)
 
     def _complete_pruner(self) -> Choice | None:
-        """Return the sweep's pruner; None if there is no pruner.
-
-        If the trials have a common ``max_epochs`` and report once per epoch, Hyperband's ``max_resource`` defaults to
-        this value. All processes then use the same value.
-        """
+        """Return the sweep's pruner, or None. Hyperband's ``max_resource`` defaults to a common ``max_epochs``."""
         prune, epochs = self.sweep.prune, _get_max_epochs(self.sweep)
         if prune is None or prune.kind != "hyperband" or epochs is None:
             return prune
@@ -206,16 +202,7 @@ def open_trial(study: optuna.Study, number: int) -> Trial:
 
 
 def retry(access: Callable[[], T]) -> T:
-    """Call a function that accesses the storage and return its result.
-
-    If the storage reports an internal error, for example because the database is busy, the call is repeated.
-
-    Args:
-        access: Function without arguments that accesses the storage.
-
-    Raises:
-        StorageInternalError: If all five attempts fail.
-    """
+    """Call a function that accesses the storage and return its result. A call that fails internally is repeated."""
     for left in range(_TRIES - 1, -1, -1):
         try:
             return access()

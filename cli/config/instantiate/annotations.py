@@ -278,13 +278,8 @@ class Checker:
     ) -> ObjectRecipe | None:
         """Return a recipe for an object. Report a problem and return None if it cannot be built.
 
-        Args:
-            value: ``{class: ..., argument: ...}``, or the class's name. ``class`` may be omitted if ``target`` is set
-                or ``base`` itself can be built.
-            base: The base class that the named class must extend.
-            path: The value's path in the configuration.
-            supplied: Names of arguments that are passed only when the object is built. Default: none.
-            target: Class to build if the value does not name one. Default: ``base``.
+        The value is a mapping, such as ``{class: ..., argument: ...}``, or the class's name. ``supplied`` names
+        arguments that are passed only when the object is built.
         """
         data = value.data
         named = (

@@ -65,16 +65,12 @@ def list_short_names(base: Any) -> dict[str, str]:
 
 
 def find(name: str, base: Any) -> Any:
-    """Return the class or function that a name refers to.
+    """Return the class or function that a short name, a name in the running script, or an import path refers to.
 
-    Args:
-        name: A short name, a name in the running script, or an import path.
-        base: The class whose subclasses may be named by a short name; ``object`` for all classes of `list_shelved`. The
-            result is not checked against it.
+    ``base`` limits the short names to its subclasses. The result is not checked against it.
 
     Raises:
-        ConfigError: If nothing has this name, if several classes have this name, or if `import_target` raises a
-            ConfigError for an import path. Other errors of an imported module are raised with a note.
+        ConfigError: If the name is unknown or ambiguous.
     """
     homes = list_short_names(base)
     if name in homes:
