@@ -65,8 +65,8 @@ def remove_target(declared_by_key: Mapping[str, Declared], link: Link, config: N
         link: Link whose target is removed.
         config: The configuration, which is changed in place.
     """
-    owner = find_owner(declared_by_key, link.target)
-    rest = ".".join(map(str, link.path[len(owner.split(".")) :]))
-    for key in (f"{owner}.{rest}", f"{owner}.init_args.{rest}") if rest else (owner,):
-        if key in config:
-            del config[key]
+    key = find_owner(declared_by_key, link.target)
+    for name in link.path[len(key.split(".")) :]:  # without the init_args of objects
+        key += f".{name}" if f"{key}.init_args" not in config else f".init_args.{name}"
+    if key in config:
+        del config[key]

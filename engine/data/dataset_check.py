@@ -136,10 +136,10 @@ def _is_column(value: Any) -> bool:
 
 def _strip_common_folder(column: Any) -> list[Any]:
     """Return a column, with absolute paths made relative to their common folder, which may differ between machines."""
-    rows = [row if isinstance(row, tuple) else (row,) for row in column]
-    if not isinstance(rows[0][0], str | os.PathLike) or not os.path.isabs(os.fspath(rows[0][0])):
+    rows = [row if isinstance(row, tuple) and row else (row,) for row in column]
+    if not all(isinstance(path, str | os.PathLike) and os.path.isabs(path) for path, *_ in rows):
         return list(column)
-    paths = [os.fspath(row[0]) for row in rows]
+    paths = [os.fspath(path) for path, *_ in rows]
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     return [(os.path.relpath(path, root), *row[1:]) for path, row in zip(paths, rows, strict=True)]
 

@@ -252,7 +252,7 @@ class JointLoader(Loader):
             ValueError: If the state does not fit the loaders; see `check`. If the number of loaders or the mode
                 differs, an evaluation loader restores only the epoch number instead.
         """
-        if self.evaluation and self._describe_difference(state):
+        if self.evaluation and self.describe_difference(state):
             self.set_epoch(state["epoch"])
             return
         self.check(state)
@@ -297,12 +297,11 @@ class JointLoader(Loader):
             ValueError: If the number of loaders or the mode differs, or if a state does not fit its loader; see
                 `Loader.check`.
         """
-        if text := self._describe_difference(state):
+        if text := self.describe_difference(state):
             raise ValueError(f"{text}. Pass the same loaders, or load only the weights with treadle.load_weights.")
-        for loader, saved in zip(self.loaders, state["loaders"], strict=True):
-            loader.check(saved)
 
-    def _describe_difference(self, state: dict[str, Any]) -> str:
+    def describe_difference(self, state: dict[str, Any]) -> str:
+        """Return how a saved state differs from the loaders, their mode or their generators; empty if it fits."""
         count, mode = len(self.loaders), self._plan.mode
         saved_count = len(state["loaders"]) if "loaders" in state else 1
         if saved_count != count or "loaders" not in state:
@@ -312,7 +311,8 @@ class JointLoader(Loader):
             return (
                 f"the checkpoint was saved with CombinedLoader(mode={state['mode']!r}), but this run uses mode={mode!r}"
             )
-        return ""
+        pairs = zip(self.loaders, state["loaders"], strict=True)
+        return next(filter(None, (loader.describe_difference(saved) for loader, saved in pairs)), "")
 
 
 def _derive_stream(stream: RandomStream, number: int) -> RandomStream:

@@ -535,7 +535,7 @@ class Loader:
                 restores only the epoch number instead.
         """
         plan = self._plan
-        if self.evaluation and plan.draws.difference(state):
+        if self.evaluation and self.describe_difference(state):
             self.epoch = state["epoch"]  # the loader now has another sampler, and its own order
             return
         self.check(state)
@@ -577,10 +577,14 @@ class Loader:
             ValueError: If the generators differ in number or kind, if the number of samplers with a ``state_dict``
                 differs, or if the state is that of a `JointLoader`.
         """
-        if text := self._plan.draws.difference(state):
+        if text := self.describe_difference(state):
             raise ValueError(
                 f"{text}. Pass the same kind of loader and sampler, or load only the weights with treadle.load_weights."
             )
+
+    def describe_difference(self, state: dict[str, Any]) -> str:
+        """Return how a saved state differs from the loader's generators and samplers; empty if it fits."""
+        return self._plan.draws.difference(state)
 
     def reading_state(self) -> dict[str, Any]:
         """Return this rank's state: its dataset's generators and, if each rank reads its own data, its position.

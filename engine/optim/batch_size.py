@@ -113,7 +113,7 @@ def _check_arguments(
         signature.bind(size, *args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"{body.__name__} was called with wrong arguments ({error}). Pass all arguments except the batch size, "
+            f"{_name(body)} was called with wrong arguments ({error}). Pass all arguments except the batch size, "
             "which find_executable_batch_size passes as the first argument."
         ) from None
 
@@ -207,8 +207,12 @@ def _choose_smaller(size: int, starting: int, reduce: Callable[[], int] | None) 
     return smaller
 
 
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", "the function")  # a functools.partial has no name
+
+
 def _announce(function: Callable[..., Any], size: int, starting: int, first: int | None) -> None:
-    name = getattr(function, "__name__", "the function")
+    name = _name(function)
     if first is None:
         rest = f" The global batch size decreases. To keep it, give {name} a parameter {_ACCUMULATION}."
     else:
@@ -223,8 +227,7 @@ def _announce(function: Callable[..., Any], size: int, starting: int, first: int
 def _check_call(function: Callable[..., Any], signature: inspect.Signature) -> None:
     first = next(iter(signature.parameters.values()), None)
     if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD) or first.name == _ACCUMULATION:
-        name = getattr(function, "__name__", "the function")
-        raise TypeError(f"{name}{signature} must have the batch size as its first parameter.")
+        raise TypeError(f"{_name(function)}{signature} must have the batch size as its first parameter.")
 
 
 def _read_accumulation(
@@ -235,6 +238,5 @@ def _read_accumulation(
     bound.apply_defaults()
     steps = bound.arguments.get(_ACCUMULATION, 1)
     if _ACCUMULATION not in kwargs and _ACCUMULATION in signature.bind_partial(size, *args).arguments:
-        name = getattr(function, "__name__", "the function")
-        raise TypeError(f"{_ACCUMULATION} was passed to {name} by position. Pass it as a keyword argument.")
+        raise TypeError(f"{_ACCUMULATION} was passed to {_name(function)} by position. Pass it as a keyword argument.")
     return int(steps)

@@ -289,6 +289,15 @@ def test_links_are_checked_where_they_are_made():
         parser.link_arguments("model.lr", "model.name", apply_on="instantiate")
 
 
+def test_a_link_at_instantiation_sets_an_argument_of_a_nested_object():
+    parser = make_parser()
+    parser.add_lightning_class_args(Data, "data")
+    parser.link_arguments("data.batch_size", "model.encoder.init_args.depth", apply_on="instantiate")
+    config = parser.parse_args(["--data.batch_size=7", "--model.encoder=DeepEncoder"])
+    assert "depth" not in config.model.encoder.init_args
+    assert parser.instantiate_classes(config).model.encoder.depth == 7
+
+
 def test_defaults():
     parser = make_parser()
     parser.set_defaults({"model.encoder": {"class_path": "lightning_cli_samples.DeepEncoder"}, "note": "new"})

@@ -391,3 +391,16 @@ def test_through_an_accelerator(tmp_path):
 
     whole = run(stop=4)
     assert run(load=tmp_path / "state") == whole
+
+
+def test_an_evaluation_with_other_generators_restores_only_its_epoch():
+    def make(generator):
+        return {"a": shuffled(5, generator=generator), "b": shuffled(11)}
+
+    saved = Ranks(lambda: make(torch.Generator().manual_seed(1)), "min_size", evaluation=True)
+    for _ in range(2):
+        list(saved.epoch())
+    [loader] = Ranks(lambda: make(None), "min_size", evaluation=True, state=saved.state()).loaders
+    assert (loader.epoch, loader.batches) == (2, 0)
+    with pytest.raises(ValueError, match="0 separate generators, but the checkpoint has 1"):
+        Ranks(lambda: make(None), "min_size", state=saved.state())

@@ -370,6 +370,10 @@ def test_datasets_are_told_apart_by_what_they_hold(tmp_path):
     here = fingerprint(Files("/scratch/node0", names))
     assert here == fingerprint(Files("/scratch/node1", names))  # the same files on another machine
     assert here != fingerprint(Files("/scratch/node0", names[::-1]))  # a directory listed in another order
+    for other in (None, "relative.png"):  # as of a sample without a mask
+        mixed, rank = Files("/scratch", names), Files("/scratch", names)
+        mixed.files[-1] = other
+        assert fingerprint(mixed) != fingerprint(rank)
     rows = torch.arange(12.0).reshape(6, 2)
     assert fingerprint(TensorDataset(rows)) == fingerprint(TensorDataset(rows.clone()))
     assert fingerprint(TensorDataset(rows)) != fingerprint(TensorDataset(rows.flip(0)))

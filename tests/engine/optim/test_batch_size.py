@@ -1,5 +1,6 @@
 """Batch sizes that are found by trying: where memory ran out on one process, all start over."""
 
+import functools
 import gc
 import logging
 import time
@@ -128,6 +129,8 @@ def test_other_errors_are_left_alone():
         hungry()
     with pytest.raises(TypeError, match="which find_executable_batch_size passes"):
         train(64)
+    with pytest.raises(TypeError, match="the function was called with wrong arguments"):
+        find_executable_batch_size(functools.partial(lambda size, rate: None), starting_batch_size=4)(1, 2)
     with pytest.raises(TypeError, match="must have the batch size as its first parameter"):
         find_executable_batch_size(lambda: None)
     with pytest.raises(ValueError, match="starting_batch_size=0"):
