@@ -246,7 +246,7 @@ def list_names(directory: AnyPath) -> list[str]:
 
 
 def list_leaves(directory: Path, inside: str = "") -> Iterator[str]:
-    """Yield the paths of files and links in a directory and its subdirectories, with ``/`` and the prefix ``inside``."""
+    """Yield the paths of files and links in a directory and its subdirectories, with ``/`` and a prefix ``inside``."""
     for name in list_names(directory):
         path = directory / name
         if os.path.isdir(path) and not os.path.islink(path):
