@@ -37,8 +37,8 @@ class GroupIndices(NamedTuple):
     """Sample indices of the micro-batches of one accumulation group.
 
     Attributes:
-        global_batches: For each micro-batch, the indices that the ranks share, and the sizes of the ranks' batches;
-            None if the indices are divided evenly.
+        global_batches: For each micro-batch, the indices that are divided among the ranks, and the sizes of the ranks'
+            batches (None for even shares).
         slices: This process's share of each global batch.
     """
 
@@ -46,7 +46,7 @@ class GroupIndices(NamedTuple):
     slices: list[slice]
 
     def get_indices(self, number: int) -> list[Any]:
-        """Return this process's indices in the micro-batch with index ``number``; an empty list if its share is empty."""
+        """Return this process's indices in a micro-batch; an empty list if its share is empty."""
         return self.global_batches[number][0][self.slices[number]]
 
 
@@ -56,14 +56,8 @@ class ShardedBatches:
     A global batch consists of ``batch_size`` indices of the user's sampler per process, or of one batch of a custom
     batch sampler per process. A process whose share is empty yields one sample with weight zero.
 
-    Args:
-        loader: The user's loader, whose samplers are replayed.
-        planner: Planner of the accumulation groups.
-        stream: The random stream that samplers without their own generator draw from.
-        merge_tail: For evaluation: add the samples of a last global batch with fewer samples than processes to the
-            batch before it, so that every process takes part in every batch.
-        positions: Yield ``(epoch seed, position, index)`` triples instead of indices, so that workers can seed each
-            sample.
+    ``merge_tail`` adds a last global batch with fewer samples than processes to the batch before it. ``positions``
+    yields ``(epoch seed, position, index)`` triples instead of indices, so that workers can seed each sample.
 
     Attributes:
         order: The RNG state that the epoch's order was drawn from; None between epochs. If it is set before an epoch
@@ -101,10 +95,10 @@ class ShardedBatches:
 
         Args:
             epoch: The epoch number, from 0.
-            skip: Number of samples of the epoch that were already yielded, over all ranks.
+            skip: Samples of the epoch before the position, over all ranks.
             limit: The maximum number of batches to yield; None for no limit.
-            done: Number of this rank's batches that were already yielded.
-            passed: Number of further batches to skip.
+            done: This rank's batches before the position.
+            passed: Further batches to skip.
         """
         self.epoch, self.skip, self.limit = epoch, skip, limit
         self.done = done
@@ -153,8 +147,7 @@ class ShardedBatches:
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
         """Start the loader's iterator, which draws the seed of its workers from the run's random stream.
 
-        ``silently`` means that persistent workers were already started, in this process or before a resume. Their seed
-        was drawn at that time, so this draw is undone.
+        ``silently`` undoes this draw, because persistent workers drew their seed before.
         """
         self._undo = self.draws.state() if silently or self.order is not None else None
         with self.draws.stream.drawing():
@@ -236,7 +229,7 @@ class ShardedBatches:
         return count - merged
 
     def length(self, limit: int | None) -> int | None:
-        """Return the number of batches in an epoch, at most ``limit``; ``limit`` itself if the sampler has no length."""
+        """Return the number of batches in an epoch, at most ``limit``; ``limit`` if the sampler has no length."""
         return limit if self._count_items(get_length) is None else self.total(limit)
 
     @property
@@ -251,16 +244,13 @@ class ShardedBatches:
 
     @property
     def left_out(self) -> Counter[str]:
-        """Number of samples, or of batches of a custom batch sampler, that ``drop_last`` drops per epoch, by unit."""
+        """Number of items of the user's sampler that ``drop_last`` drops per epoch, by unit."""
         count = self._count_items(get_length)
         dropped = count % self.width if self.drop_last and count is not None else 0
         return +Counter({"sample" if self.plain or not self.batched else "batch": dropped})
 
     def items(self, samples: int, batches: int) -> int:
-        """Return the number of sampler items, over all ranks, in the first batches of this epoch.
-
-        ``samples`` counts the samples in these batches over all ranks, and ``batches`` this process's batches.
-        """
+        """Return the number of the sampler's items, over all ranks, that precede a position in the epoch."""
         return batches * self.full if self.batched and not self.plain else samples
 
     def batches_of(self, items: int) -> int:
@@ -313,7 +303,7 @@ class ShardedBatches:
         return itertools.chain(first, batches)
 
     def _name_seed_purpose(self) -> int | str:
-        """Return the key from which the workers' seed is derived; it differs between ranks that read their own data."""
+        """Return the key from which the workers' seed is derived."""
         rank = 0 if self.planner.shares is None else self.planner.world_rank
         return f"epoch {self.epoch} of rank {rank}" if rank else self.epoch
 
@@ -324,7 +314,6 @@ class ShardedBatches:
         stream.advance()
 
     def _pull(self, block: int) -> Iterator[Any]:
-        """Return an iterator over the items of the user's sampler."""
         self._rest = None
         if type(self.sampler) is RandomSampler and self.sampler.generator is not None:
             # It draws again at its end, which workers reach at another time than the loop.
@@ -363,7 +352,7 @@ class ShardedBatches:
                 yield list(itertools.chain.from_iterable(batches)), None
 
     def _read_groups(self) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
-        """Yield groups of global batches, each with a list of the numbers of samples in its batches."""
+        """Yield groups of global batches, each with the numbers of samples in its batches."""
         batches: Iterator[Any] = itertools.islice(self._read_global_batches(), self.limit)
         if self.merge_tail:
             batches = _merge_tail(batches, self.planner.size)
