@@ -1,9 +1,4 @@
-"""Logged values, recorded without waiting for the device and reduced in bulk over steps and processes.
-
-`Metrics.log` only appends a value: it neither waits for the device nor communicates. Every ``log_every_n_steps`` steps
-and at the end of each epoch, all plain values are packed into one vector, which is exchanged once and read once. Metric
-objects exchange their own states.
-"""
+"""Logged values, recorded without waiting for the device and reduced in bulk over steps and processes."""
 
 from __future__ import annotations
 
@@ -31,14 +26,14 @@ class Metrics:
     Args:
         training: Whether this is a training stage. By default, values logged during a training batch are logged per
             step, and all other values over the epoch.
-        copies: Whether all tensors on an accelerator are copied, because CUDA graphs overwrite their results.
+        copies: Whether tensors on an accelerator are copied, because CUDA graphs overwrite their results. Default:
+            False.
 
     Attributes:
-        weight: Default weight of a value in its epoch mean: the number of this process's samples in the current batch,
-            or 1 between batches.
-        suffix: Suffix that identifies the evaluation loader in logged names; empty if there is only one loader.
+        weight: Default weight of a value in its epoch mean, such as the number of samples in the current batch.
+        suffix: Suffix that identifies the evaluation loader in logged names.
         place: The current batch of an evaluation, as (loader index, batch index).
-        evaluation: The values that an evaluation within this stage logs, while the evaluation runs; else None.
+        evaluation: The values of an evaluation within this stage, or None.
 
     Example:
         >>> import treadle
@@ -66,7 +61,7 @@ class Metrics:
         """Set whether values that are logged after this call belong to the epoch rather than to a batch.
 
         Args:
-            yes: True for the epoch, False for a batch. True also sets ``weight`` to 1.
+            yes: True for the epoch, False for a batch.
         """
         self._entries = self._in_epoch if yes else self._in_step
         if yes:
@@ -77,11 +72,11 @@ class Metrics:
 
         A stand-in is a sample of another process. It fills an empty share of the last global batch, so that the
         collectives of all processes match. In an evaluation, changes to lists, sums and counts in attributes of
-        ``owner`` are undone too. In training they are kept, because step counts must stay the same on all processes.
+        ``owner`` are undone too.
 
         Args:
             batches: The batches of a prepared loader.
-            cursor: The position in the loader, which identifies stand-ins.
+            cursor: The position in the loader.
             owner: The task that processes the batches.
         """
         for batch in batches:
@@ -96,7 +91,7 @@ class Metrics:
 
     @property
     def entries(self) -> list[Entry]:
-        """All entries: those of steps, then those of the epoch, each in the order in which they were first logged."""
+        """All entries: those of steps, then those of the epoch."""
         return [*self._in_step.values(), *self._in_epoch.values()]
 
     def log(
@@ -117,15 +112,15 @@ class Metrics:
             name: The name to log under.
             value: A number, a tensor with one element or a metric object.
             prog_bar: Show the value in the progress bar.
-            logger: Send the value to loggers. Default: True.
-            on_step: Log the value of each step. Default: True during a training batch, else False.
-            on_epoch: Log the value over the epoch. Default: False during a training batch, else True.
-            reduce_fx: See ``TaskModule.log``.
-            batch_size: The weight of the value in a mean; 0 for a stand-in batch. Default: the attribute ``weight``.
-            add_suffix: Append ``suffix``, which identifies the evaluation loader, to the name. Default: True.
+            logger: Send the value to loggers; None for True.
+            on_step: Log the value of each step; None for the default of the stage.
+            on_epoch: Log the value over the epoch; None for the default of the stage.
+            reduce_fx: The reduction; see ``TaskModule.log``.
+            batch_size: The weight of the value in a mean; None for the attribute ``weight``.
+            add_suffix: Append ``suffix`` to the name. Default: True.
 
         Raises:
-            ValueError: If arguments or calls contradict each other, or ``reduce_fx`` or a tensor's shape is not valid.
+            ValueError: If an argument is invalid or contradicts an earlier call.
             TypeError: If the name is not a string or the value is not a number.
         """
         if self.suffix and add_suffix:
@@ -223,7 +218,7 @@ class Metrics:
             world: The processes to reduce over.
 
         Raises:
-            ValueError: On every rank, if the ranks have logged different names, or the names in a different order.
+            ValueError: On every rank, if the ranks have logged different names.
         """
         entries = [entry for entry in self._in_step.values() if entry.on_step and entry.last is not None]
         return self._reduce_entries(entries, [entry.step_pair() for entry in entries], world)
@@ -232,11 +227,10 @@ class Metrics:
         """Return the epoch's values, reduced over all batches and processes. Must be called on all ranks.
 
         Args:
-            world: The processes to reduce over. Plain values are reduced together; each metric object synchronizes its
-                own state.
+            world: The processes to reduce over. Each metric object synchronizes its own state.
 
         Raises:
-            ValueError: On every rank, if the ranks have logged different names, or the names in a different order.
+            ValueError: On every rank, if the ranks have logged different names.
             TypeError: If the ``compute`` method of a metric object does not return one number.
         """
         entries = [entry for entry in self.entries if entry.on_epoch]
@@ -253,7 +247,7 @@ class Metrics:
     def batch_values(self, world: World) -> list[tuple[Place, list[tuple[Entry, float]]]]:
         """Return the values that an evaluation logged with ``on_step=True`` for each batch, reduced over all processes.
 
-        Must be called on all ranks, after `epoch_values`, which checks that all ranks have logged the same names.
+        Must be called on all ranks, after `epoch_values`.
 
         Args:
             world: The processes to reduce over.
@@ -309,7 +303,7 @@ class Metrics:
         return name if entry is None else entry.label("step")
 
     def reset(self) -> None:
-        """Discard all values and reset the logged metric objects, at the start of an epoch."""
+        """Discard all values and reset the logged metric objects."""
         for entry in self.entries:
             if entry.metric is not None:
                 entry.metric.reset()
@@ -345,18 +339,15 @@ class Metrics:
     def state_dict(
         self, world: World, owner: nn.Module | None = None, over: bool = False, *, read: bool = True
     ) -> dict[str, Any]:
-        """Return the epoch's sums, the latest step values, their display settings, and the state of metric objects.
-
-        Must be called on all ranks.
+        """Return the values of the epoch and the state of metric objects. Must be called on all ranks.
 
         Args:
             world: The processes whose values are included.
             owner: The task whose metric objects are included. Default: none are included.
-            over: Whether the epoch has ended and the next one has logged nothing yet. If True, no logged value is
-                included. Default: False.
+            over: Whether the epoch has ended and the next one has logged nothing yet. Then no logged value is included.
+                Default: False.
             read: Wait for the device and return the logged values as plain numbers. If False, they stay on the device,
-                for `read_numbers`. The states of metric objects (``"objects"``) contain tensors in both cases.
-                Default: True.
+                for `read_numbers`. Default: True.
         """
         objects = {} if owner is None else metric_state.find(owner)
         done = [e.metric for e in self.entries] if over else []
@@ -411,7 +402,7 @@ class Metrics:
 
 
 class MutedMetrics(Metrics):
-    """Subclass of `Metrics` that discards all values, for example in a Trainer with ``barebones=True``."""
+    """Subclass of `Metrics` whose `log` discards all values."""
 
     def log(self, *_: Any, **__: Any) -> None:
         """Discard the logged value."""
@@ -424,7 +415,6 @@ def _select_parts(parts: list[Any], world: World) -> list[Any]:
 
 
 def _resolve_reduction(name: str, reduce_fx: Any) -> str:
-    """Return the name of the reduction that ``reduce_fx``, a name or a function, refers to."""
     reduction = getattr(reduce_fx, "__name__", reduce_fx)
     if isinstance(reduction, str):
         reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction, reduction)
@@ -507,10 +497,7 @@ class Entry:
         reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
         prog_bar: Show the value in the progress bar.
         logger: Send the value to loggers.
-        suffix: The part of ``name`` that identifies the evaluation loader, if there are several.
-
-    Attributes:
-        batches: The value and weight of each batch, if the entry logs every batch of an evaluation; else None.
+        suffix: The part of ``name`` that identifies the evaluation loader. Default: ``""``.
 
     Example:
         >>> from treadle.engine import Entry
@@ -603,10 +590,7 @@ class Entry:
         self.metric = metric
 
     def part(self) -> tuple[Any, float, list[Any], list[float]]:
-        """Return the total, its weight, and the values and weights that the total does not include yet.
-
-        The total and the values may be 0-d tensors on the device; see `read_numbers`.
-        """
+        """Return the total, its weight, and the values and weights that the total does not include yet."""
         return self.total, self.total_weight, list(map(_plain, self.values)), list(self.weights)
 
     def latest(self) -> tuple[Any, float]:
@@ -683,20 +667,14 @@ class Entry:
 
 
 class BatchValues:
-    """Values of single batches by (loader index, batch index), which stay on the device until they are read."""
+    """Values of single batches, which stay on the device until they are read."""
 
     def __init__(self) -> None:
         self._latest: dict[Place, tuple[Any, float]] = {}
         self._folded: list[tuple[list[Place], Tensor, list[float]]] = []
 
     def add(self, place: Place, value: Any, weight: float) -> None:
-        """Record a batch's value, and replace the value previously recorded for the same batch.
-
-        Args:
-            place: The batch, as (loader index, batch index).
-            value: A number or a 0-d tensor.
-            weight: The weight of the value in a mean.
-        """
+        """Record a batch's value, and replace the value previously recorded for the same batch."""
         self._latest[place] = value, weight
         if len(self._latest) > FOLD:  # 0-d tensors take 512 bytes each on a GPU
             newest = self._latest.popitem()
@@ -758,11 +736,7 @@ def _plain(value: Any) -> Any:
 def stack_numbers(values: list[Any]) -> Tensor:
     """Return 0-d tensors and numbers as one float64 vector, or as float32 on MPS, which lacks float64.
 
-    The vector is on the GPU if one of the tensors is. Values in host memory are copied to the GPU in one transfer. On
-    CUDA, the host does not wait for it.
-
-    Args:
-        values: 0-d tensors and numbers. All tensors outside of host memory must be on the same accelerator.
+    The vector is on the accelerator if one of the tensors is. On CUDA, the host does not wait for the copies.
     """
     tensors = [v for v in values if isinstance(v, Tensor)]
     device = next((v.device for v in tensors if v.device.type != "cpu"), torch.device("cpu"))

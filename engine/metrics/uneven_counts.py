@@ -1,10 +1,4 @@
-"""Computation of torchmetrics objects if the ranks have processed different numbers of batches.
-
-torchmetrics gathers a list state tensor by tensor. With lists of unequal lengths, ranks hang or mix up items. A rank
-without data sends an empty vector, regardless of the dimensions and dtype of the other ranks' tensors. Libraries that
-pad the data never encounter these problems. Treadle counts each sample once, so some ranks may have no share of the
-last batches.
-"""
+"""Computation of torchmetrics objects if the ranks have processed different numbers of batches."""
 
 from __future__ import annotations
 
@@ -25,8 +19,8 @@ from . import metric_state
 def uneven_counts(owner: nn.Module, world: World) -> Iterator[None]:
     """Return a context in which ``compute()`` works if ranks have updated a metric different numbers of times.
 
-    This applies to states that are lists of tensors with the reduction ``"cat"`` or None. Metrics with such states need
-    one more small exchange in ``compute()``. Metrics with a ``process_group`` are left unchanged.
+    With list states of unequal lengths, ranks would otherwise hang or mix up items. Metrics with a ``process_group``
+    are left unchanged.
 
     Args:
         owner: The module whose torchmetrics objects are computed, usually the task.
