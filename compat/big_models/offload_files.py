@@ -1,4 +1,4 @@
-"""Offloaded weights in Accelerate's format: a folder with ``index.json`` and raw bytes in ``NAME.dat`` per tensor."""
+"""Offloaded weights in Accelerate's format: ``index.json``, and one file of raw bytes per tensor."""
 
 from __future__ import annotations
 
@@ -23,16 +23,13 @@ def offload_weight(
     offload_folder: str | os.PathLike[str],
     index: MutableMapping[str, Any] | None = None,
 ) -> MutableMapping[str, Any] | None:
-    """Write a tensor's bytes to ``offload_folder/weight_name.dat``.
+    """Write a tensor's bytes to ``offload_folder/weight_name.dat``, and return ``index``.
 
     Args:
-        weight: The tensor to write.
+        weight: The tensor.
         weight_name: The tensor's name.
-        offload_folder: An existing folder to write to.
+        offload_folder: An existing folder.
         index: An index, to which the tensor's dtype and shape are added. Default: None.
-
-    Returns:
-        ``index``.
     """
     plain = weight.detach().to("cpu").contiguous()
     plain.reshape(-1).view(torch.uint8).numpy().tofile(Path(offload_folder) / f"{weight_name}.dat")
@@ -50,7 +47,6 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
     Raises:
         ValueError: If the file's size does not match the dtype and shape.
-        OSError: If the file cannot be read.
     """
     dtype, shape = getattr(torch, weight_info["dtype"]), torch.Size(weight_info["shape"])
     size, needed = os.path.getsize(weight_file), shape.numel() * dtype.itemsize
@@ -66,11 +62,11 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Add entries to a folder's ``index.json``. No file is written for None or an empty index.
+    """Add entries to a folder's ``index.json``. Without entries, no file is written.
 
     Args:
         index: Entries to add: each tensor's dtype and shape, by name.
-        offload_folder: The existing folder in which ``index.json`` is written or updated.
+        offload_folder: An existing folder.
     """
     if not index:
         return
@@ -80,10 +76,10 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write all tensors of a state dict and their index to a folder, which is created if it is missing.
+    """Write the tensors of a state dict and their index to a folder, which is created if it is missing.
 
     Args:
-        save_dir: The folder to write to.
+        save_dir: The folder.
         state_dict: The tensors by name.
     """
     os.makedirs(save_dir, exist_ok=True)
@@ -99,8 +95,8 @@ def extract_submodules_state_dict(
     """Return the entries of a state dict that belong to the named modules or tensors.
 
     Args:
-        state_dict: The state dict to select from.
-        submodule_names: Names of the modules or tensors to select.
+        state_dict: The state dict.
+        submodule_names: Names of modules or tensors.
     """
     return {
         name: tensor
@@ -113,12 +109,11 @@ def extract_submodules_state_dict(
 class PrefixedDataset(Mapping[str, Any]):
     """View of a mapping in which ``key`` is looked up as ``prefix + key``.
 
-    As in Accelerate, iteration yields the full keys that begin with the prefix, and the length is that of the
-    underlying mapping.
+    As in Accelerate, iteration yields full keys that begin with the prefix, and the length is that of the mapping.
 
     Args:
         dataset: The underlying mapping.
-        prefix: The text that is put before each key.
+        prefix: The text before each key.
     """
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
@@ -144,13 +139,11 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         state_dict: Tensors in memory, which take precedence over those on disk.
         save_folder: A folder that `offload_state_dict` wrote.
         index: Tensors on disk: for each name, a dict with ``"dtype"`` and ``"shape"``, or with ``"safetensors_file"``
-            and, optionally, ``"weight_name"`` (default: the same name) and ``"dtype"`` (default: that of the file).
-            Default: the folder's index.
+            and optional ``"weight_name"`` and ``"dtype"``. Default: the folder's index.
         device: The device for tensors from safetensors files. Default: the CPU.
 
     Raises:
         ValueError: If none of ``state_dict``, ``save_folder`` and ``index`` is passed.
-        FileNotFoundError: If ``save_folder`` is passed without ``index`` and contains no ``index.json``.
     """
 
     def __init__(

@@ -417,7 +417,7 @@ class Fabric:
         Args:
             module: Accepted and ignored.
             optimizer: The optimizer.
-            clip_val: The maximum absolute value of each element, unless ``max_norm`` is set.
+            clip_val: The maximum absolute value of each element. Set either this or ``max_norm``.
             max_norm: The maximum norm of all gradients.
             norm_type: The order of the norm. Default: 2.0, the Euclidean norm.
             error_if_nonfinite: Whether a norm that is not finite raises a RuntimeError. Default: True.

@@ -62,10 +62,6 @@ class FabricModule(nn.Module):
 
         With ``"16-true"``, ``"bf16-true"`` and ``"64-true"``, inputs are cast to the dtype of the weights, and outputs
         to torch's default dtype.
-
-        Args:
-            *args: Positional inputs.
-            **kwargs: Keyword inputs.
         """
         return self._run(self._forward_module, args, kwargs)
 
@@ -102,22 +98,11 @@ class FabricModule(nn.Module):
         self._forward_methods.add(name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict of the user's model, without prefixes of wrappers.
-
-        Args:
-            *args: Arguments of ``Module.state_dict``.
-            **kwargs: Keyword arguments of ``Module.state_dict``.
-        """
+        """Return the state dict of the user's model, without prefixes of wrappers."""
         return self._original_module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict into the user's model.
-
-        Args:
-            state_dict: State dict with the names of the user's model.
-            *args: Arguments of ``Module.load_state_dict``.
-            **kwargs: Keyword arguments of ``Module.load_state_dict``.
-        """
+        """Load a state dict into the user's model."""
         return self._original_module.load_state_dict(state_dict, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
