@@ -20,11 +20,10 @@ class LearningRateMonitor(BestEffortCallback):
     """Callback that logs the learning rates of each optimizer, per step or per epoch.
 
     The rate of a step is the one that the optimizer used in the step. The rate of an epoch is the one at its start.
-    Each rate is logged under the ``"name"`` in the scheduler's configuration. By default, this name is ``lr-`` and the
-    optimizer's class, such as ``lr-Adam``. Optimizers without a scheduler also get this default name. If a name occurs
-    again, a number is appended, as in ``lr-Adam-1``. If there are several parameter groups, each has its own name:
-    ``lr-Adam/pg1``, ``lr-Adam/pg2``. A group with a ``"name"`` has this name after the slash, even if it is the only
-    group.
+    Each rate is logged under the ``"name"`` in the scheduler's configuration, by default ``lr-`` and the optimizer's
+    class, such as ``lr-Adam``. If a name occurs again, a number is appended, as in ``lr-Adam-1``. With several
+    parameter groups, each has its own name, such as ``lr-Adam/pg1``. A group with a ``"name"`` has this name after the
+    slash.
 
     Args:
         logging_interval: ``"step"`` (every ``log_every_n_steps`` steps), ``"epoch"``, or None, which uses the interval
@@ -40,9 +39,8 @@ class LearningRateMonitor(BestEffortCallback):
         last_weight_decay_values: The latest logged weight decays by name.
 
     Raises:
-        ValueError: If the interval is unknown or, in ``fit``, if there is no logger, if ``log_every_n_steps`` is 0
-            although a rate is logged per step, or if two groups of an optimizer have the same name.
-        TypeError: If a flag is not a bool.
+        ValueError, TypeError: If an argument is invalid.
+        ValueError: In ``fit``, if the rates cannot be logged, for example because there is no logger.
 
     Example:
         >>> import tempfile
@@ -143,7 +141,6 @@ class LearningRateMonitor(BestEffortCallback):
                     self._others[f"{label}-weight_decay"] = float(group.get("weight_decay", 0.0))
 
     def _find_optimizers(self, trainer: Trainer, interval: str) -> Iterator[tuple[Optimizer, str]]:
-        """Yield the optimizers whose rates are logged at this interval, with their names."""
         for optimizer, name, due in name_optimizers(trainer):
             if self.logging_interval is not None or interval == due:
                 yield optimizer, name
@@ -154,10 +151,7 @@ class LearningRateMonitor(BestEffortCallback):
         return list(self.lrs)
 
     def _extract_stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
-        """Return the current values to log for an interval, by name.
-
-        Subclasses in public code call this method with ``"step"``, ``"epoch"``, or ``"any"`` for both intervals.
-        """
+        """Return the current values to log for an interval, by name. ``"any"`` means both intervals."""
         rates, others = self._rates, self._others
         self._rates, self._others = {}, {}
         try:
@@ -168,7 +162,6 @@ class LearningRateMonitor(BestEffortCallback):
             self._rates, self._others = rates, others
 
     def _write(self, trainer: Trainer) -> None:
-        """Write the values that `_read` collected to the loggers."""
         if not self._rates:
             return
         for name, value in self._rates.items():
@@ -230,7 +223,6 @@ def read_learning_rates(trainer: Trainer) -> dict[str, float]:
 
 
 def _label_groups(name: str, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the options of each parameter group."""
     groups: list[dict[str, Any]] = optimizer.param_groups
     for number, group in enumerate(groups, start=1):
         group_name = group.get("name", f"pg{number}" if len(groups) > 1 else None)
@@ -238,7 +230,6 @@ def _label_groups(name: str, optimizer: Optimizer) -> Iterator[tuple[str, dict[s
 
 
 def _check_names(optimizer: Optimizer) -> None:
-    """Raise a ValueError if two parameter groups of an optimizer have the same name."""
     names = Counter(label for label, _ in _label_groups("", optimizer))
     if duplicate_names := [label.lstrip("/") for label, count in names.items() if count > 1]:
         raise ValueError(

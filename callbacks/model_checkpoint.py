@@ -1,4 +1,4 @@
-"""`ModelCheckpoint`: saves checkpoints during training, ranked by a logged value or at regular intervals."""
+"""`ModelCheckpoint`: saves checkpoints during training."""
 
 from __future__ import annotations
 
@@ -42,57 +42,43 @@ if TYPE_CHECKING:
 class ModelCheckpoint(CheckpointAliases, Checkpoint):
     """Callback that saves checkpoints between optimizer steps and keeps the best ones.
 
-    A checkpoint is a directory, which counts as a checkpoint only once it is complete. An older checkpoint that it
-    replaces is removed only afterwards. Several ModelCheckpoints may be used at the same time if they differ in
-    ``monitor``, ``mode`` or their triggers, for example one for the best checkpoint and one for regular intervals.
+    A checkpoint is a directory, which counts as a checkpoint only once it is complete. A run may have several
+    ModelCheckpoints that differ in ``monitor``, ``mode`` or their triggers.
 
-    A checkpoint is saved after its step's validation and scheduler updates. The last step of an epoch is saved at the
-    end of the epoch, unless the training dataloader has no length. A value that a validation logged ranks only a
-    checkpoint of the weights that were validated. If ``monitor`` is logged once per validation or per epoch, a save may
-    be due before the next value. The ranked save then waits for this value, but ``last.ckpt`` is saved without waiting.
-    If ``monitor`` is logged by training steps, its latest value is used, which may be several steps old if it is not
-    logged in every step.
+    A triggered save runs after the step's validation and scheduler updates. A value that a validation logged ranks only
+    a checkpoint of the weights that were validated. If a save is due before the next value of ``monitor``, the ranked
+    save waits for this value, but ``last.ckpt`` does not. If ``monitor`` is logged by training steps, its latest value
+    is used.
 
     Args:
         dirpath: Directory of the checkpoints, or a URL such as ``s3://bucket/run``. Default: ``checkpoints`` in the
-            run's folder. The run's folder is the folder of the first logger that has one. If no logger has one, it is a
-            folder in ``default_root_dir`` named after the experiment and the run. Without loggers, or if that folder
-            cannot be created, it is ``default_root_dir`` itself.
+            run's folder.
         filename: Template of checkpoint names, such as ``"{epoch}-{val_loss:.2f}"``. Default: ``"{epoch}-{step}"``.
         monitor: Name of the logged value by which checkpoints are ranked. With None, the latest checkpoint is the best.
             ``"step"`` with ``mode="max"`` keeps the latest ``save_top_k`` checkpoints. Default: None.
         verbose: Announce each save, and each value of ``monitor`` that is not good enough for a ranked save. Default:
             False.
-        save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"``, accepted for compatibility with
-            Lightning, has the same effect as True: a complete checkpoint is saved instead of a link. With
-            ``save_last``, ``save_on_exception`` also saves under this name. Default: False. In a `RunFolder`, the
-            default is True for the first ``ModelCheckpoint`` without ``save_weights_only`` if otherwise no
-            ``ModelCheckpoint`` would keep the latest state.
+        save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"`` has the same effect as True: a complete
+            checkpoint is saved, not a link as in Lightning. Default: False. In a `RunFolder`, the default may be True,
+            so that the latest state is kept.
         save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 keeps none. More than 1 requires ``monitor``.
             Default: 1.
         save_on_exception: Save the run when an error or Ctrl-C ends ``fit``. With one process or after Ctrl-C, a run
-            that resumes from this checkpoint gives the same results as an uninterrupted one. Ctrl-C ends the run after
-            the current step, and all ranks save. After an error, rank zero saves the run as of the last completed step.
-            With several processes, the state of the other ranks is missing. On resume, their RNG state and their share
-            of the epoch's logged means are reinitialized. After an error, no checkpoint is saved if rank zero does not
-            hold the complete state of the last step, for example because the other ranks hold shards of the model or of
-            the optimizer state, because ``local_sgd_steps`` is set, because a callback has changed the model since the
-            last step, or because the error occurs in the optimizer's step or in ``on_step_end``. With several
-            processes, no checkpoint is saved after an error between the optimizer's step and ``on_step_end`` either,
-            unless the error occurs in a validation. On resume, this validation is repeated. The overhead in each step
-            is mainly a copy of the model's buffers and of the states of callbacks, schedulers and dataloaders. Default:
-            False.
+            that resumes from this checkpoint gives the same results as an uninterrupted one. After an error, rank zero
+            saves the run as of the last completed step. With several processes, the state of the other ranks is then
+            missing. No checkpoint is saved after an error if rank zero does not hold the complete state of that step,
+            for example because the model is sharded. Default: False.
         save_weights_only: Omit everything that is needed only to resume, such as the optimizer state. Default: False.
-        save_trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model with
-            adapters. To load such a checkpoint, build the task with the same frozen weights, whose digests are
-            compared. Weights that were trained at any time during the run are saved. Default: False.
+        save_trainable_only: Omit frozen weights (``requires_grad=False``). To load such a checkpoint, build the task
+            with the same frozen weights, whose digests are compared. Weights that were trained at any time during the
+            run are saved. Default: False.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. NaN is worse than any number.
             Default: ``"min"``.
-        auto_insert_metric_name: Write each field of the template as ``name=value``, not only as the value. A ``/`` in
-            the name becomes ``_``. Default: True.
+        auto_insert_metric_name: Write each field of the template as ``name=value``, not only as the value. Default:
+            True.
         every_n_train_steps: Number of optimizer steps between saves; None or 0 disables this trigger. Default: None.
-        train_time_interval: Time between saves, measured by rank zero's clock: ``"DD:HH:MM:SS"``, a timedelta or a dict
-            of its arguments. Default: None.
+        train_time_interval: Time between saves: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments. Default:
+            None.
         every_n_epochs: Number of epochs between saves; 0 disables this trigger. Default: 1 if no other trigger is
             passed, otherwise 0.
         save_on_train_epoch_end: Let ``every_n_epochs`` save at the end of the epoch (True) or after each of its
@@ -101,27 +87,20 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         enable_version_counter: Append ``-v1``, ``-v2``, ... to the name if a checkpoint that is not to be replaced has
             the same name. If False, replace a checkpoint with the same name, unless it is this callback's ``last.ckpt``
             or another ModelCheckpoint of this run keeps it. Default: True.
-        async_save: Copy the state to host memory, which must have room for one copy, and write the checkpoint in the
-            background while training continues. If the save fails, the error is raised at a later step or at the end of
-            ``fit``. Replaced checkpoints are removed only after their successor is in place. Until then,
-            ``best_model_path`` may not exist. Default: False.
+        async_save: Copy the state to host memory and write the checkpoint in the background while training continues.
+            If the save fails, the error is raised at a later step or at the end of ``fit``. Until the checkpoint is in
+            place, ``best_model_path`` may not exist. Default: False.
 
     Attributes:
         best_model_path: Path of the best checkpoint, or "".
-        best_model_score: Value of ``monitor`` for the best checkpoint, a 0-d tensor; None without a monitor or without
-            a best checkpoint.
+        best_model_score: Value of ``monitor`` for the best checkpoint, a 0-d tensor, or None.
         best_k_models: Values of ``monitor`` for the kept checkpoints, by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
-        current_score: Value of ``monitor`` that was last compared with the kept checkpoints; None without a monitor or
-            before the first comparison.
+        current_score: Value of ``monitor`` that was last compared with the kept checkpoints, or None.
 
     Raises:
-        ValueError: If more than one of ``every_n_train_steps``, ``train_time_interval`` and ``every_n_epochs`` is set,
-            or an argument is invalid. In ``fit``, if a ranked save is due and ``monitor`` was not logged by the end of
-            the epoch, or if a checkpoint cannot be saved, for example because a weight is not finite.
-        TypeError: If ``dirpath``, ``filename``, ``monitor`` or a flag other than ``save_last`` has the wrong type, or
-            if ``train_time_interval`` has the wrong type or an invalid entry. In ``fit``, if a state to save is not
-            data.
+        ValueError, TypeError: If an argument is invalid or more than one trigger is set. In ``fit``, if ``monitor`` was
+            needed but not logged, or a checkpoint cannot be saved.
         OSError: In ``fit``, if a checkpoint cannot be written.
 
     Example:
@@ -226,7 +205,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Name that includes the monitor, the mode and the triggers. See `Callback.state_key`."""
+        """Name that includes the monitor, the mode and the triggers."""
         return (
             f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
             f"{self.every_n_train_steps}, every_n_epochs={self.every_n_epochs}, "
@@ -247,8 +226,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
 
-        If the record belongs to another directory, which was not moved to ``dirpath``, only the record's best
-        checkpoint is restored, because this run must not remove checkpoints from that directory.
+        If the record belongs to another directory, which was not moved to ``dirpath``, only its best checkpoint is
+        restored.
         """
         self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
         self._save_requested = state_dict["wanted"]
@@ -272,7 +251,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return newest and not self.save_weights_only
 
     def keep_last_by_default(self) -> None:
-        """Also keep a ``last.ckpt``, unless ``save_last`` was set. Must be called before ``fit``."""
+        """Also keep a ``last.ckpt``, unless ``save_last`` was set."""
         self.save_last |= self._may_keep_last
 
     # -- triggers ------------------------------------------------------------------------------------------------
@@ -291,11 +270,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check before the first step that saving will work, and remove leftover checkpoints of a killed run.
-
-        Raises:
-            OSError: If the directory cannot be created or written to, or does not have enough space for a checkpoint.
-        """
+        """Check before the first step that saving will work, and remove leftover checkpoints of a killed run."""
         progress, world = trainer.progress, trainer.accelerator.world
         self._top_k.saved_step = progress.step
         self._triggered_step = min(self._triggered_step, progress.step)
@@ -346,7 +321,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self._serve(trainer, epoch_is_over=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Wait for a background save. Warn if a ranked save is still pending and there is no best checkpoint."""
+        """Wait for a background save. Warn if there is no best checkpoint because its value was not measured."""
         self._complete_job(trainer, wait=True)
         if self._waiting and not self.best_model_path:
             warn(
@@ -357,13 +332,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
         """Save the run as of the last completed step if ``save_on_exception`` is set and the step can be saved.
 
-        Only rank zero saves, without collectives. A background save is completed first, and its error, if any, is
-        raised.
-
-        Raises:
-            ValueError: If the run cannot be saved, for example because a weight is not finite.
-            TypeError: If a state to save is not data.
-            OSError: If the checkpoint cannot be written.
+        Only rank zero saves, without collectives.
         """
         try:
             self._complete_job(trainer, wait=True)
@@ -378,11 +347,6 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
         Returns:
             The checkpoint's path.
-
-        Raises:
-            ValueError: If the run cannot be saved, for example because a weight is not finite.
-            TypeError: If a state to save is not data.
-            OSError: If the checkpoint cannot be written.
         """
         self._complete_job(trainer, wait=True)
         path = os.path.join(self._directory, self.CHECKPOINT_NAME_PREEMPTED + self.FILE_EXTENSION)
@@ -396,11 +360,6 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
         Returns:
             The checkpoint's path.
-
-        Raises:
-            ValueError: If the run cannot be saved, for example because a weight is not finite.
-            TypeError: If a state to save is not data.
-            OSError: If the checkpoint cannot be written.
         """
         self._complete_job(trainer, wait=True)
         return self._save_as(None, trainer)
@@ -420,7 +379,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return path
 
     def _save_last(self, trainer: Trainer, exception: BaseException) -> None:
-        """Save the run as of the last completed step after an error, if possible. See ``save_on_exception``."""
+        """Save the run as of the last completed step after an error, if possible."""
         last = trainer.last_step
         if not self.save_on_exception or last is None or not trainer.is_global_zero:
             return
@@ -441,14 +400,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         announce(f"{type(exception).__name__}: the run as of optimizer step {last.step} is saved as {path}")
 
     def _should_save_on_train_epoch_end(self, trainer: Trainer) -> bool:
-        """Return whether ``every_n_epochs`` saves at the end of the epoch."""
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
         # With one validation per epoch its value is known when the epoch ends, and the checkpoint is a whole epoch's.
         return checks_at_epoch_end(trainer)
 
     def _trigger_by_epoch(self, trainer: Trainer) -> None:
-        """Trigger a save if ``every_n_epochs`` requests one in this epoch."""
         if self.every_n_epochs and (trainer.progress.epoch + 1) % self.every_n_epochs == 0:
             self._trigger(trainer.progress.step)
 
@@ -472,12 +429,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._save(trainer, values, ranked)
 
     def _has_current_value(self, trainer: Trainer, name: str, values: dict[str, float], epoch_is_over: bool) -> bool:
-        """Return whether ``name`` has a value for the current weights. The value of a training step always counts.
-
-        Raises:
-            ValueError: If ``name`` has not been logged by the end of an epoch, unless the first validation is still to
-                come.
-        """
+        """Return whether ``name`` has a value for the current weights. The value of a training step always counts."""
         if name in ("step", "epoch"):
             return True
         if name in values:
@@ -494,7 +446,6 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def _directory(self) -> str:
-        """Directory of the checkpoints."""
         if self.dirpath is None:
             raise ValueError("ModelCheckpoint has no directory before fit begins. Pass dirpath, or call fit first.")
         return self.dirpath
@@ -549,7 +500,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         trainer.save_checkpoint(filepath, self.save_weights_only, trainable_only=self.save_trainable_only)
 
     def _complete_job(self, trainer: Trainer, wait: bool = False) -> None:
-        """Complete a background save that has ended, or, with ``wait``, wait until it ends. Raise its error, if any."""
+        """Complete a background save that has ended, or, with ``wait``, wait until it ends."""
         job = self._job
         if job is None or not (wait or job.done):
             return
@@ -586,7 +537,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self._top_k.kth_best_model_path
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Return whether a checkpoint with this value of ``monitor`` is one of the ``save_top_k`` checkpoints to keep.
+        """Return whether a checkpoint with this value of ``monitor`` is to be kept.
 
         A subclass may decide differently, but the decision must be the same on every rank.
 
@@ -610,7 +561,6 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def _filenames(self) -> CheckpointFilenames:
-        """Templates of the checkpoints' file names, built from the current attributes."""
         return CheckpointFilenames(
             template=self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}",
             template_of_last=self.CHECKPOINT_NAME_LAST,
@@ -631,7 +581,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
         Args:
             metrics: Values for the fields of the template, by name. A missing value counts as 0, with a warning.
-            filename: The template. Default: the callback's ``filename``, or ``"{epoch}-{step}"`` without one.
+            filename: The template. Default: the callback's template.
             ver: Number of a suffix such as ``-v1``. Default: no suffix.
 
         Raises:
@@ -641,7 +591,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return name if self.dirpath is None else str(as_path(self.dirpath) / name)
 
     def _agree_on_path(self, trainer: Trainer, values: dict[str, Any], replaced: str, last: bool = False) -> str:
-        """Return the path that rank zero chooses; see `_choose_path`. Must be called on all ranks."""
+        """Return the path that rank zero chooses. Must be called on all ranks."""
         step = trainer.progress.step
         path = self._choose_path(trainer, values, step, replaced, last) if trainer.is_global_zero else ""
         return str(trainer.accelerator.world.broadcast(path))
@@ -649,16 +599,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def _choose_path(
         self, trainer: Trainer, values: dict[str, Any], step: int, replaced: str = "", last: bool = False
     ) -> str:
-        """Return the path of a new checkpoint, with a version if the name is taken; see ``enable_version_counter``.
-
-        Args:
-            trainer: The running Trainer.
-            values: Values for the fields of the template, by name.
-            step: The optimizer step to save.
-            replaced: Path of the callback's checkpoint that the new one replaces. This path may be reused. Default: "",
-                which replaces none.
-            last: Return the path of ``last.ckpt`` instead of a ranked checkpoint.
-        """
+        """Return the path of a new checkpoint, with a version if the name is taken. ``replaced`` may be reused."""
         template = self.CHECKPOINT_NAME_LAST if last else None
         # Paths of this run count too: they may not be on disk yet, or look like what was saved before a resume.
         reserved_paths = self._collect_reserved_paths(trainer)

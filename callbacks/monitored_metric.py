@@ -1,4 +1,4 @@
-"""Functions that read the logged values that callbacks and schedulers monitor, identical on every rank."""
+"""Functions that read the logged values that callbacks and schedulers monitor."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ MODES = ("min", "max")
 class LatestValidation:
     """Record of the names that the latest validation logged, and of the optimizer step of that validation.
 
-    A value of a validation belongs to the weights that it was measured on. A checkpoint of later weights must not be
-    ranked by this value.
+    A checkpoint of later weights must not be ranked by these values.
 
     Attributes:
         step: Number of optimizer steps taken before the latest validation; None before the first validation.
@@ -44,7 +43,7 @@ class LatestValidation:
         self.step = trainer.progress.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint. With it, a resumed run recognizes values measured on earlier weights."""
+        """Return the state for a checkpoint."""
         return {"step": self.step, "names": sorted(self.names)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -77,11 +76,7 @@ def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str
 
     Args:
         trainer: The running Trainer.
-        keep: Names for which the value of a training step is ignored, because a validation logged a later value.
-            Default: none.
-
-    Returns:
-        Values by name.
+        keep: Names for which the value of a training step is ignored. Default: none.
     """
     values = dict(trainer.logbook.callback_values)
     # The step values that loggers got may be log_every_n_steps old.
@@ -100,10 +95,10 @@ def read_monitored_metric(
         name: The logged name.
         consumer: Description of the object that needs the value, for messages, such as ``"the scheduler's monitor"``.
         strict: Raise an error if the name was never logged. Otherwise, return None. Default: True.
-        keep: Names for which the value of a training step is ignored. See `read_logged_metrics`. Default: none.
+        keep: Names for which the value of a training step is ignored. Default: none.
 
     Raises:
-        ValueError: If the name was never logged and ``strict`` is set. The message lists the logged names.
+        ValueError: If the name was never logged and ``strict`` is set.
     """
     values = read_logged_metrics(trainer, keep)
     if name not in values and strict:
@@ -113,9 +108,6 @@ def read_monitored_metric(
 
 def checks_at_epoch_end(trainer: Trainer) -> bool:
     """Return whether a monitored value is checked at the end of epochs rather than after each validation.
-
-    At the end of an epoch, both the training values and the values of the epoch's only validation, if any, are
-    available.
 
     Args:
         trainer: The running Trainer.
@@ -141,15 +133,14 @@ def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = Tr
         trainer: The running Trainer.
         name: The logged name.
         consumer: Class name of the callback that checks, for messages.
-        strict: If True, a name that was never logged raises an error. If False, it causes a warning. It causes neither
-            while the run's first validation is still to come. Default: True.
+        strict: Raise an error if the name was never logged, instead of a warning. Neither applies while the run's first
+            validation is still to come. Default: True.
 
     Returns:
         The value, identical on every rank; None if no new value is available.
 
     Raises:
-        ValueError: If ``strict`` is set and the name was never logged, unless the first validation is still to come.
-            The message lists the logged names.
+        ValueError: If ``strict`` is set and the name was never logged.
     """
     watch = trainer.logbook.watch
     if name in watch.stale(trainer):
@@ -164,7 +155,7 @@ def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = Tr
 
 
 def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: Iterable[str]) -> ValueError:
-    """Return the error for a name that was never logged. Its message lists the logged names.
+    """Return the error for a name that was never logged.
 
     Args:
         trainer: The running Trainer.
@@ -191,9 +182,7 @@ def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: 
 
 
 def is_better(value: float, than: float, mode: str, margin: float = 0.0) -> bool:
-    """Return whether ``value`` improves on ``than`` by more than ``margin``.
-
-    NaN is never better than a number, and every number is better than NaN.
+    """Return whether ``value`` improves on ``than`` by more than ``margin``. NaN is worse than any number.
 
     Args:
         value: The new value.

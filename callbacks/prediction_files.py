@@ -1,4 +1,4 @@
-"""Prediction files. All ranks write them during prediction; `read_predictions` reads them in the dataloader's order."""
+"""Files of predictions: `PredictionWriter` writes them, and `read_predictions` reads them."""
 
 from __future__ import annotations
 
@@ -33,26 +33,21 @@ _MAX_BATCHES = 10_000  # per file: limits predictions without tensors, such as t
 class PredictionWriter(BasePredictionWriter):
     """Callback that writes predictions to files; `read_predictions` reads them in the order of the dataloader.
 
-    Each rank writes its own batches to safetensors files, so the memory use does not grow with the data. Pass
-    ``return_predictions=False`` to ``Trainer.predict``, which otherwise also keeps all predictions in memory. A
-    prediction may be a dense tensor, a numeric numpy array, a number, text, or a dict, list, tuple or dataclass of
-    these. Dataclasses are read back as dicts, and named tuples as tuples.
+    Each rank writes its own batches to safetensors files. Pass ``return_predictions=False`` to ``Trainer.predict``,
+    which otherwise also keeps all predictions in memory. A prediction may be a dense tensor, a numeric numpy array, a
+    number, text, or a dict, list, tuple or dataclass of these. Dataclasses are read back as dicts, and named tuples as
+    tuples.
 
     Args:
-        dirpath: Folder of the files, or its URL. If it is not a new or empty folder, ``-v1``, ``-v2``, ... is appended
-            to its name. Default: ``predictions`` in the Trainer's ``default_root_dir``.
-        shard_mib: Size in MiB of the tensors that a rank collects for a dataloader before it writes them to a file. A
-            file is also written after 10,000 batches and at the end of the prediction. Default: 64.
+        dirpath: Folder of the files, or its URL. If it is not empty, ``-v1``, ``-v2``, ... is appended to its name.
+            Default: ``predictions`` in the Trainer's ``default_root_dir``.
+        shard_mib: Size in MiB of the collected tensors of a dataloader at which a rank writes a file. Default: 64.
 
     Attributes:
-        folder: Folder of the latest predictions; None before the first ``predict``, or if ``predict_step`` returned
-            only None.
+        folder: Folder of the latest predictions, or None.
 
     Raises:
-        TypeError: If ``dirpath`` is not a path or, in ``predict``, if a prediction contains a value of an unsupported
-            type. The error states the position of this value.
-        ValueError: If ``shard_mib`` is not a positive integer, or if ``dirpath`` is an invalid URL. In ``predict``, if
-            a prediction is nested too deeply.
+        ValueError, TypeError: If an argument is invalid or, in ``predict``, if a prediction cannot be stored.
         OSError: In ``predict``, if a file cannot be written.
 
     Example:
@@ -78,7 +73,7 @@ class PredictionWriter(BasePredictionWriter):
         self._shards: dict[int, _Shards] = {}
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Choose the folder on rank zero, create it if it is local, and discard predictions of an earlier stage."""
+        """Choose the folder on rank zero, and discard predictions of an earlier stage."""
         super().on_predict_start(trainer, pl_module)
         wanted = self.dirpath or as_path(trainer.default_root_dir) / "predictions"
         chosen = _make_free_folder(wanted) if trainer.is_global_zero else None
@@ -94,13 +89,13 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Add one batch. Write a file once enough batches are collected. See `BasePredictionWriter.write_on_batch_end`.
+        """Add one batch. Write a file once enough batches are collected.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
             prediction: The result of ``predict_step``.
-            batch_indices: Indices of the samples in the dataset; None for a streamed dataset or a `CombinedLoader`.
+            batch_indices: Indices of the samples in the dataset, or None.
             batch: The batch.
             batch_idx: Index of the batch on this process.
             dataloader_idx: Index of the dataloader.
@@ -151,7 +146,6 @@ class _Shards:
         self._bytes = 0
 
     def add(self, number: int, indices: Sequence[Any] | None, prediction: Any) -> None:
-        """Add a batch. Write a file once enough batches are collected."""
         batch = {"prediction": _to_plain(move_data_to_device(prediction, "cpu")), "indices": _to_plain(indices)}
         document, tensors = encode(batch, str(number))
         self._documents.append([number, document])
@@ -163,7 +157,6 @@ class _Shards:
             self.flush()
 
     def flush(self) -> None:
-        """Write the collected batches to a file."""
         if not self._documents:
             return
         name = f"{self._stem}-{len(self.files):05}.safetensors"
@@ -222,7 +215,7 @@ def _write_index(folder: Path, every: list[dict[int, dict[str, Any]]]) -> None:
 def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool = False) -> Iterator[Any]:
     """Yield the predictions of each batch that a `PredictionWriter` wrote, in the order of the dataloader.
 
-    One file of each rank is open at a time. Reading the files never executes code.
+    Reading the files never executes code.
 
     Args:
         path: Folder of the predictions, or its URL: the value of `PredictionWriter.folder` after ``predict``.
@@ -230,13 +223,9 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
         indices: Yield pairs of the indices of the batch's samples in the dataset and the predictions. The indices are
             None for a streamed dataset or a `CombinedLoader`. Default: False.
 
-    Yields:
-        The predictions of a batch, or a pair of indices and predictions.
-
     Raises:
-        TypeError: If ``path`` is not a path.
-        ValueError: If the folder has no predictions, is incomplete or damaged, or does not have this dataloader, or if
-            the URL is invalid.
+        ValueError, TypeError: If the path is invalid, or the folder does not have the complete predictions of this
+            dataloader.
         OSError: If the folder of a URL cannot be read.
     """
     folder = local_folder(path)
@@ -254,11 +243,7 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
 
 
 def _read_index(path: Path) -> dict[str, tuple[int, list[list[str]]]]:
-    """Return the number of batches and the names of each rank's files, by dataloader.
-
-    Raises:
-        ValueError: If the index is damaged.
-    """
+    """Return the number of batches and the names of each rank's files, by dataloader."""
     document = filesystem.read_json(path, _MAX_INDEX_BYTES)
     try:
         loaders = {loader: (written["batches"], written["ranks"]) for loader, written in document["loaders"].items()}
@@ -277,7 +262,6 @@ def _read_index(path: Path) -> dict[str, tuple[int, list[list[str]]]]:
 
 
 def _read_loader(folder: Path, batches: int, ranks: list[list[str]], indices: bool) -> Iterator[Any]:
-    """Yield the predictions of one dataloader, merged over ranks."""
     count = 0
     for _, batch in heapq.merge(*(_read_rank(folder, files) for files in ranks), key=lambda numbered: numbered[0]):
         count += 1
@@ -311,7 +295,7 @@ def _parse_note(path: Path, notes: Mapping[str, str]) -> list[tuple[int, Any]]:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """Mapping of a file's tensors by name. Each tensor is read on access."""
+    """Mapping of a file's tensors by name, each read on access."""
 
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         self._pieces = pieces

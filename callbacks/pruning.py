@@ -1,4 +1,4 @@
-"""`ModelPruning`: prunes weights during training with ``torch.nn.utils.prune``."""
+"""`ModelPruning`: prunes weights during training."""
 
 from __future__ import annotations
 
@@ -36,11 +36,8 @@ class ModelPruning(Callback):
     """Callback that prunes parameters at the end of epochs or after validations and keeps the pruned weights at zero.
 
     The model in a checkpoint has the pruned weights under their own names, so it can be loaded into an unpruned model.
-    The checkpoint also contains the masks and the unmasked values, so a resumed run gives the same results as an
-    uninterrupted one. All processes use rank zero's masks.
-
-    The callback runs before the task's own hooks (``after_task`` is 0), so a checkpoint at the end of an epoch is
-    pruned.
+    The checkpoint also contains the masks and the unmasked values for a resumed run. All processes use rank zero's
+    masks.
 
     Args:
         pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, or
@@ -48,9 +45,8 @@ class ModelPruning(Callback):
             ``use_global_unstructured=True``.
         parameters_to_prune: Pairs of a module and the name of its parameter. Default: the parameters of the task's
             submodules with a name in ``parameter_names``.
-        parameter_names: List of the names of the parameters to prune if ``parameters_to_prune`` is not set:
-            ``"weight"``, ``"bias"`` or both. Structured pruning only supports parameters with at least two dimensions,
-            which a bias usually does not have. Default: both.
+        parameter_names: Names of the parameters to prune if ``parameters_to_prune`` is not set: ``"weight"``,
+            ``"bias"`` or both. Default: both.
         use_global_unstructured: Compare the weights of all layers with each other, not only within each layer.
             Structured pruning requires False. Default: True.
         amount: Fraction (float) or number (int) of the remaining weights, or in structured pruning of the remaining
@@ -60,8 +56,7 @@ class ModelPruning(Callback):
         use_lottery_ticket_hypothesis: Reset the remaining weights to their initial values after each pruning. May be a
             function of the epoch's index. Default: True.
         resample_parameters: With ``use_lottery_ticket_hypothesis``, reset the remaining weights to new random values
-            from the layer's ``reset_parameters`` instead of the initial values. Layers without this method get the
-            initial values. Default: False.
+            from the layer's ``reset_parameters``, if it has this method. Default: False.
         pruning_dim: Dimension along which structured pruning removes slices. Required for structured pruning. Default:
             None.
         pruning_norm: Order of the norm by which ``"ln_structured"`` compares slices. Required for ``"ln_structured"``.
@@ -70,13 +65,10 @@ class ModelPruning(Callback):
         prune_on_train_epoch_end: Prune at the end of epochs (True) or after each validation (False). Default: True.
 
     Raises:
-        ValueError: If arguments are invalid or contradict each other. Before the first step, if there are no parameters
-            to prune, if a parameter is not in the model, if the model is sharded, or if pruning would run while the
-            model contains the averages of another callback. On resume, if the earlier run used this callback, but did
-            not prune all of these parameters. When pruning, if torch rejects ``amount`` or a parameter.
-        TypeError: If ``pruning_fn``, ``parameters_to_prune``, ``parameter_names``, ``amount``, ``pruning_dim`` or a
-            flag has the wrong type.
-        IndexError: When pruning, if a parameter does not have the dimension ``pruning_dim``.
+        ValueError, TypeError: If an argument is invalid, or arguments contradict each other.
+        ValueError: In ``fit``, if the model is sharded or the parameters cannot be pruned. On resume, if the earlier
+            run used this callback, but did not prune all of these parameters.
+        IndexError: In ``fit``, if a parameter does not have the dimension ``pruning_dim``.
 
     References:
         Frankle and Carbin, "The Lottery Ticket Hypothesis: Finding Sparse, Trainable Neural Networks", 2019,
@@ -140,7 +132,6 @@ class ModelPruning(Callback):
         self._latest_epoch = -1
 
     def _choose_function(self, function: Any, dim: int | None, norm: int | None) -> Callable[..., Any]:
-        """Return the pruning function or class, and store its options."""
         if isinstance(function, str):
             name = choose("pruning_fn", function.lower(), _FUNCTIONS)
             if name.endswith("_structured"):
@@ -235,19 +226,19 @@ class ModelPruning(Callback):
             self._run(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prune after a validation in ``fit``, except the sanity check, unless pruning runs at the end of epochs."""
+        """Prune after a validation in ``fit``, unless pruning runs at the end of epochs."""
         if not self._at_epoch_end and trainer.stage == "fit" and not trainer.sanity_checking:
             self._run(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """With ``make_pruning_permanent``, make the pruning of the final weights, including averages, permanent."""
+        """With ``make_pruning_permanent``, make the pruning of the final weights permanent."""
         if self._permanent:
             if trainer.last_step is not None:
                 trainer.last_step.changed()
             self.make_pruning_permanent(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """With ``make_pruning_permanent``, make the pruning permanent after an error, once the run is saved."""
+        """With ``make_pruning_permanent``, make the pruning permanent, also after an error."""
         if stage == "fit" and self._permanent:
             self.make_pruning_permanent(pl_module)
 
@@ -320,7 +311,6 @@ class ModelPruning(Callback):
             self._announce_counts(before)
 
     def _announce_counts(self, before: list[int]) -> None:
-        """Announce the number of pruned weights."""
         after, sizes = (
             [pruned.count_zeros() for pruned in self._pruned],
             [pruned.parameter.numel() for pruned in self._pruned],
@@ -332,7 +322,6 @@ class ModelPruning(Callback):
 
 
 def _check_pairs(places: Any) -> Places:
-    """Return ``places`` if they are pairs of a module and a name. Otherwise, raise a TypeError."""
     if not isinstance(places, list | tuple) or not all(
         isinstance(pair, list | tuple)
         and len(pair) == 2
@@ -345,12 +334,10 @@ def _check_pairs(places: Any) -> Places:
 
 
 def _check_decision(name: str, value: Any) -> bool | Callable[[int], bool]:
-    """Return ``value`` if it is a bool or a function of the epoch. Otherwise, raise a TypeError."""
     return value if callable(value) else check_bool(name, value)  # type: ignore[no-any-return]
 
 
 def _evaluate_decision(decision: bool | Callable[[int], bool], epoch: int) -> bool:
-    """Return the decision for an epoch."""
     return bool(decision(epoch)) if callable(decision) else decision
 
 

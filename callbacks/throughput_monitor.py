@@ -1,4 +1,4 @@
-"""`ThroughputMonitor`: logs batches, samples, items and FLOPs per second."""
+"""`ThroughputMonitor`: logs the throughput of a run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,12 @@ if TYPE_CHECKING:
 class ThroughputMonitor(BestEffortCallback):
     """Callback that logs a run's throughput under names such as ``train/device/samples_per_sec``. See `Throughput`.
 
-    In training, rank zero measures every ``log_every_n_steps`` steps. For a measurement, it synchronizes with the
-    device once and reads the clock. ``batch_size_fn`` and ``length_fn``, if these are set, are called for each batch on
-    every rank. Time in validations is excluded. A rate covers the latest measurements that span at least
-    ``window_size`` batches. The throughput of an evaluation is logged once, when the evaluation ends. The sanity check
-    is not logged.
+    In training, rank zero measures every ``log_every_n_steps`` steps, and each measurement synchronizes with the
+    device. Time in validations is excluded. The throughput of an evaluation is logged when the evaluation ends.
 
-    The samples that the dataloaders of all processes return are counted, unless ``batch_size_fn`` is set. In training,
-    FLOPs are also counted if the task has an attribute ``flops_per_batch``, the FLOPs of one micro-batch, which
-    `measure_flops` computes. If the device's peak FLOPs per second are known, too, the model FLOPs utilization (MFU),
-    the achieved fraction of the peak, is logged as ``train/device/mfu``.
+    In training, FLOPs are also counted if the task has an attribute ``flops_per_batch``, the FLOPs of one micro-batch,
+    which `measure_flops` computes. If the device's peak FLOPs per second are known, too, the model FLOPs utilization
+    (MFU), the achieved fraction of the peak, is logged as ``train/device/mfu``.
 
     Args:
         batch_size_fn: Function that returns the number of samples in a batch. Default: the dataloaders' count.
@@ -42,9 +38,8 @@ class ThroughputMonitor(BestEffortCallback):
         available_flops: Peak FLOPs per second of one device. Default: the result of `get_available_flops`.
 
     Raises:
-        ValueError: If an argument is invalid. When a stage begins, if ``available_flops`` is set but the task lacks
-            ``flops_per_batch``. In ``fit``, if ``log_every_n_steps`` is 0.
-        TypeError: If a function is not callable, or ``available_flops`` is not a number.
+        ValueError, TypeError: If an argument is invalid. When a stage begins, if the arguments do not fit the task or
+            the Trainer.
 
     Example:
         >>> import tempfile
@@ -144,7 +139,6 @@ class ThroughputMonitor(BestEffortCallback):
         self._safely(self._measure, trainer)
 
     def _make_throughput(self, trainer: Trainer, window: int) -> Throughput:
-        """Return the `Throughput` that converts measurements to rates."""
         precision, device = trainer.accelerator.precision, trainer.accelerator.device
         peak = self.available_flops
         if peak is None and self._has_flops:
@@ -166,7 +160,7 @@ class ThroughputMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the samples, items or FLOPs of the batch, if the dataloaders' count of samples is not enough."""
+        """Count the samples, items or FLOPs of the batch."""
         if self._must_count:
             self._count(trainer, pl_module, batch, self._local_counts)
 
@@ -234,7 +228,7 @@ class ThroughputMonitor(BestEffortCallback):
             trainer.logbook.write_row(row, trainer.progress.step, trainer.progress.epoch)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop the training clock and keep the elapsed time."""
+        """Stop the training clock."""
         self._before, self._throughput = self._compute_elapsed(), None
 
     # -- evaluation ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Averages of a model's weights. Each process averages its own tensors and swaps them with the model's."""
+"""Averages of a model's weights."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def lerp(share: float) -> Average:
 
 
 def average_equally(averages: list[Tensor], current: list[Tensor], count: int) -> None:
-    """Update averages so that all averaged values have the same weight.
+    """Update averages in place so that all averaged values have the same weight.
 
     Args:
-        averages: The averages, changed in place.
+        averages: The averages.
         current: The current values.
         count: Number of values that the averages already include.
     """
@@ -61,19 +61,17 @@ def wrap_avg_fn(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Average
 class Averages:
     """Averages of a model's parameters and persistent buffers.
 
-    Half-precision values are averaged in float32, because in bfloat16 a step of a thousandth of the distance would be
-    lost in rounding. Integer and boolean tensors are not averaged; their latest values are kept. If the model is
-    pruned, the averages that are applied to the model or saved are pruned, too.
+    Half-precision values are averaged in float32. Integer and boolean tensors are not averaged; their latest values are
+    kept. If the model is pruned, the averages that are applied or saved are pruned, too.
 
     Args:
         module: The model, as prepared by the strategy.
-        buffers: Whether to average persistent buffers, too. Otherwise, the model keeps its own buffers.
+        buffers: Whether to average persistent buffers, too.
         device: Device of the averages; None uses the device of the model's tensors.
 
     Attributes:
         count: Number of updates.
-        values: Averages by name. A tied parameter is listed under each of its names. The average of a sharded parameter
-            is sharded in the same way.
+        values: Averages by name, with the model's sharding. A tied parameter is listed under each of its names.
     """
 
     def __init__(self, module: nn.Module, buffers: bool, device: torch.device | None = None) -> None:
@@ -99,7 +97,6 @@ class Averages:
         self._others = [n for n, is_float in enumerate(continuous) if not is_float]
 
     def _hold_buffers(self, without: set[str], device: torch.device | None) -> None:
-        """Add averages of the persistent buffers, except those named in ``without``."""
         names: dict[tuple[int, str], list[str]] = {}
         for path, part in self._module.named_modules(remove_duplicate=False):
             for name, buffer in part._buffers.items():
@@ -134,7 +131,7 @@ class Averages:
         """Add the model's current values to the averages. The first update copies them.
 
         Args:
-            average: Function that updates the averages in place. See `Average`.
+            average: Function that updates the averages in place.
         """
         current_values = [local(tensor.detach()) for tensor in self._list_tensors()]
         averages = self._local_averages
@@ -171,14 +168,14 @@ class Averages:
                 self._write_values(tensors, self._prune_averages())
 
     def restore_model(self) -> None:
-        """Put the model's own values back. May be called at any time."""
+        """Put the model's own values back, if the averages are in the model."""
         if self._before is not None:
             with torch.inference_mode(False), torch.no_grad():
                 self._write_values(self._list_tensors(), self._before)
             self._before = None
 
     def keep_in_model(self) -> None:
-        """Keep the averages in the model permanently and discard the original weights."""
+        """Keep the averages in the model and discard the model's own values."""
         self._before = None
 
     def _prune_averages(self) -> list[Tensor]:
@@ -190,7 +187,6 @@ class Averages:
         ]
 
     def _write_values(self, tensors: list[Tensor], values: list[Tensor]) -> None:
-        """Write values into the model, without copying them if the storage can be swapped."""
         for tensor, average, value in zip(tensors, self._local_averages, values, strict=True):
             if _can_swap_data(tensor, average):
                 tensor.data = value  # no copy
@@ -213,7 +209,7 @@ class Averages:
             state_dict: The saved state.
 
         Raises:
-            ValueError: If the names of the saved averages differ from those of this model's averages.
+            ValueError: If the names of the averages differ from those of this model.
         """
         saved = state_dict["weights"]
         if saved and saved.keys() != self.values.keys():
@@ -240,27 +236,14 @@ def _apply_masks(value: Tensor, masks: list[Tensor | None]) -> Tensor:
 
 
 def _can_swap_data(tensor: Tensor, average: Tensor) -> bool:
-    """Return whether a tensor can use the storage of its average."""
     return not is_sharded(tensor) and (tensor.dtype, tensor.device) == (average.dtype, average.device)
 
 
 def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bool) -> torch.device | None:
-    """Return the device of the averages.
+    """Return the device of the averages; None means the device of the weights.
 
-    Args:
-        trainer: The running Trainer.
-        device: The ``device`` argument of the callback.
-        name: Class name of the callback, for messages.
-        strict: Whether to raise an error if the averages cannot be on ``device``. Otherwise, they are on the device of
-            the weights.
-
-    Returns:
-        The device; None means the device of the weights.
-
-    Raises:
-        ValueError: If the run uses DDP with ``local_sgd_steps``, or if ``strict`` is set and the averages of a sharded
-            model cannot be on the device.
-        RuntimeError, TypeError: If ``device`` is invalid.
+    With ``strict``, an error is raised if the averages cannot be on ``device``. Otherwise, they are on the device of
+    the weights.
     """
     strategy = trainer.accelerator.strategy
     if (local_steps := getattr(strategy, "local_steps", None)) is not None:
@@ -280,7 +263,6 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
 
 
 def _describe_difference(saved: Set[str], current: Set[str]) -> str:
-    """Return the names that only the checkpoint or only the model has, as text."""
     parts = []
     for owner, names in (("the checkpoint", sorted(saved - current)), ("the model", sorted(current - saved))):
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -310,9 +292,8 @@ def averaged_weights(path: Path | str) -> dict[str, Tensor]:
         Tensors by name.
 
     Raises:
-        TypeError: If ``path`` is not a path.
-        ValueError: If the path is not a checkpoint, or if the checkpoint is damaged or has no averaged weights.
-        OSError: If the checkpoint at a URL cannot be read.
+        ValueError, TypeError: If the path is invalid, or the checkpoint is damaged or has no averaged weights.
+        OSError: If the checkpoint cannot be read.
     """
     opened = OpenCheckpoint(path)
     opened.verify()

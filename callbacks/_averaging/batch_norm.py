@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def find_measured_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the BatchNorm layers with running statistics, except those in evaluation mode.
-
-    Args:
-        module: Model to search.
-    """
+    """Return the BatchNorm layers in training mode that have running statistics."""
     return [
         part
         for part in module.modules()
@@ -31,9 +27,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
     """Run ``training_step`` over the training data once, without gradients, to recompute BatchNorm's statistics.
 
     Must be called on all ranks. The statistics are the mean over the batches of all processes, weighted by the number
-    of samples. If the dataloader yields no batch, a warning is issued, and the statistics stay unchanged. Without
-    BatchNorm layers in training mode, nothing is run. The RNG state is restored and the values that the steps log are
-    discarded.
+    of samples. The RNG state is restored and the values that the steps log are discarded.
 
     Args:
         trainer: The Trainer, after training.

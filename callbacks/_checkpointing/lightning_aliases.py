@@ -73,11 +73,7 @@ class CheckpointAliases:
 
     @property
     def kth_value(self) -> Tensor:
-        """Value of the worst ranked checkpoint, a 0-d tensor.
-
-        While fewer than ``save_top_k`` checkpoints or none are ranked, the value is infinity with mode ``"min"`` and
-        -infinity with mode ``"max"``.
-        """
+        """Value of the worst ranked checkpoint, a 0-d tensor; infinite while fewer than ``save_top_k`` are ranked."""
         top_k = self._top_k
         worst = torch.tensor(float("inf") if top_k.mode == "min" else float("-inf"), device="cpu")
         return top_k.best_k_models.get(top_k.kth_best_model_path, worst)

@@ -1,4 +1,4 @@
-"""Pruned parameter with its mask and its initial value, and conversions for state dicts and checkpoints."""
+"""Pruned parameters of a model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ class PrunedParameter:
     """Parameter that is or will be pruned.
 
     For a parameter ``weight``, torch stores the trained values as ``weight_orig`` and the mask as a buffer
-    ``weight_mask``, and sets ``weight`` to their product before each forward pass. As long as the parameter is in this
-    form, the module's state dict contains only the pruned ``weight``, even after a fit. If an earlier fit left a mask,
-    pruning continues from that mask.
+    ``weight_mask``, and sets ``weight`` to their product before each forward pass. In this form, the module's state
+    dict contains only the pruned ``weight``.
 
     Args:
         module: Module that directly contains the parameter.
@@ -62,7 +61,7 @@ class PrunedParameter:
         return int((self.mask == 0).sum()) if self.is_pruned else 0
 
     def refresh(self) -> None:
-        """Recompute the masked ``weight``, which torch compares when it prunes. Optimizer steps do not update it."""
+        """Recompute the masked ``weight``, which optimizer steps do not update."""
         if self.is_pruned:
             setattr(self.module, self.name, (self.parameter * self.mask.to(self.parameter.dtype)).detach())
 
@@ -120,7 +119,6 @@ class PrunedParameter:
         self.register_hooks()
 
     def _hide(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Replace the values and the mask in a state dict with the pruned value."""
         value, mask = state.pop(f"{prefix}{self.name}_orig"), state.pop(f"{prefix}{self.name}_mask")
         state[f"{prefix}{self.name}"] = (value * mask.to(value.dtype)).detach()
 
@@ -141,11 +139,7 @@ def _find_pruned(module: nn.Module, name: str) -> PrunedParameter | None:
 
 
 def collect_masks(model: nn.Module) -> dict[str, Tensor]:
-    """Return the masks of a model's pruned parameters, by their original names.
-
-    Args:
-        model: The model.
-    """
+    """Return the masks of a model's pruned parameters, by their original names."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name.endswith("_orig")]
     stems = [name.removesuffix("_orig") for name in names]
