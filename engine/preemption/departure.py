@@ -1,13 +1,4 @@
-"""Protocol by which all ranks leave a loop before the same batch, without a collective in each step.
-
-The ranks may be at different batches, or wait for each other within a batch. A rank must not simply stop, because a
-rank that is further ahead may wait for the stopped rank in a collective. Therefore:
-
-1. A rank that wants to leave writes a request to the store.
-2. Each rank that reads the request pledges not to begin the batch after its current batch without a decision. A thread
-does this, because the main thread may be waiting for other ranks.
-3. Rank zero chooses the furthest batch that was pledged, which no rank has begun. All ranks leave before it.
-"""
+"""Protocol by which all ranks leave a loop before the same batch, without a collective in each step."""
 
 from __future__ import annotations
 
@@ -31,11 +22,9 @@ class _Round:
 
     Attributes:
         number: The number of the stage, which is the same on all ranks; 0 without a watchdog.
-        position: The batch that this rank is processing or is about to begin. Between two loops, its number is larger
-            than that of any batch.
+        position: The loop number and the batch number. Between loops, the batch number is `_FAR`.
         asked: Whether this rank has requested to leave.
-        limit: The batch before which this rank waits for the decision; None until this rank knows of a request to
-            leave.
+        limit: The batch before which this rank waits for the decision, or None.
         decision: The batch before which all ranks leave; None if it is not decided yet.
     """
 
@@ -58,9 +47,9 @@ class _Round:
 class Departure:
     """Agreement of the ranks on the batch before which they leave a loop.
 
-    Args:
-        rank: The rank of this process.
-        size: The world size.
+    A rank must not simply stop, because a rank that is further ahead may wait for it in a collective. Each rank that
+    reads a request to leave therefore pledges not to begin its next batch without a decision, and rank zero chooses the
+    furthest pledged batch. A thread pledges, because the main thread may be waiting for other ranks.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -71,11 +60,8 @@ class Departure:
     def begin_stage(self, watchdog: Watchdog | None, on_asked: Callable[[], None]) -> None:
         """Begin a stage, and discard earlier requests. Must be called on all ranks.
 
-        Args:
-            watchdog: Watchdog whose thread calls `exchange` with the store. Without a watchdog, several ranks cannot
-                leave a loop early.
-            on_asked: Function that the watchdog's thread calls once when it learns that any rank has requested to
-                leave.
+        Without a watchdog, several ranks cannot leave a loop early. The watchdog's thread calls ``on_asked`` once when
+        it learns that any rank has requested to leave.
         """
         self._round, self._on_asked = _Round(), on_asked
         if watchdog is not None:
@@ -121,11 +107,7 @@ class Departure:
     def exchange(self, store: Any) -> bool:
         """Exchange requests and pledges through the store. The watchdog's thread calls this method periodically.
 
-        Args:
-            store: Torch's store of the process group.
-
-        Returns:
-            True if the decision is pending, so the method must be called again soon.
+        Return True if the decision is pending, so the method must be called again soon.
         """
         state = self._round
         asking, deciding = f"leave {state.number}", f"leave {state.number} at"

@@ -40,8 +40,7 @@ class Preempted(SystemExit):
     """``SystemExit`` that ends the program after a signal, such as SIGTERM.
 
     During the steps of ``fit``, the Trainer first saves a checkpoint if it has a ModelCheckpoint that saves full
-    checkpoints. The exit status is the same as if the signal had ended the program: 143 for SIGTERM, 129 for SIGHUP. It
-    is also 143 for SIGUSR1, which schedulers send some time before SIGTERM.
+    checkpoints. The exit status is 143 for SIGTERM and SIGUSR1, and 129 for SIGHUP.
 
     Example:
         >>> from treadle.engine import Preempted
@@ -56,19 +55,14 @@ class Preempted(SystemExit):
 class Preemption:
     """Handler of SIGTERM, SIGUSR1 and SIGHUP that lets a loop complete its step and save before the process ends.
 
-    The handler sets a flag, so a signal does not interrupt a step or a save, even if it is sent repeatedly. If another
-    rank has ended, however, the step raises `PeerFailed`, because it cannot finish. All ranks leave after the same
-    step, no matter which one received the signal. In the Trainer's training loop, the ranks exchange the flag in each
-    optimizer step. In a user-defined loop and in evaluations, they agree through the store, which usually takes up to
-    two seconds. If the store does not support this, the Trainer completes an evaluation first. SLURM's
-    ``--signal=USR1@90`` sends SIGUSR1 90 seconds before the time limit of a job; `leave` then requeues the job.
+    The handler sets a flag, so a signal does not interrupt a step or a save. If another rank has ended, however, the
+    step raises `PeerFailed`, because it cannot finish. All ranks leave after the same step, no matter which one
+    received the signal. In the context of `leaving_at_once`, a rank leaves immediately. SLURM's ``--signal=USR1@90``
+    sends SIGUSR1 90 seconds before the time limit of a job; `leave` then asks SLURM to requeue the job.
 
-    Before the first step, nothing has to be saved. In the context of `leaving_at_once`, a rank that receives a signal
-    therefore leaves without waiting for the other ranks. Its launcher then sends SIGTERM to them.
-
-    Ctrl-C (SIGINT) raises KeyboardInterrupt or calls the script's own handler immediately, with two exceptions. If
-    ``interrupts`` is set, Ctrl-C is handled like the other signals. Inside `holding_interrupts`, the save completes
-    first. A second Ctrl-C is not delayed; with several processes, it must arrive more than a second after the first.
+    By default, Ctrl-C (SIGINT) raises KeyboardInterrupt or calls the script's own handler immediately, except inside
+    `holding_interrupts`, where the save completes first. If ``interrupts`` is set, Ctrl-C is handled like the other
+    signals. A second Ctrl-C is not delayed.
 
     Args:
         accelerator: The Accelerator of the run, whose ranks agree to leave.
@@ -77,11 +71,9 @@ class Preemption:
             GIL. Default: no limit.
 
     Attributes:
-        caught: The first signal with which this process was asked to end; None if there is none. Ctrl-C counts only if
-            ``interrupts`` is set.
+        caught: The first signal with which this process was asked to end, or None.
         interrupts: Whether Ctrl-C is handled like the other signals.
         abandoned: Whether a second Ctrl-C arrived, so nothing more is saved.
-        departure: Agreement of the ranks on the batch before which they leave a user-defined loop or an evaluation.
 
     Example:
         >>> import treadle
@@ -111,11 +103,9 @@ class Preemption:
     def watching(self) -> Iterator[Preemption]:
         """Return a context in which SIGTERM, SIGUSR1, SIGHUP and Ctrl-C (SIGINT) are handled.
 
-        If the script has set a handler for a signal, this handler is called too. Where Ctrl-C would raise
-        KeyboardInterrupt, only the script's handler is called. Ignored signals remain ignored, and handlers that were
-        not set from Python stay in place. Outside the main thread, where Python cannot set handlers, no signal is
-        handled. A signal after the last step raises `Preempted` at the end of the context, after all cleanup, unless
-        the script has set a handler for it.
+        If the script has set a handler for a signal, this handler is called too. Ignored signals remain ignored.
+        Outside the main thread, where Python cannot set handlers, no signal is handled. A signal after the last step
+        raises `Preempted` at the end of the context, unless the script has set a handler for it.
         """
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = self._at_once = self._failing = False
@@ -312,8 +302,8 @@ class Preemption:
         """Return whether the loop must save and leave now. The result is the same on every rank.
 
         Every rank must call this method the same number of times, ideally once per batch. Within a gradient
-        accumulation (``accelerator.sync_gradients`` is False), the result is always False, without an exchange, because
-        accumulated gradients are not saved.
+        accumulation (``accelerator.sync_gradients`` is False), the result is always False, because accumulated
+        gradients are not saved.
         """
         if not self._accelerator.sync_gradients:
             return False
@@ -334,7 +324,7 @@ class Preemption:
         return self._agreed
 
     def leave(self) -> NoReturn:
-        """Requeue the SLURM job after SIGUSR1, and end the process. Call it on all ranks, after saving.
+        """End the process; after SIGUSR1, first ask SLURM to requeue the job. Call it on all ranks, after saving.
 
         A rank must have received a signal, as `should_stop` or `agree` reports.
 
@@ -365,18 +355,7 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
 
 @contextmanager
 def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Iterator[Preemption]:
-    """Return a context that handles signals in a user-defined loop; see `Accelerator.preemptible`.
-
-    Args:
-        accelerator: The Accelerator of the loop.
-        grace: Time from the signal to the end of all ranks, as accepted by `parse_duration`; None for no limit.
-        interrupts: Handle Ctrl-C like the other signals; see `Preemption.catching_interrupts`.
-
-    Raises:
-        ValueError: If several processes have no store over which they can agree. They need a process group over TCP, or
-            torch 2.8 or newer.
-        TypeError, ValueError: If ``grace`` is not a valid duration; see `parse_duration`.
-    """
+    """Return a context that handles signals in a user-defined loop; see `Accelerator.preemptible`."""
     if accelerator.num_processes > 1 and accelerator.watchdog is None:
         raise ValueError(
             f"preemptible() with {accelerator.num_processes} processes needs a process group over TCP, or torch 2.8 or "
