@@ -55,7 +55,8 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: The model, which is changed in place.
-        checkpoint: A source that `open_weights` accepts.
+        checkpoint: Path or URL of a Treadle checkpoint, a file of safetensors or ``torch.save``, a local
+            ``.index.json``, or a folder that contains one of these.
         device_map: Devices by name, or the way to choose them: ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` (spares
             the first accelerator) or ``"sequential"``. Default: only load.
         max_memory: See `get_max_memory`; for a rule.
