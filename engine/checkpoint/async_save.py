@@ -31,7 +31,7 @@ class HostCopies:
         self._unpin: Callable[[], Any] | None = None
 
     def clear(self) -> None:
-        """Release the buffers, and unpin their memory if it is pinned."""
+        """Release the buffers, and unpin their memory."""
         self._buffers = {}
         self._unpin_slab()
 

@@ -3,9 +3,8 @@
 Next to a checkpoint ``last``, ``.last.part`` is the next version until it is put in place, ``.last.old`` is the version
 that it replaces, and ``.last.gone`` is a version that is being deleted.
 
-A checkpoint's own files are its manifest and the files that the manifest lists. Other files in the directory of a
-committed checkpoint, such as a tokenizer, are foreign and are not deleted: they move into the next version. `take_away`
-refuses to delete a checkpoint that contains foreign files.
+Files in a committed checkpoint's directory that its manifest does not list, such as a tokenizer, are foreign and are
+not deleted: they move into the next version.
 """
 
 import itertools

@@ -56,12 +56,9 @@ class Checkpointer:
 
     Attributes:
         registered: Objects passed to `register`, by name. A metric object is wrapped in `Counts`.
-        save_hooks: Functions to call before a save, by handle ID.
-        load_hooks: Functions to call before models are loaded, by handle ID.
         loaded_from: For each loaded model, the path and manifest of its checkpoint, and the number of optimizer steps
             that the run had taken. An entry is removed once the rest of the state is loaded too.
         saving: The asynchronous save that was started last; None if there is none, or its end was noticed.
-        host_copies: Buffers in host memory, which asynchronous saves copy tensors to.
         frozen: The digests of frozen weights, for each model that was saved with ``trainable_only=True``.
     """
 
@@ -85,17 +82,11 @@ class Checkpointer:
         snapshot.register(self.registered, objects, named, self._accelerator.data_world)
 
     def add_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook`` before each save, and return a handle that removes it.
-
-        See `Accelerator.register_save_state_pre_hook`.
-        """
+        """Call ``hook`` before each save; see `Accelerator.register_save_state_pre_hook`."""
         return _add(self.save_hooks, hook)
 
     def add_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook`` before models are loaded, and return a handle that removes it.
-
-        See `Accelerator.register_load_state_pre_hook`.
-        """
+        """Call ``hook`` before models are loaded; see `Accelerator.register_load_state_pre_hook`."""
         return _add(self.load_hooks, hook)
 
     def forget_prepared(self) -> None:

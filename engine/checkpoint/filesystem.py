@@ -272,13 +272,8 @@ def check_file(
 ) -> None:
     """Check one file of a checkpoint against its entry in the manifest.
 
-    Args:
-        directory: The directory that contains the file.
-        name: The file's name, relative to the directory.
-        entry: The manifest's entry for the file.
-        digests: Also read the file and compare its digest, not only its size.
-        links: Allow links and files in subdirectories. Default: False.
-        fix: The advice at the end of the error message. Default: `RESTORE`.
+    Without ``digests``, only the size is compared. With ``links``, links and files in subdirectories are allowed.
+    ``fix`` is the advice at the end of the error message.
 
     Raises:
         ValueError: If the name is not valid, or the file cannot be read or differs from its entry.

@@ -1,11 +1,8 @@
 """Encoding of a nested state as a plain JSON document and a dict of tensors, which are decoded without running code.
 
-A tuple, for example, is stored as an object with one key that starts with ``$``, a tag: ``{"$tuple": [1, 2]}``. A
-user's dict with such a key, or with keys that are not text, is stored as pairs, ``{"$dict": [[key, value],
-...]}``.
-
-Tags are looked up in one fixed table of data types, so a document cannot choose code to import or call. For the same
-reason, objects of other classes, such as enums, dataclasses and named tuples, are refused when encoding.
+Values that JSON lacks are stored under tags, such as ``{"$tuple": [1, 2]}``. Tags are looked up in one fixed table of
+data types, so a document cannot choose code to import or call. For the same reason, objects of other classes, such as
+enums and dataclasses, are refused when encoding.
 """
 
 import base64
@@ -65,9 +62,8 @@ class Record:
 def encode(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
     """Split a nested state into a document that ``json`` can write and the tensors that it refers to by name.
 
-    The state may contain dicts, lists, tuples, sets, text, bytes, numbers, tensors, most numpy arrays, dtypes, devices,
-    paths, dates, ``argparse.Namespace`` and `Record`. An ``OrderedDict`` or ``defaultdict`` becomes a plain dict, a
-    parameter a plain tensor, and a container of OmegaConf a plain dict or list.
+    An ``OrderedDict`` or ``defaultdict`` becomes a plain dict, a parameter a plain tensor, and a container of OmegaConf
+    a plain dict or list.
 
     Tensors are not copied. If two tensors are the same view of one storage (tied weights), only the first gets a name,
     and `decode` returns the same object at both places.

@@ -60,7 +60,7 @@ def load(
     """Restore a checkpoint or a part of it, and discard accumulated gradients.
 
     Args:
-        accelerator: The Accelerator whose prepared objects are restored.
+        accelerator: The Accelerator whose objects are restored.
         opened: The checkpoint, which is verified first.
         models: Restore the models' weights.
         state: Restore everything else, such as optimizers, schedulers, dataloaders and RNG states.
@@ -129,7 +129,6 @@ def _load_training(
     of_rank: RankState | None,
     optimizers: list[LoadedOptimizer],
 ) -> None:
-    """Load everything but the weights: optimizers, the state that all ranks share, and that of this rank."""
     for optimizer, saved, *_ in optimizers:
         accelerator.strategy.load_optimizer_state(optimizer, saved)
         optimizer_state.keep_formats(optimizer, saved)
@@ -368,7 +367,6 @@ def _merge_optimizer_state(opened: OpenCheckpoint, number: int) -> OptimizerStat
 def _choose_schedule(
     accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOptimizer], state: TrainState, schedule: str | None
 ) -> None:
-    """Select the source of learning rates and schedules; see `Accelerator.load_state`."""
     if schedule == "script":
         resume_options.follow_script(accelerator, optimizers, state)
         return

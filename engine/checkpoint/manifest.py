@@ -36,11 +36,10 @@ class Manifest:
         world_size: Number of processes that wrote the checkpoint.
         files: Size and digest by file name, each as ``{"bytes": ..., "xxh3_128": ...}``.
         info: Metadata that the caller of `commit` passed, including the four counts above.
-        format: Version of the format; see `FORMAT`.
-        sequence: Number that grows with every commit to a directory, and orders checkpoints of the same step.
+        sequence: Number that orders checkpoints of the same step by their commits.
         others: Entries of files that hooks wrote, by path, such as ``unet/config.json``.
         folder: The folder in the checkpoint that contains all these files; empty if they are next to the manifest.
-        source: The content of the file that the manifest was read from; empty if it was not read from a file.
+        source: The content of the manifest's file; empty if it was not read from a file.
     """
 
     step: int
@@ -123,7 +122,7 @@ def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
 
 
 def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
-    """Return the unparsed content of a checkpoint's manifest, which changes with every save.
+    """Return the unparsed content of a checkpoint's manifest.
 
     Raises:
         ValueError: If the path is not a checkpoint, or its manifest cannot be read from the disk.

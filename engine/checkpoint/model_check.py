@@ -79,7 +79,7 @@ def compute_digests(model: nn.Module, names: Collection[str], world: World) -> d
 
 
 def _sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return for each tensor the sum of its elements' bits, read as integers. Only the sums are copied to the host."""
+    """Return for each tensor the sum of its elements' bits, read as integers."""
     sums = {name: torch.stack([_add_bits(part) for part in _flatten(local(t))]).sum() for name, t in tensors.items()}
     if not sums:
         return {}
@@ -133,14 +133,10 @@ def read_frozen_note(noted: Mapping[str, str], path: AnyPath | str) -> dict[str,
 def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: AnyPath | str, strict: bool) -> None:
     """Check that a model has the same frozen weights as the model that was saved in a checkpoint.
 
-    Args:
-        current: The digests of the model's parameters with the names in ``saved``, from `compute_digests`.
-        saved: The result of `read_frozen_note`.
-        path: Path or URL of the checkpoint, for the message.
-        strict: If False, warn instead of raising an error.
+    ``current`` are the digests of the model's parameters with the names in ``saved``.
 
     Raises:
-        ValueError: If some of these weights are missing or have other values, and ``strict`` is True.
+        ValueError: If some of these weights are missing or have other values. Without ``strict``, this is a warning.
     """
     other = [name for name, digest in saved.items() if current.get(name) != digest]
     if not other:
@@ -191,17 +187,12 @@ def check_weights(
     strict: bool = True,
     left_out: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Check that ``weights`` belong to ``model``, and return the weights that fit.
+    """Check that ``weights``, objects with a ``shape``, belong to ``model``, and return the weights that fit.
 
-    Args:
-        model: The model to load the weights into.
-        weights: Objects with a ``shape``, by name.
-        path: The source of the weights, for the error.
-        strict: If False, warn about differences instead of raising an error. Default: True.
-        left_out: Names that may be missing. Default: none.
+    Names in ``left_out`` may be missing.
 
     Raises:
-        ValueError: If ``strict`` is True and the weights do not fit the model.
+        ValueError: If the weights do not fit the model. Without ``strict``, this is a warning.
     """
     state = model.state_dict()
     reshaped = _find_reshaped(state, weights)
@@ -227,7 +218,7 @@ def check_weights(
 def list_differences(
     model: nn.Module, weights: Mapping[str, Any], complete: bool, left_out: Collection[str] = ()
 ) -> list[str]:
-    """Return the differences between the names and shapes of ``weights`` and ``model``, as lines. Values are not read.
+    """Return the differences between the names and shapes of ``weights`` and ``model``, as lines.
 
     If the model is not completely built (``complete``), or has lazy parameters without a shape, names that are missing
     on one side are not reported. Names in ``left_out`` may be missing.

@@ -143,9 +143,8 @@ class OpenCheckpoint:
         """Check that every file has the committed content. For a URL, all files are downloaded.
 
         Args:
-            world: The processes that load the checkpoint, all of which must call the method. Processes with the same
-                file system (for a URL, on the same machine) divide the files among them. Default: this process reads
-                all files.
+            world: The processes that load the checkpoint, all of which call the method. Those with the same file system
+                (for a URL, on the same machine) divide the files among them. Default: this process reads all files.
 
         Raises:
             ValueError: On every process, if a file is missing or damaged, or the checkpoint was replaced or deleted.
@@ -217,10 +216,7 @@ def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenC
 
 
 def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skipped: list[str]) -> OpenCheckpoint | None:
-    """Verify candidates until one is intact, and return it on every process; return None if none is intact.
-
-    Only rank zero's candidates are used. A message about each damaged candidate is added to ``skipped``.
-    """
+    """Verify rank zero's candidates until one is intact, and return it on every process, or None if none is."""
     while True:
         candidate: OpenCheckpoint | None = None
         with world.together():

@@ -1,8 +1,7 @@
 """Parts of a checkpoint, each of which stores one state: encoding as files, writing, opening and reading.
 
-A part ``state`` consists of ``state.json`` and, if it has tensors, ``state.safetensors``. A model is a flat dict of
-tensors and needs no JSON. If tensors are sharded, each process writes its shards to a file of its own, such as
-``model-shard-00001.safetensors``.
+A part ``state`` consists of ``state.json`` and, if it has tensors, ``state.safetensors``. A model needs no JSON. Each
+process writes shards of tensors to a file of its own, such as ``model-shard-00001.safetensors``.
 """
 
 from __future__ import annotations
@@ -159,7 +158,6 @@ class Part:
     """Part of a checkpoint with opened files: its document and headers are read, its tensors are not.
 
     Attributes:
-        path: Path or URL of the checkpoint.
         name: The name passed to `encode_part`.
         document: The content of the part's JSON file; None for a model.
         tensors: The tensors by name. In a model, tied tensors are listed under all their names.

@@ -66,11 +66,8 @@ class FilePiece:
     """Tensor in a safetensors file that is opened for each read, and closed afterwards unless the tensor is mapped.
 
     Attributes:
-        path: Path of the file.
         mark: The file's size in bytes, modification time in ns and inode number; a read of a changed file raises an
             error.
-        dtype: Dtype of the tensor.
-        shape: Shape of the tensor.
         start: Offset of the tensor's first byte in the file.
         nbytes: Length of the tensor in bytes.
     """
@@ -85,10 +82,9 @@ class FilePiece:
     def get(self, exact: bool = True) -> Tensor:
         """Return the tensor, mapped onto the file if that is equivalent to a copy. A mapped tensor keeps the file open.
 
-        With ``exact``, the tensor is copied into aligned memory unless it begins at a multiple of 64 bytes in the file.
-        Computations on the CPU need this: with another alignment, kernels sum in another order, so the last bits would
-        depend on the offset in the file. Otherwise, the tensor is copied only if its elements are not aligned to their
-        own size.
+        With ``exact``, the tensor is copied into aligned memory unless it begins at a multiple of 64 bytes in the file:
+        with another alignment, CPU kernels sum in another order, so the last bits would depend on the offset in the
+        file.
 
         Raises:
             ValueError: If the file cannot be opened, has changed or is too short.

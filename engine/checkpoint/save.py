@@ -47,10 +47,7 @@ _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|
 
 
 class Counts:
-    """Wrapper of a metric object, whose saved state contains the metric's state on every process.
-
-    The metric's own ``state_dict`` contains this state only if the metric is configured to save it.
-    """
+    """Wrapper of a metric object, whose saved state contains the metric's state on every process."""
 
     def __init__(self, metric: nn.Module, world: World) -> None:
         self.metric = metric
@@ -73,11 +70,8 @@ class Counts:
 def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[str, Any], world: World) -> None:
     """Register objects, by name or by order, whose states checkpoints contain unless only weights are saved.
 
-    Args:
-        registered: The registered objects by name; it is changed in place.
-        objects: Objects whose saved states are matched by class name and position.
-        named: Objects whose saved states are matched by these names.
-        world: The processes, which exchange the states of metric objects when a checkpoint is saved.
+    ``registered`` is changed in place. The states of ``objects`` are matched by class name and position, those of
+    ``named`` by name.
 
     Raises:
         TypeError: If an object has no ``state_dict`` or no ``load_state_dict``.
@@ -127,7 +121,6 @@ def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any
     Raises:
         ValueError: If a part's name is reserved, a target is refused, or values are not finite.
         TypeError: If ``parts`` is not a dict of states by name.
-        OSError: If the store of a target's URL rejects a request.
     """
     if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
         raise TypeError(f"save_state(parts={parts!r:.100}) must be a dict of states by name.")
@@ -204,14 +197,8 @@ def collect(
 ) -> Files:
     """Return the content of the files that this process adds to a checkpoint. Call this function on all ranks.
 
-    Tensors of models and optimizers are not copied. Sharded weights are gathered if there are save hooks.
-
-    Args:
-        accelerator: The Accelerator whose state is saved.
-        target: Path or URL of the checkpoint, to which hooks may write files.
-        parts: Additional states to save in the checkpoint, by part name.
-        weights_only: Omit everything that is needed only to resume.
-        frozen: For each model, the weights to omit; see `Checkpointer.find_frozen`.
+    Tensors of models and optimizers are not copied. Sharded weights are gathered if there are save hooks, which may
+    write to ``target``. ``frozen`` are the weights to omit, for each model.
 
     Raises:
         ValueError: If the function is called during gradient accumulation, unless ``weights_only`` is True, or a part
@@ -322,7 +309,7 @@ def sort_loaders(loaders: list[Loader]) -> list[Loader]:
 def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
     """Return the files with the state that belongs to process ``rank`` alone.
 
-    ``buffers`` are this process's buffers of each model; empty if rank zero's buffers apply to all ranks.
+    ``buffers`` are empty if rank zero's buffers apply to all ranks.
     """
     return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
 

@@ -4,7 +4,7 @@ A save to ``last`` changes the disk in these steps:
 
 1. The parts, and then the manifest, are written to ``.last.part`` and fsynced.
 2. An existing checkpoint ``last`` is renamed, normally to ``.last.old``. If the process is killed now, `recover` puts
-   the new version in place, or the old one if the new one's digests do not match.
+   the new version in place, or the old one if the new one is damaged.
 3. ``.last.part`` is renamed to ``last``, and the parent directory is fsynced. This is the commit.
 4. Files in ``.last.old`` that are not in its manifest move into ``last``.
 5. ``.last.old`` is deleted.
@@ -86,13 +86,8 @@ def commit(
     One process calls it after all have written their parts. An existing checkpoint at the target is replaced; at every
     moment one of the two can be loaded.
 
-    Args:
-        target: The path of the checkpoint.
-        files: The entries that `write_part` returned on all processes, merged into one dict.
-        info: Metadata for the manifest. The counts ``step``, ``epoch`` and ``samples`` default to 0, ``world_size`` to
-            1.
-        others: Also include the other files that were put `beside` the target; otherwise, they are deleted. Default:
-            False.
+    ``files`` merges the entries that `write_part` returned on all processes. ``info`` is stored in the manifest. Other
+    files `beside` the target are included with ``others``, and deleted without it.
 
     Raises:
         ValueError: If a listed file is missing or has the wrong size, or the manifest, a file of a hook or the target

@@ -16,11 +16,9 @@ def undisturbed() -> Iterator[None]:
 
     NumPy and PyTorch must be imported before the block, and the handlers are restored only in the main thread.
 
-    Opening a run with most services, or importing some, draws from Python's RNG, so training would not be reproducible.
-    ClearML and SwanLab install signal handlers, which would replace Treadle's.
-
-    Within the block, Python's RNG is seeded by the system, because two runs with the same seed would otherwise draw the
-    same random names.
+    Opening a run with most services draws from Python's RNG, so training would not be reproducible. ClearML and SwanLab
+    install signal handlers, which would replace Treadle's. Within the block, Python's RNG is seeded by the system, so
+    that two runs with the same seed do not draw the same random names.
     """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     python_state = random.getstate()

@@ -45,9 +45,8 @@ class SearchReport:
 
     Attributes:
         steps_reached: Number of optimizer steps of the run, as last recorded in its folder; 0 if unknown.
-        skipped: A sentence for each checkpoint that cannot be used.
-        other_runs: Paths of the checkpoints from other runs, grouped by a text that states how they differ from this
-            run.
+        skipped: Sentences about checkpoints that cannot be used.
+        other_runs: Paths of the checkpoints from other runs, by a text that states how they differ.
         searched: Directories that were searched, or a text about another place.
     """
 
@@ -72,12 +71,9 @@ class SearchReport:
 class CheckpointResolver:
     """Search for the checkpoint of a stage; `resolve` opens and verifies it.
 
-    Args:
-        trainer: The Trainer, whose ModelCheckpoints determine where to look.
-        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        ckpt_path: None; the path of a checkpoint; ``"last"``, the latest intact checkpoint of this run; ``"best"``, the
-            best checkpoint according to the ModelCheckpoint; or, in ``fit`` only, ``"auto"``: like ``"last"``, but
-            ``fit`` may start from scratch.
+    ``ckpt_path`` is None; the path of a checkpoint; ``"last"``, the latest intact checkpoint of this run; ``"best"``,
+    the best checkpoint according to the ModelCheckpoint; or, in ``fit`` only, ``"auto"``: like ``"last"``, but ``fit``
+    may start from scratch.
     """
 
     def __init__(self, trainer: Trainer, stage: str, ckpt_path: Any) -> None:
@@ -284,7 +280,6 @@ class CheckpointResolver:
     # -- the best checkpoint -------------------------------------------------------------------------------------
 
     def _best(self) -> OpenCheckpoint:
-        """Return the best checkpoint, as recorded by this process's ModelCheckpoint or by the latest checkpoint."""
         self._check_callbacks()
         callback, stage, is_main = self.trainer.checkpoint_callback, self.stage, self.world.is_main
         assert callback is not None

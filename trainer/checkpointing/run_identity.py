@@ -86,9 +86,8 @@ def _iterate_plain_values(value: Any, name: str = "", depth: int = 0) -> Iterato
 def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
     """Return descriptions of the differences that show that a checkpoint is from another run; an empty list if none do.
 
-    The task's class, the hyperparameters and, with ``strict_loading``, the names and shapes of the weights are compared
-    in this order, until a difference is found. Hyperparameters that an ordinary resume may change, such as the batch
-    size, are ignored.
+    The task's class, the hyperparameters and, with ``strict_loading``, the names and shapes of the weights are
+    compared. Hyperparameters that an ordinary resume may change, such as the batch size, are ignored.
     """
     task = trainer.task
     assert task is not None

@@ -77,7 +77,7 @@ class Bundle:
         self.load(state_dict)
 
     def state_layout(self) -> Any:
-        """Return a state whose tensors are sharded like the saved ones; an empty dict if no ``like`` was passed."""
+        """Return a state whose tensors are sharded like the saved ones."""
         return self.like()
 
 
@@ -116,7 +116,7 @@ class TrainerCheckpointer:
             blocking: Wait until the checkpoint is written. Default: True.
 
         Raises:
-            ValueError: If no task is prepared, an optimizer step is in progress, or `Accelerator.save_state` raises it.
+            ValueError: If the run cannot be saved now, or for a reason of `Accelerator.save_state`.
             TypeError, OSError: See `Accelerator.save_state`.
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
@@ -323,8 +323,8 @@ class TrainerCheckpointer:
         """Load the weights, with the changes that the task's ``on_load_checkpoint`` makes. Call it on all processes.
 
         Args:
-            task: Task to load the weights into.
-            opened: Opened checkpoint to load the weights from.
+            task: Task that gets the weights.
+            opened: Opened checkpoint.
 
         Raises:
             ValueError: If the checkpoint is damaged, or the weights do not fit the task.

@@ -82,14 +82,13 @@ class RunFolder:
     def create(
         cls, directory: str | Path = "runs", name: str = "default", settings: Mapping[str, Any] | None = None
     ) -> RunFolder:
-        """Create the folder of the next free number below ``directory/name``. Many jobs may call it concurrently.
+        """Create the folder of the next free number below ``directory/name``. Several jobs may call it concurrently.
 
         Args:
             directory: Directory above all runs, or a URL such as ``s3://bucket/runs``. Default: ``"runs"``.
-            name: Name that runs share, which becomes the name of a folder. Default: ``"default"``.
+            name: Name of a folder that runs share. Default: ``"default"``.
             settings: Flags of the Trainer. ``accelerator``, ``devices`` and ``num_nodes`` determine the processes of
-                the job; missing processes are launched as `Trainer` would launch them. The launched processes run the
-                script too, so they must also reach this call.
+                the job; missing processes are launched. They run the script too, so they must also reach this call.
 
         Returns:
             The folder, held by this job.
@@ -350,7 +349,6 @@ class RunFolder:
                 self.path.rmdir()
 
     def _put_back(self, earlier: Mapping[str, bytes]) -> None:
-        """Restore the files that the folder had when it was opened, and release the folder."""
         if self.lock is not None:
             for name in DESCRIPTIONS:
                 if name in earlier:

@@ -47,7 +47,6 @@ class Run:
     """Run as recorded in its folder.
 
     Attributes:
-        path: Path or URL of the folder.
         name: The name that the run shares with other runs.
         number: Number of the run; 0 if the folder's name is not a number.
         state: Such as ``"running"``, ``"finished"``, ``"failed: <Error>"`` or ``"interrupted"``; ``"killed"`` if the
@@ -178,7 +177,7 @@ def _list_names(folder: AnyPath) -> list[str]:
 
 
 def _list_numbered(folder: AnyPath) -> list[AnyPath]:
-    """Return the paths in a folder whose names are numbers; an empty list if the folder cannot be read."""
+    """Return the paths in a folder whose names are numbers."""
     try:
         return [folder / name for name in _list_names(folder) if name.isascii() and name.isdigit()]
     except OSError:
@@ -195,11 +194,8 @@ def _read_or_none(path: AnyPath) -> Run | None:
 def locate(reference: str | None, directory: AnyPath, name: str | None = None) -> AnyPath:
     """Return the path of the run, or of something in its folder, that a command refers to.
 
-    Args:
-        reference: A number, a name and number (``"digits/3"``), or a path to a run's folder or to something in it. None
-            for the latest run.
-        directory: Directory of all runs.
-        name: Consider only runs with this name, if the reference is a number or None. Default: None.
+    The reference is a number, a name and number (``"digits/3"``), a path, or None for the latest run. If it is a number
+    or None, only runs with the given ``name`` are considered.
 
     Raises:
         ValueError: If the reference does not lead to one run.
@@ -333,7 +329,6 @@ def _refuse_constant(text: str) -> Any:
 
 
 def _select_facts(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a record whose values have the right types."""
     facts = {name: record[name] for name in _NUMBERS if _is_number(record.get(name)) and 0 <= record[name] < 1e15}
     facts |= {name: record[name] for name in _WORDS if isinstance(record.get(name), str)}
     metrics = record.get("metrics")

@@ -40,8 +40,6 @@ class Holder:
     """Process that holds the lock on a run folder, as recorded in the lock file.
 
     Attributes:
-        host: Hostname of the machine.
-        pid: Process ID.
         since: Time at which the process took the lock, in seconds since 1970.
         place: Hostname and, if known, boot ID and PID namespace.
         began: Start time of the process, which distinguishes it from a later process with the same PID; "" if unknown.
@@ -234,7 +232,7 @@ def make_in_use_error(folder: AnyPath, file: AnyPath, occupant: Holder | None, c
 
 
 def encode_holder(holder: Holder) -> bytes:
-    """Return the content of a lock file: the holder as JSON."""
+    """Return the content of a lock file."""
     return json.dumps(asdict(holder)).encode()
 
 
@@ -263,7 +261,7 @@ def _read_start(file: AnyPath, most: int = 65536) -> bytes:
 
 
 def _describe_place() -> str:
-    """Return the hostname and, if known, the machine's boot ID and the PID namespace as one identifier."""
+    """Return the hostname and, if known, the machine's boot ID and the PID namespace as one text."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())

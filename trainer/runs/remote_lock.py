@@ -18,10 +18,7 @@ class RemoteLock:
     """Lock on a run folder in an object store, acquired when the object is created.
 
     A store lets only one job create an object, so two jobs that begin a run at the same time never share it. A takeover
-    from a dead job is less strict: of two jobs that try within a second, one fails.
-
-    Attributes:
-        holder: This process, as written to the object.
+    from a dead job is less strict.
 
     Raises:
         ValueError: If another job holds the lock.

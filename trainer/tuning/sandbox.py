@@ -35,11 +35,7 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
 
     The Trainer has no callbacks, writes nothing and ignores values that are not finite. The values of the original
     task's tensors do not change. Afterwards, the RNG state, the accelerator, and the state of the data that was read
-    are restored. Nothing may be prepared in the accelerator before the search.
-
-    Args:
-        trainer: The Trainer, before its stage begins.
-        settings: Attributes to set in the copies of the task and the data module, if they have them.
+    are restored. ``settings`` are set in the copies of the task and the data module, if they have them.
 
     Raises:
         ValueError: If the task cannot be copied, or a dataloader can be read only once.

@@ -24,11 +24,7 @@ _AT_ONCE = 4  # files uploaded concurrently; a large one already takes several r
 class Upload:
     """Save to a checkpoint's URL. Every process uploads its own files, and one process commits them.
 
-    If the store does not take files part by part, they are written to a folder of this process first.
-
-    Args:
-        target: The checkpoint's URL.
-        folder: The name of the folder for its files, the same on all processes; see `new_folder`.
+    ``folder`` is the name of the folder for its files, the same on all processes; see `new_folder`.
 
     Attributes:
         staging: The folder in which this process assembles its files; hooks write into it too.
