@@ -21,12 +21,10 @@ class AdvancedProfiler(Profiler):
         filename: See `Profiler`.
         line_count_restriction: Functions to show for each action, by cumulative time: their number as an int, or their
             fraction as a float from 0.0 to 1.0. Default: 1.0.
-        dump_stats: Let `summary` write each action's statistics to a file, for ``python -m pstats`` and viewers such as
-            snakeviz.
+        dump_stats: Let `summary` write each action's statistics to a file, for ``python -m pstats``. Default: False.
 
     Raises:
-        TypeError: If ``line_count_restriction`` is neither an int nor a float, or is a bool. If ``dirpath`` or
-            ``filename`` is neither a string nor a path.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``line_count_restriction`` is negative, or a float above 1.0.
 
     Example:
@@ -70,8 +68,8 @@ class AdvancedProfiler(Profiler):
         """Prepare for a stage, and discard the measurements of the previous one; see `Profiler.setup`.
 
         Args:
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            local_rank: This process's global rank; None with a world size of one.
+            stage: The stage.
+            local_rank: The rank in file names, or None.
             log_dir: Directory of the profiler's files if ``dirpath`` is not set.
         """
         super().setup(stage, local_rank, log_dir)
@@ -82,7 +80,7 @@ class AdvancedProfiler(Profiler):
         """Begin recording an action; see `Profiler.start`.
 
         Args:
-            action_name: The name of the action, such as ``"forward"``.
+            action_name: The name of the action.
         """
         if self._running:
             self.profiled_actions[self._running[-1]].disable()
@@ -110,10 +108,7 @@ class AdvancedProfiler(Profiler):
             self.profiled_actions[self._running[-1]].enable()
 
     def summary(self) -> str:
-        """Return the report as text, and write the statistics if ``dump_stats`` is True; see `Profiler.summary`.
-
-        A call while an action is running interrupts the recording of that action.
-        """
+        """Return the report as text, and write the statistics if ``dump_stats`` is True; see `Profiler.summary`."""
         parts = []
         for name, profile in self.profiled_actions.items():
             profile.create_stats()

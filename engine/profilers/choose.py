@@ -15,7 +15,7 @@ def choose_profiler(profiler: Any) -> Profiler:
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"``, a `Profiler` object, or None for a `PassThroughProfiler`.
 
     Raises:
-        ValueError: If the name is unknown. The error lists the valid names.
+        ValueError: If the name is unknown.
         TypeError: If ``profiler`` is not a name, a `Profiler` or None.
     """
     if profiler is None:

@@ -19,15 +19,14 @@ def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pro
     """Return a context that profiles a block with ``torch.profiler``, and writes traces if a directory is set.
 
     Args:
-        handler: Settings of the profiler. If ``output_trace_dir`` is set, each process writes its trace to this
-            directory.
-        world: The ranks of the run. If traces are written, each rank waits for the other ranks at the end of the block.
+        handler: Settings of the profiler.
+        world: The ranks of the run. If a trace directory is set, they wait for each other at the end of the block.
 
     Yields:
         The running ``torch.profiler.profile``.
 
     Raises:
-        ValueError: If one of the handler's activities is unknown. The error lists the valid names.
+        ValueError: If one of the handler's activities is unknown.
         TypeError, AssertionError: If ``torch.profiler.schedule`` rejects the handler's ``schedule_option``.
     """
     profiler = _build_profiler(handler, world.rank)
