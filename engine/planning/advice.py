@@ -16,10 +16,10 @@ Again = Callable[..., Plan]
 
 
 def advise(plan: Plan, again: Again) -> list[str]:
-    """Return suggestions that make a run fit into memory or, if it fits, make it at least 2 % faster.
+    """Return suggestions that make a run fit into memory or, if it fits, make it faster.
 
-    If the run does not fit, the list has one entry, which may state that no simple change suffices. If the run fits,
-    the list may be empty. A faster setting that would not fit is included, with a note.
+    If the run does not fit, the list has one entry, which may state that no simple change suffices. A faster setting
+    that would not fit is included, with a note.
 
     Args:
         plan: The plan of the run as the user requested it.
@@ -36,7 +36,6 @@ def advise(plan: Plan, again: Again) -> list[str]:
 
 
 def _advise_fit(plan: Plan, again: Again) -> str:
-    """Return text that names changes that make the run fit into memory, or states that no simple change suffices."""
     changes: dict[str, Any] = {}
     words: list[str] = []
     candidate = plan
@@ -90,7 +89,6 @@ def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Pla
 
 
 def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:
-    """Suggest mixed precision for a float32 run if it is faster. Parameters and optimizer state keep their dtype."""
     if plan.precision.name != "32-true":
         return []
     name = "16-mixed" if plan.gpu.name == "v100" else "bf16-mixed"  # Volta has no bfloat16
@@ -127,11 +125,7 @@ def _describe_gain(plan: Plan, other: Plan, words: str) -> list[str]:
 
 
 def format_size(number: float) -> str:
-    """Format a number of bytes with a binary unit, such as ``"1.5 GiB"``.
-
-    Args:
-        number: The size in bytes.
-    """
+    """Format a number of bytes with a binary unit, such as ``"1.5 GiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 1023.5 or unit == "TiB":
             break

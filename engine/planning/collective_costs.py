@@ -25,10 +25,9 @@ def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gp
 
     Args:
         kind: Kind of collective, a key of `STEPS` such as ``"all_gather"``.
-        size: Size of the full tensor in bytes: the output of an all-gather, the input of a reduce-scatter or
-            all-to-all, or the tensor of an all-reduce or broadcast.
+        size: Size of the full tensor in bytes, such as the output of an all-gather or the input of a reduce-scatter.
         ranks: The global ranks that take part. Rank ``r`` is on machine ``r // gpu.per_machine``.
-        gpu: The GPU of each rank, with the bandwidths of its link and its network.
+        gpu: The GPU of each rank.
     """
     count = len(ranks)
     if count == 1:

@@ -1,4 +1,4 @@
-"""Peak performance and memory of GPUs from NVIDIA's data sheets, and typical bandwidths of their links and networks."""
+"""Peak performance and memory of GPUs, and typical bandwidths of their links and networks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GPU:
     """GPU model in a typical machine.
 
     Args:
-        name: Short name for reports, such as ``"h100"``. For a GPU in `GPUS`, this is its key.
+        name: Short name for reports, such as ``"h100"``.
         half: FLOPs per second in matrix products in float16 or bfloat16, without sparsity.
         tf32: FLOPs per second in matrix products in TF32; equal to ``single`` if the GPU does not support TF32.
         single: FLOPs per second in float32.
@@ -75,14 +75,10 @@ _OTHERS = {"laptop", "mig", "nvl", "pcie"}
 
 
 def find_gpu(name: str | GPU) -> GPU:
-    """Return a GPU by name.
-
-    Args:
-        name: A key of `GPUS`, such as ``"h100"``; upper case and underscores are accepted too. A `GPU` object is
-            returned unchanged.
+    """Return a GPU by name, such as ``"h100"``. A `GPU` object is returned unchanged.
 
     Raises:
-        ValueError: If the name is unknown. The error lists the valid names.
+        ValueError: If the name is unknown.
     """
     if isinstance(name, GPU):
         return name
@@ -98,11 +94,9 @@ def detect_gpu() -> GPU | None:
 
 
 def match_driver_name(name: str) -> GPU | None:
-    """Return the GPU for a device name that the driver reports; None if the name is unknown.
+    """Return the GPU for a device name that the driver reports, such as ``"NVIDIA H100 80GB HBM3"``.
 
-    Args:
-        name: The device name, such as ``"NVIDIA H100 80GB HBM3"``. Names of PCIe, NVL, MIG and laptop variants count as
-            unknown.
+    Return None if the name is unknown. Variants of a chip, such as PCIe and laptop GPUs, count as unknown.
     """
     words = re.findall("[a-z0-9]+", name.lower().replace("rtx 4090", "rtx4090"))
     if _OTHERS & set(words):

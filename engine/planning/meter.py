@@ -48,12 +48,12 @@ _KINDS = {
 
 @dataclass
 class Memory:
-    """Record of the memory in use, by category.
+    """Record of the memory in use, in bytes.
 
     Attributes:
-        live: Bytes currently in use, by category.
-        peak: Bytes in use at the peak since the last `mark`, by category.
-        most: Total bytes at the peak.
+        live: Memory currently in use, by category.
+        peak: Memory in use at the peak since the last `mark`, by category.
+        most: Total memory at the peak.
     """
 
     live: Counter[str] = field(default_factory=Counter)
@@ -65,12 +65,7 @@ class Memory:
         self._total = 0
 
     def hold(self, tensor: Tensor, category: str) -> None:
-        """Count the memory of ``tensor`` until it is freed, unless it is already counted.
-
-        Args:
-            tensor: The tensor whose storage is counted.
-            category: The category to which the memory is added, one of `CATEGORIES`.
-        """
+        """Count the memory of ``tensor`` until it is freed, unless it is already counted."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storages:
@@ -79,12 +74,7 @@ class Memory:
             self._add(size, category)
 
     def name(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Move the memory of ``tensors`` to another category.
-
-        Args:
-            tensors: The tensors whose memory is recategorized; memory that is not counted is skipped.
-            category: The new category, one of `CATEGORIES`.
-        """
+        """Move the memory of ``tensors`` to another category; memory that is not counted is skipped."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             if key in self._storages:
@@ -94,11 +84,7 @@ class Memory:
                 self.live[category] += size
 
     def resized(self, tensor: Tensor) -> None:
-        """Update the recorded size of a tensor that sharding has resized, and move it to the category ``GATHERED``.
-
-        Args:
-            tensor: The tensor whose storage has a new size.
-        """
+        """Update the recorded size of a tensor that sharding has resized, and move it to the category ``GATHERED``."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._storages:
@@ -133,21 +119,14 @@ class Traffic:
 
     Attributes:
         count: Number of collectives, by kind.
-        size: Total bytes, by kind. Each collective adds the size of its full tensor, such as the output of an
-            all-gather.
+        size: Total bytes of the full tensors, such as the outputs of all-gathers, by kind.
     """
 
     count: Counter[str] = field(default_factory=Counter)
     size: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, size: int) -> None:
-        """Count a collective.
-
-        Args:
-            kind: The kind of the collective, such as ``"all_gather"``.
-            size: The size of the full tensor in bytes, such as the output of an all-gather or the input of a
-                reduce-scatter.
-        """
+        """Count a collective. ``size`` is the size of the full tensor in bytes, such as the output of an all-gather."""
         self.count[kind] += 1
         self.size[kind] += size
 
@@ -163,9 +142,8 @@ class Meter(TorchDispatchMode):
     Attributes:
         traffic: Number and size of the collectives since `begin`, by kind.
         launched: Number of operations that the host has launched on the device since `begin`.
-        spent: Seconds spent in the compute stream since `begin`, by cause, such as ``"arithmetic"``. Collectives are
-            excluded.
-        category: The memory category of subsequent allocations, one of `CATEGORIES`.
+        spent: Seconds spent in the compute stream since `begin`, without collectives, by cause.
+        category: The memory category of subsequent allocations.
     """
 
     def __init__(self, clocks: Clocks, prices: Prices, memory: Memory) -> None:

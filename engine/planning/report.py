@@ -24,13 +24,13 @@ FURTHER = "No such runs are published for more than 512 GPUs, so the time is an 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Length and learning rate schedule of a run.
+    """Length and learning rate schedule of a run. None stands for unknown.
 
     Attributes:
-        steps: Number of optimizer steps of the run; None if unknown.
-        samples: Number of samples per epoch; None if unknown.
-        per_epoch: Number of optimizer steps per epoch, including a shorter last one; None if unknown.
-        rates: Learning rates at evenly spaced steps of the run; empty if there is no curve to draw.
+        steps: Number of optimizer steps of the run.
+        samples: Number of samples per epoch.
+        per_epoch: Number of optimizer steps per epoch, including a shorter last one.
+        rates: Learning rates at evenly spaced steps of the run.
         words: Text about the learning rate, shown if ``rates`` is empty.
     """
 
@@ -46,13 +46,8 @@ def screen(
 ) -> str:
     """Return the report of a plan as text.
 
-    Args:
-        plan: The plan to report.
-        name: The name of the model, for the heading.
-        schedule: The length and learning rate schedule of the run.
-        hints: The suggestions of `advice.advise`.
-        gpu_from: Text that states how the GPU was determined, such as ``"this machine's"``; "" if the user named it.
-        width: Number of columns to which the rows below the heading are wrapped. Default: 100.
+    ``gpu_from`` states how the GPU was determined, such as ``"this machine's"``; "" if the user named it. The rows
+    below the heading are wrapped to ``width`` columns.
     """
     machines = -(-plan.world_size // plan.gpu.per_machine)
     hardware = f"{plan.world_size:,} x {plan.gpu.name}" + (f" ({machines:,} machines)" if machines > 1 else "")
@@ -180,22 +175,14 @@ def _describe_bound(plan: Plan) -> str:
 
 
 def format_rounded(number: float) -> str:
-    """Format a number with up to three significant digits, such as ``"0.0123"`` or ``"10,900"``.
-
-    Args:
-        number: The number to format.
-    """
+    """Format a number with up to three significant digits, such as ``"0.0123"`` or ``"10,900"``."""
     if number and abs(number) < 1e-3:
         return f"{number:.3g}"
     return f"{float(f'{number:.3g}'):,.6f}".rstrip("0").rstrip(".")
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration with a suitable unit, from ``us`` to ``days``, such as ``"2.5 min"``.
-
-    Args:
-        seconds: The duration in seconds.
-    """
+    """Format a duration, given in seconds, with a suitable unit, such as ``"2.5 min"``."""
     # Each unit is used up to the value that would round to the first of the next one.
     for limit, unit, unit_seconds in (
         (0.9995e-3, "us", 1e-6),
@@ -211,9 +198,7 @@ def format_duration(seconds: float) -> str:
 def draw_curve(values: Sequence[float], width: int = 40) -> str:
     """Return a bar chart of numbers as one line of Unicode block characters; "" without numbers.
 
-    Args:
-        values: The numbers. The largest of those that are drawn has a full bar, unless it is 0 or negative.
-        width: Maximum number of bars, at least 1. If there are more values, evenly spaced ones are drawn. Default: 40.
+    If there are more than ``width`` values, evenly spaced ones are drawn.
     """
     if not values:
         return ""

@@ -29,10 +29,6 @@ def simulate(
 ) -> Plan:
     """Simulate one optimizer step of one process with fake tensors, and return its plan.
 
-    With ``FSDP``, the model is sharded as in the run, and torch's FSDP2 schedules the all-gathers and reduce-scatters.
-    With ``DDP``, all-reduces follow the buckets that torch's reducer would form. The duration of the simulation
-    (usually seconds) and its memory (usually a few hundred MB) hardly depend on the world size.
-
     Args:
         build_model: Function that creates the model. It is called on the meta device, so parameters take no memory.
         make_batch: Function that creates a batch, given the number of samples.
@@ -41,14 +37,9 @@ def simulate(
         optimizer: Function that creates an optimizer, given the trainable parameters.
         conditions: Arguments of `Conditions`, at least ``world_size`` and ``strategy``.
 
-    Returns:
-        The plan, with the time, memory and communication of the step.
-
     Raises:
-        ValueError: If an argument of `Conditions` is invalid, this process is already in a process group, the strategy
-            cannot lay out the processes, a plan does not support the strategy or a collective, the step reads a
-            tensor's value, or the optimizer requires a closure.
-        TypeError: If an argument of `Conditions` is missing or unknown, or an FSDP policy has an unsupported type.
+        ValueError: If an argument of `Conditions` is invalid, or a plan does not support the step.
+        TypeError: If an argument of `Conditions` is missing, unknown or of the wrong type.
     """
     on = Conditions(**conditions)
     clocks, memory = Clocks(), Memory()
@@ -77,8 +68,6 @@ def simulate(
 
 
 class _Step:
-    """Simulated optimizer step of one process."""
-
     def __init__(self, called: nn.Module, on: Conditions, meter: Meter, loss: Any, optimizer: Any) -> None:
         self.called = called
         self.model = on.strategy.unwrap(called)
@@ -93,11 +82,7 @@ class _Step:
         self.spent: dict[str, float] = {}
 
     def run(self, make_batch: Any) -> None:
-        """Run the step with fake tensors, which have no values.
-
-        Args:
-            make_batch: Function that creates a batch, given the number of samples.
-        """
+        """Run the step with fake tensors, which have no values."""
         from torch._subclasses.fake_tensor import (
             DataDependentOutputException,
             DynamicOutputShapeException,
