@@ -34,8 +34,6 @@ class Session:
     """Objects and result of a stage that was run from a command line.
 
     Attributes:
-        trainer: The Trainer that ran the stage.
-        model: The task that was trained, evaluated or used for prediction.
         data: The data module; None if the configuration has none.
         result: The return value of the Trainer's method, such as the metrics from ``validate``.
     """
@@ -55,23 +53,10 @@ def run(
     defaults: Mapping[str, Any] | None = None,
     keep: bool = True,
 ) -> Session | None:
-    """Run a stage with the configuration that a command line specifies.
+    """Run a stage with the configuration that a command line specifies. Return None if only printing was requested.
 
-    Args:
-        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        arguments: The command-line arguments after the stage.
-        program: The command's name, as shown in the help and in suggested commands.
-        model: The task's class, unless the configuration names a subclass. Default: None; the configuration must then
-            name the task's class.
-        data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
-            then name a data module's class.
-        defaults: Default configuration. An earlier run's configuration, configuration files and command-line overrides
-            take precedence. Default: None.
-        keep: Whether ``predict`` returns the predictions. If False, a `PredictionWriter` writes them to files, unless
-            the configuration has a callback that may use them. Default: True.
-
-    Returns:
-        The session, or None if only the help or the configuration was printed.
+    ``model`` and ``data`` are used unless the configuration names subclasses of them. ``keep=False`` makes ``predict``
+    write the predictions to files instead of returning them, unless the configuration has a callback that may use them.
 
     Raises:
         ConfigError: If the command line or the configuration is invalid.
@@ -304,36 +289,20 @@ def _run_main(stage: str, arguments: Sequence[str]) -> int:
 
 
 def fit(arguments: Sequence[str]) -> int:
-    """Run `treadle fit` and return the exit status: 0 after success, 2 after a ConfigError, 130 after Ctrl-C.
-
-    Args:
-        arguments: The command-line arguments after `treadle fit`.
-    """
+    """Run `treadle fit` and return the exit status."""
     return _run_main("fit", arguments)
 
 
 def validate(arguments: Sequence[str]) -> int:
-    """Run `treadle validate` and return the exit status: 0 after success, 2 after a ConfigError, 130 after Ctrl-C.
-
-    Args:
-        arguments: The command-line arguments after `treadle validate`.
-    """
+    """Run `treadle validate` and return the exit status."""
     return _run_main("validate", arguments)
 
 
 def test(arguments: Sequence[str]) -> int:
-    """Run `treadle test` and return the exit status: 0 after success, 2 after a ConfigError, 130 after Ctrl-C.
-
-    Args:
-        arguments: The command-line arguments after `treadle test`.
-    """
+    """Run `treadle test` and return the exit status."""
     return _run_main("test", arguments)
 
 
 def predict(arguments: Sequence[str]) -> int:
-    """Run `treadle predict` and return the exit status: 0 after success, 2 after a ConfigError, 130 after Ctrl-C.
-
-    Args:
-        arguments: The command-line arguments after `treadle predict`.
-    """
+    """Run `treadle predict` and return the exit status."""
     return _run_main("predict", arguments)

@@ -23,21 +23,9 @@ def plot(
 ) -> str:
     """Return a text chart of curves over the optimizer steps.
 
-    The vertical axis is logarithmic if all values are positive and span two orders of magnitude or more. With several
-    curves, letters next to the chart mark their ends, with at most four letters per row. Values that are not finite or
-    are too large are not drawn, but counted below the chart. Identical curves are drawn as one. If no value can be
-    drawn, or the only curve is constant, the result is a line of text.
-
-    Args:
-        title: The title, printed above the chart.
-        lines: Steps and values of each curve, by name.
-        width: Characters per row of the chart, at least 24. Default: 80.
-        height: Rows of the chart without title, axis and legend. Default: 10.
-        ascii: Whether to draw with ASCII instead of braille characters, which have eight dots each. Default: False.
-        color: Whether to give each curve an ANSI color. Default: False.
-
-    Returns:
-        The chart as lines of text.
+    Values that are not finite or are too large are not drawn. If no value can be drawn, or the only curve is constant,
+    the result is a line of text. ``width`` is the number of characters per row, at least 24, and ``height`` the number
+    of rows without title, axis and legend.
     """
     chart = Chart(title, lines)
     drawn = {name: points for name, points in chart.lines.items() if points[0]}
@@ -75,13 +63,7 @@ def plot(
 
 
 class Canvas:
-    """Grid of dots, two by four per braille character or one per ASCII character.
-
-    Args:
-        columns: Characters per row.
-        height: Number of rows.
-        ascii: Whether to draw one ASCII character per dot instead of braille characters.
-    """
+    """Grid of dots, two by four per braille character or one per ASCII character."""
 
     def __init__(self, columns: int, height: int, ascii: bool) -> None:
         self.columns, self.height, self.ascii = columns, height, ascii
@@ -89,23 +71,13 @@ class Canvas:
         self._cells: dict[tuple[int, int], tuple[int, int]] = {}  # by character: its bits, and the curve drawn last
 
     def set_dot(self, x: int, y: int, line: int) -> None:
-        """Draw a dot of a curve.
-
-        Args:
-            x: The column, in dots from the left.
-            y: The row, in dots from the top.
-            line: The index of the curve, which selects its mark and color.
-        """
+        """Draw a dot of a curve. ``x`` and ``y`` are counted in dots from the top left."""
         cell = (y // self.high, x // self.wide)
         bits = 0 if self.ascii else self._cells.get(cell, (0, 0))[0] | _BRAILLE[y % 4][x % 2]
         self._cells[cell] = (bits, line)
 
     def render_rows(self, color: bool) -> list[str]:
-        """Return the drawing as one text per row.
-
-        Args:
-            color: Whether to give each curve its ANSI color.
-        """
+        """Return the drawing as one text per row."""
         return [
             "".join(self._render_letter(row, column, color) for column in range(self.columns))
             for row in range(self.height)

@@ -1,10 +1,4 @@
-"""Scheduler of a sweep, which decides which trial starts or continues next, and records the outcomes.
-
-Several processes may run a scheduler for the same sweep, on machines that share the sweep's folder. Each decision is
-made under a lock: to start the study's next trial, or to continue a trial that no running process executes. A trial's
-number, values and run folder are stored in the study before its process starts. If a scheduler is killed, the next
-scheduler finds the trial, and continues it in its run folder from its last checkpoint.
-"""
+"""Scheduler of a sweep, which decides which trial starts or continues next, and records the outcomes."""
 
 from __future__ import annotations
 
@@ -44,11 +38,9 @@ _ENDED = {End.COMPLETE: TrialState.COMPLETE, End.PRUNED: TrialState.PRUNED, End.
 class Scheduler:
     """Scheduler that runs the remaining trials of a sweep.
 
-    Args:
-        sweep: The sweep, as read from its file.
-        configs: Object that creates the trials' configurations.
-        command: The command that runs a trial's ``fit``. ``--from-run FOLDER ckpt_path=auto`` is appended.
-        workers: Object that starts and ends the trials' processes.
+    Several processes may run one for the same sweep, on machines that share the sweep's folder. Each decision is made
+    under a lock. A trial's number, values and run folder are stored in the study before its process starts, so another
+    scheduler can continue the trial.
     """
 
     def __init__(self, sweep: Sweep, configs: TrialConfigs, command: Sequence[str], workers: Workers) -> None:
@@ -129,7 +121,6 @@ class Scheduler:
                 self._record_outcome(worker)
 
     def _is_going(self) -> bool:
-        """Return whether more trials may start."""
         return self._signal is None and not self._has_failed_too_often()
 
     def _has_failed_too_often(self) -> bool:
@@ -140,7 +131,7 @@ class Scheduler:
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:
-        """Record the first signal within a ``with`` block. On a second signal, request that the trials are killed."""
+        """Record the first signal. On a second signal, request that the trials are killed."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is None:
@@ -200,10 +191,7 @@ class Scheduler:
         return False
 
     def _claim(self, number: int, run: int | None) -> bool:
-        """Assign a trial, with its values and its run folder, to this process. Return whether it can be run.
-
-        A trial whose values are invalid in combination is recorded as failed.
-        """
+        """Assign a trial to this process. Return False, and record the trial as failed, if its values are invalid."""
         parameters = self.study.draw(number)
         if run is None:
             taken = {trial.user_attrs.get("run") for trial in self.study.list_trials()}
@@ -245,10 +233,7 @@ class Scheduler:
     # -- outcomes ------------------------------------------------------------------------------------------------
 
     def _record_outcome(self, worker: Worker) -> None:
-        """Record the outcome of a process of this session.
-
-        A trial that was cut short can be continued, but fails after three kills without progress.
-        """
+        """Record the outcome of a process of this session. A trial fails after three kills without progress."""
         outcome = judge(worker.folder, worker.process.returncode)
         label = self._label(int(worker.folder.name))
         if outcome.end is End.CUT_SHORT:
@@ -271,7 +256,6 @@ class Scheduler:
         self._report()
 
     def _tell(self, number: int, label: str, outcome: Outcome, took: str = "") -> None:
-        """Record in the study that a trial has ended, and print its outcome."""
         if outcome.end is End.FAILED:
             self._failures += 1
             self._first_error = self._first_error or f"{label}: {outcome.error}"
