@@ -46,11 +46,7 @@ def processor() -> str:
 
 @functools.cache
 def revision(folder: str) -> str:
-    """Return the git revision checked out in ``folder``, with a note if tracked files have changed; "" if unknown.
-
-    Args:
-        folder: The directory to examine.
-    """
+    """Return the git revision checked out in ``folder``, with a note if tracked files have changed; "" if unknown."""
     commit = _run_git(folder, "rev-parse", "HEAD")
     if not commit:
         return ""

@@ -51,7 +51,7 @@ def kind_of(name: str, alone: bool = False) -> str:
 
 
 def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device: bool) -> str:
-    """Return a sentence on the share of computation and of the slowest other work; "" if no computation was measured.
+    """Return a sentence about the bottleneck of the run; "" if no computation was measured.
 
     The first call of an action is excluded if there are further calls, because it often takes longer. ``advice``
     replaces the default advice, by name of the action.
