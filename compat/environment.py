@@ -115,15 +115,7 @@ def write_basic_config(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Return 1 for ``y, yes, t, true, on, 1`` and 0 for ``n, no, f, false, off, 0``, regardless of case.
-
-    Args:
-        value: The word.
-        to_bool: Whether to return a bool instead of 1 or 0. Default: False.
-
-    Raises:
-        ValueError: If ``value`` is a different word.
-    """
+    """Return 1 for ``y, yes, t, true, on, 1`` and 0 for ``n, no, f, false, off, 0``; with ``to_bool``, a bool."""
     truth = _parse_truth("value", value)
     return truth if to_bool else int(truth)
 
@@ -140,53 +132,27 @@ _FALSE_WORDS = ("n", "no", "f", "false", "off", "0")
 
 
 def parse_flag_from_env(key: str, default: Any = False) -> bool:
-    """Return the truth value of an environment variable, or of ``default`` if the variable is not set.
-
-    Args:
-        key: The variable's name.
-        default: The value to use if the variable is not set. Default: False.
-
-    Raises:
-        ValueError: If the value is not a word that `str_to_bool` accepts.
-    """
+    """Return the truth value of an environment variable, or of ``default`` if it is not set; see `str_to_bool`."""
     return _parse_truth(key, os.environ.get(key, str(default)))
 
 
 def parse_choice_from_env(key: str, default: Any = "no") -> str:
-    """Return the value of an environment variable, or ``default`` as text if the variable is not set.
-
-    Args:
-        key: The variable's name.
-        default: The value to use if the variable is not set. Default: ``"no"``.
-    """
+    """Return the value of an environment variable, or ``default`` as text if the variable is not set."""
     return os.environ.get(key, str(default))
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the value of the first environment variable with a number of at least 0, or ``default``.
-
-    Args:
-        env_keys: Names of environment variables, in order of precedence.
-        default: The value to return if no variable has such a number.
-    """
+    """Return the value of the first environment variable with a number of at least 0, or ``default``."""
     return next((number for key in env_keys if (number := int(os.environ.get(key, -1))) >= 0), default)
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return the names of the libraries that have been imported.
-
-    Args:
-        *library_names: Names of modules.
-    """
+    """Return the names of the libraries that have been imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    r"""Return a line ``"KEY=value\n"`` for each variable. Skip invalid variables, with a warning.
-
-    Args:
-        current_env: Values of the variables, by name.
-    """
+    r"""Return a line ``"KEY=value\n"`` for each variable. Skip invalid variables, with a warning."""
     lines = []
     for key, value in current_env.items():
         if key and value and not set(";\n<> ") & set(key + value):
@@ -205,18 +171,13 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of the machine's GPUs and their number, from ``nvidia-smi``, without initializing CUDA.
-
-    Raises:
-        FileNotFoundError: If ``nvidia-smi`` is not installed.
-        subprocess.CalledProcessError: If ``nvidia-smi`` fails, for example because there is no driver.
-    """
+    """Return the names of the machine's GPUs and their number, from ``nvidia-smi``, without initializing CUDA."""
     names = _query_gpus("name")
     return names, len(names)
 
 
 def get_driver_version() -> str:
-    """Return the version of the NVIDIA driver that ``nvidia-smi`` reports. It raises the errors of `get_gpu_info`."""
+    """Return the version of the NVIDIA driver that ``nvidia-smi`` reports."""
     return _query_gpus("driver_version")[0]
 
 
@@ -262,11 +223,7 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorate a function, or the test methods of a class, to restore variables ``ACCELERATE_*`` after each call.
-
-    Args:
-        func_or_cls: The function or class.
-    """
+    """Decorate a function, or the test methods of a class, to restore variables ``ACCELERATE_*`` after each call."""
     if not isinstance(func_or_cls, type):
         return _restore_variables(func_or_cls)
 
@@ -300,21 +257,12 @@ def _restore_variables(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
-    """Return the value of a path variable, such as ``PYTHONPATH``, with a path appended. The variable is not modified.
-
-    Args:
-        env_var_name: The variable's name.
-        path_to_add: The path.
-    """
+    """Return the value of a path variable, such as ``PYTHONPATH``, with a path appended."""
     return ":".join([path for path in os.environ.get(env_var_name, "").split(":") if path] + [str(path_to_add)])
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Return whether a port of this machine accepts connections.
-
-    Args:
-        port: The port's number. Default: None, which means 29500.
-    """
+    """Return whether a port of this machine, by default 29500, accepts connections."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
         return connection.connect_ex(("localhost", 29500 if port is None else port)) == 0
 
@@ -336,11 +284,7 @@ def check_os_kernel() -> None:
 
 
 def convert_bytes(size: float) -> str:
-    """Return a number of bytes as text with a unit from bytes to PB, such as ``"1.5 KB"`` for 1536.
-
-    Args:
-        size: The number of bytes.
-    """
+    """Return a number of bytes as text with a unit from bytes to PB, such as ``"1.5 KB"`` for 1536."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
@@ -349,12 +293,7 @@ def convert_bytes(size: float) -> str:
 
 
 def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Merge ``source`` into ``destination``, nested dicts item by item, and return ``destination``.
-
-    Args:
-        source: The dict to copy items from.
-        destination: The dict to modify.
-    """
+    """Merge ``source`` into ``destination``, nested dicts item by item, and return ``destination``."""
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -364,31 +303,18 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return a nested attribute by its dotted name, such as ``"encoder.layer.weight"``.
-
-    Args:
-        obj: The object.
-        attr: The dotted name.
-    """
+    """Return a nested attribute by its dotted name, such as ``"encoder.layer.weight"``."""
     return operator.attrgetter(attr)(obj)
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the qualified name of a class or function, or of the class of any other object.
-
-    Args:
-        obj: The class, function or object.
-    """
+    """Return the qualified name of a class or function, or of the class of any other object."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Return whether an error is a ``RuntimeError`` that reports exhausted memory or cuDNN's "not supported".
-
-    Args:
-        exception: The error.
-    """
+    """Return whether an error is a ``RuntimeError`` that reports exhausted memory or cuDNN's "not supported"."""
     signs = (
         " out of memory.",
         "MPS backend out of memory",
@@ -401,12 +327,7 @@ def should_reduce_batch_size(exception: Exception) -> bool:
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing.
-
-    Args:
-        *args: Accepted and ignored.
-        **kwargs: Accepted and ignored.
-    """
+    """Do nothing, whatever the arguments are."""
 
 
 def test_launch() -> None:

@@ -12,12 +12,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 
 def check_multiple(batch_size: int, num_processes: int) -> None:
-    """Raise a ValueError if a batch cannot be split evenly among the processes.
-
-    Args:
-        batch_size: The global batch size.
-        num_processes: Number of ranks that share each batch.
-    """
+    """Raise a ValueError if a batch cannot be split evenly among the processes."""
     if batch_size % num_processes:
         valid = num_processes * math.ceil(batch_size / num_processes)
         raise ValueError(
@@ -47,11 +42,7 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-        """
+        """Set the epoch of the next pass."""
         self.epoch = epoch
 
 
@@ -205,11 +196,7 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of this share and, if its dataset has ``set_epoch``, of the dataset.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-        """
+        """Set the epoch of this share and, if its dataset has ``set_epoch``, of the dataset."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -236,12 +223,7 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
 
 
 class SkipBatchSampler(BatchSampler):
-    """Batch sampler that draws but does not yield the first batches of another one.
-
-    Args:
-        batch_sampler: The other batch sampler.
-        skip_batches: Number of batches to skip. Default: 0.
-    """
+    """Batch sampler that draws but does not yield the first ``skip_batches`` batches of another one."""
 
     def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler

@@ -41,11 +41,7 @@ _OWN_SETTINGS = {
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """Return the sampler that draws a dataloader's indices, or None if there is no batch sampler with a sampler.
-
-    Args:
-        dataloader: A ``DataLoader`` or a dataloader of this module.
-    """
+    """Return the sampler that draws a dataloader's indices, or None if there is no batch sampler with a sampler."""
     holder = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
     return getattr(holder, "sampler", None)
 
@@ -141,11 +137,7 @@ class DataLoaderAdapter:
         return self.dl_state_dict
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restore a position in the data, from which the next pass starts. Requires ``use_stateful_dataloader=True``.
-
-        Args:
-            state_dict: The return value of `state_dict`.
-        """
+        """Restore a position that `state_dict` returned. Requires ``use_stateful_dataloader=True``."""
         self.base_dataloader.load_state_dict(state_dict)
 
     def _update_state_dict(self) -> None:
@@ -158,21 +150,13 @@ class DataLoaderAdapter:
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Replace the sampler that draws the indices.
-
-        Args:
-            sampler: The new sampler.
-        """
+        """Replace the sampler that draws the indices."""
         loader: Any = self
         holder = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
         _set_in_batch_sampler(holder, sampler)
 
     def skip_first_batches(self, num_batches: int) -> Any:
-        """Return a dataloader like this one without its first batches, for `treadle.skip_first_batches`.
-
-        Args:
-            num_batches: Number of batches to skip.
-        """
+        """Return a dataloader like this one without its first batches, for `treadle.skip_first_batches`."""
         loader: Any = self
         settings = _copy_settings(loader)
         names = ("iteration", "_drop_last", "_non_blocking", *_OWN_SETTINGS.get(type(loader).__name__, ()))
@@ -277,11 +261,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass and of the samplers, or of the dataset if no sampler has ``set_epoch``.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-        """
+        """Set the epoch of the next pass and of the samplers, or of the dataset if no sampler has ``set_epoch``."""
         _set_epoch(self, epoch)
 
     @property
@@ -411,11 +391,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """See `DataLoaderShard.set_epoch`.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-        """
+        """See `DataLoaderShard.set_epoch`."""
         _set_epoch(self, epoch)
 
     def __len__(self) -> int:

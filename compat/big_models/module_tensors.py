@@ -33,11 +33,7 @@ _QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes: moving o
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return whether a model is a ``PeftModel``, even inside ``torch.compile`` or a wrapper.
-
-    Args:
-        model: The model.
-    """
+    """Return whether a model is a ``PeftModel``, even inside ``torch.compile`` or a wrapper."""
     while (inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None)) is not None:
         if not isinstance(inner, nn.Module) or _is_peft(model):
             break
@@ -52,12 +48,7 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return whether two devices are the same. An accelerator without an index has index 0.
-
-    Args:
-        first_device: The first device.
-        second_device: The second device.
-    """
+    """Return whether two devices are the same. An accelerator without an index has index 0."""
     first, second = (
         (device.type, 0 if device.type != "cpu" and device.index is None else device.index)
         for device in (first_device, second_device)
@@ -81,11 +72,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def dtype_byte_size(dtype: Any) -> float:
-    """Return the size of one element in bytes: as in Accelerate, 1/8 for ``torch.bool``.
-
-    Args:
-        dtype: A ``torch.dtype``, or a member of `CustomDtype`.
-    """
+    """Return the bytes per element of a torch dtype or `CustomDtype`: as in Accelerate, 1/8 for ``torch.bool``."""
     if isinstance(dtype, torch.dtype):
         return 1 / 8 if dtype == torch.bool else dtype.itemsize
     custom = {"fp8": 1.0, "int4": 1 / 2, "int2": 1 / 4}
@@ -96,11 +83,7 @@ def dtype_byte_size(dtype: Any) -> float:
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Return the device, address and size in bytes of a tensor's storage.
-
-    Args:
-        tensor: The tensor.
-    """
+    """Return the device, address and size in bytes of a tensor's storage."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -139,12 +122,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the names of tied parameters, as one sorted list per parameter.
-
-    Args:
-        model: The model.
-        **kwargs: Accepted and ignored.
-    """
+    """Return the names of tied parameters, as one sorted list per parameter."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -152,12 +130,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
-    """Tie each group of parameters again to its first parameter that is not on the meta device.
-
-    Args:
-        model: The model, which is modified.
-        tied_params: Groups of names, as `find_tied_parameters` returns them.
-    """
+    """Tie the parameters of each group of names to the first one that is not on the meta device."""
     for names in tied_params:
         places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         parameter = next((p for p in (getattr(*place) for place in places) if not p.is_meta), None)
@@ -167,11 +140,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Return whether a Hugging Face model ties weights. For any other kind of model, return False.
-
-    Args:
-        model: The model.
-    """
+    """Return whether a Hugging Face model ties weights. For any other kind of model, return False."""
     if "PreTrainedModel" not in [kind.__name__ for kind in type(model).__mro__]:
         return False
     config: Any = getattr(model, "config", None)
@@ -188,10 +157,6 @@ def check_tied_parameters_on_same_device(
     tied_params: Iterable[Iterable[str]], device_map: Mapping[str, Device]
 ) -> None:
     """Warn about each group of tied parameters that a device map assigns to different devices.
-
-    Args:
-        tied_params: Groups of names, as `find_tied_parameters` returns them.
-        device_map: Devices by name of module or parameter.
 
     Raises:
         ValueError: If the map has no device for a parameter.
@@ -213,11 +178,7 @@ def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, specia
 
 
 def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
-    """Return the non-empty names that have no other names nested below them.
-
-    Args:
-        module_sizes: Names, such as the keys that `compute_module_sizes` returns.
-    """
+    """Return the non-empty names that have no other names nested below them."""
     parents = {name.rpartition(".")[0] for name in module_sizes}
     return [name for name in module_sizes if name and name not in parents]
 
@@ -253,11 +214,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the size of a model in bytes, and the size and names of its largest layers.
-
-    Args:
-        model: The model.
-    """
+    """Return the size of a model in bytes, and the size and names of its largest layers."""
     sizes = compute_module_sizes(model)
     parts: list[tuple[str, nn.Module | Tensor]] = [
         *model.named_parameters(recurse=False),
@@ -366,11 +323,7 @@ def _follows_dtype(tensor: Tensor) -> bool:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return whether weights of a module are offloaded until the module is called.
-
-    Args:
-        module: The module.
-    """
+    """Return whether weights of a module are offloaded until the module is called."""
     return _get_offload_hook(module) is not None or find_station(module) is not None
 
 
@@ -417,11 +370,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's state dict on the CPU, including offloaded weights. Omit tensors without values, and warn.
-
-    Args:
-        model: The model.
-    """
+    """Return a model's state dict on the CPU, including offloaded weights. Omit tensors without values, and warn."""
     state: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if path and not has_offloaded_params(module):

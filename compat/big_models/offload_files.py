@@ -39,11 +39,7 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
-    """Load a tensor that `offload_weight` wrote.
-
-    Args:
-        weight_file: The ``.dat`` file.
-        weight_info: The tensor's ``"dtype"`` and ``"shape"``.
+    """Load a tensor with the dtype and shape in ``weight_info`` from a file that `offload_weight` wrote.
 
     Raises:
         ValueError: If the file's size does not match the dtype and shape.
@@ -62,12 +58,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Add entries to a folder's ``index.json``. Without entries, no file is written.
-
-    Args:
-        index: Entries to add: each tensor's dtype and shape, by name.
-        offload_folder: An existing folder.
-    """
+    """Add the dtypes and shapes of tensors to the ``index.json`` of a folder. Without entries, no file is written."""
     if not index:
         return
     path = Path(offload_folder) / _INDEX
@@ -76,12 +67,7 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write the tensors of a state dict and their index to a folder, which is created if it is missing.
-
-    Args:
-        save_dir: The folder.
-        state_dict: The tensors by name.
-    """
+    """Write the tensors of a state dict and their index to a folder, which is created if it is missing."""
     os.makedirs(save_dir, exist_ok=True)
     index: dict[str, Any] = {}
     for name, tensor in state_dict.items():
@@ -92,12 +78,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Return the entries of a state dict that belong to the named modules or tensors.
-
-    Args:
-        state_dict: The state dict.
-        submodule_names: Names of modules or tensors.
-    """
+    """Return the entries of a state dict that belong to the named modules or tensors."""
     return {
         name: tensor
         for module in submodule_names
@@ -110,10 +91,6 @@ class PrefixedDataset(Mapping[str, Any]):
     """View of a mapping in which ``key`` is looked up as ``prefix + key``.
 
     As in Accelerate, iteration yields full keys that begin with the prefix, and the length is that of the mapping.
-
-    Args:
-        dataset: The underlying mapping.
-        prefix: The text before each key.
     """
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
