@@ -1,9 +1,4 @@
-"""Names of the peers (Lightning, Fabric, Accelerate) at their original paths, each with its counterpart or replacement.
-
-The tables are `compat/lightning.toml`, `compat/fabric.toml` and `compat/accelerate.toml`. The first lines of
-`compat/lightning.toml` explain the format. The tables are read when a module that re-exports a peer's names is
-imported, or when code requests a name that another module lacks.
-"""
+"""Names of the peers (Lightning, Fabric, Accelerate), each with its counterpart or replacement."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class RemotePath:
     It is not an ``os.PathLike``: code that opens local files raises a TypeError instead of creating a folder called
     ``s3:``. The store's package reads addresses and credentials from its usual settings, such as ``AWS_ENDPOINT_URL``
     and ``AWS_PROFILE``, or from fsspec's own configuration (``FSSPEC_S3_...``). Objects with a common prefix are called
-    a folder here. Most failed requests are retried.
+    a folder here. A failed request is retried unless its error is final, such as a missing object.
 
     Args:
         url: ``scheme://bucket/path``.
@@ -227,15 +227,7 @@ class RemotePath:
         return bytes(self._ask("read", lambda: self._store.cat_file(self._key)))
 
     def write_bytes(self, data: bytes, exclusive: bool = False) -> None:
-        """Write the object, replacing an existing one.
-
-        Args:
-            data: Content of the object.
-            exclusive: Raise an error if the object exists. Default: False.
-
-        Raises:
-            FileExistsError: If the object exists, and ``exclusive`` is set.
-        """
+        """Write the object. With ``exclusive``, raise a FileExistsError instead of replacing an existing one."""
         mode = "create" if exclusive else "overwrite"
         self._write("written", lambda: self._store.pipe_file(self._key, data, mode=mode))
 

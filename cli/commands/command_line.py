@@ -1,4 +1,4 @@
-"""Command lines of `treadle fit`, `validate`, `test` and `predict`, and output on rank zero."""
+"""Command lines of `treadle fit`, `validate`, `test` and `predict`, and output of commands."""
 
 from __future__ import annotations
 

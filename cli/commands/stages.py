@@ -55,8 +55,9 @@ def run(
 ) -> Session | None:
     """Run a stage with the configuration that a command line specifies. Return None if only printing was requested.
 
-    ``model`` and ``data`` are used unless the configuration names subclasses of them. ``keep=False`` makes ``predict``
-    write the predictions to files instead of returning them, unless the configuration has a callback that may use them.
+    ``model`` and ``data`` are used unless the configuration names subclasses of them. With ``keep=False``, ``predict``
+    does not return the predictions. They are written to files unless the configuration has a callback that may use
+    them.
 
     Raises:
         ConfigError: If the command line or the configuration is invalid.

@@ -23,9 +23,8 @@ def plot(
 ) -> str:
     """Return a text chart of curves over the optimizer steps.
 
-    Values that are not finite or are too large are not drawn. If no value can be drawn, or the only curve is constant,
-    the result is a line of text. ``width`` is the number of characters per row, at least 24, and ``height`` the number
-    of rows without title, axis and legend.
+    Values that are not finite or are too large are not drawn. ``width`` is the number of characters per row of the
+    chart, at least 24, and ``height`` the number of rows without title, axis and legend.
     """
     chart = Chart(title, lines)
     drawn = {name: points for name, points in chart.lines.items() if points[0]}

@@ -79,7 +79,10 @@ class Config:
         return dict(to_plain(self.root))
 
     def find_source(self, key: str) -> str:
-        """Return the source of the value at a dotted key, or of the closest value above it."""
+        """Return the source of the value at a dotted key, or of the closest value above it.
+
+        The source is ``"defaults"`` if not even the key's section is set.
+        """
         value = self.root
         for part in key.split("."):
             entries = value.data

@@ -199,7 +199,7 @@ def make_default_config(default: Any) -> Any:
 def supply(recipe: Recipe, path: Path, value: Any) -> Recipe:
     """Return a recipe in which an argument, possibly of a nested object, has a new value.
 
-    With an empty path, the value replaces the object. An argument that the class does not accept is ignored.
+    With an empty path, the value replaces the object.
     """
     if not path:
         return PlainRecipe(Value(value, "linked"), value)

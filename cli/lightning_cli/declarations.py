@@ -79,7 +79,7 @@ class ClassGroup:
     """Arguments of a class or function under a dotted key.
 
     Attributes:
-        bases: The class or function; in subclass mode, one or several.
+        bases: The class or function; in subclass mode, one or more base classes.
         subclass_mode: Whether the settings may name the class.
         required: Whether the settings must contain the object in subclass mode.
         skip: Names of arguments that are not part of the settings.

@@ -265,8 +265,8 @@ class LightningArgumentParser(ConfigWriter):
             instantiate: Whether `instantiate_classes` builds the object. Default: True.
             required: Whether the settings must contain the object. Default: False.
             help: The object's description in the help. Default: None, a note on the syntax.
-            default: Settings to use if no class is named, in the form ``{"class_path": ..., "init_args": {...}}``.
-                Default: None, no object.
+            default: Default settings, in the form ``{"class_path": ..., "init_args": {...}}``. Default: None, no
+                object.
             fail_untyped: Accepted and ignored.
             **unused: Accepted and ignored.
 
@@ -454,7 +454,7 @@ class LightningArgumentParser(ConfigWriter):
             skip_validation: Accepted and ignored.
 
         Raises:
-            ConfigError: If a default value is invalid.
+            ConfigError: If the configuration is invalid.
         """
         return self.finish(self.start(), partial=True)
 
@@ -468,7 +468,7 @@ class LightningArgumentParser(ConfigWriter):
             The value in `get_defaults`; None if there is no such key.
 
         Raises:
-            ConfigError: If a default value is invalid.
+            ConfigError: If the configuration is invalid.
         """
         return self.get_defaults().get(key)
 
@@ -490,8 +490,8 @@ class LightningArgumentParser(ConfigWriter):
             namespace: A configuration to merge the command line into. Default: None, the settings of `get_defaults`.
 
         Raises:
-            SystemExit: After the help or the configuration is printed, or if the settings are invalid.
-            ConfigError: If the settings are invalid and ``exit_on_error`` is False.
+            SystemExit: After the help or the configuration is printed. Also if the settings are invalid; with
+                ``exit_on_error=False``, a ConfigError is raised instead.
         """
         words = list(sys.argv[1:] if args is None else args)
         return self._guard(lambda: read_command_line(self, [str(word) for word in words], namespace))

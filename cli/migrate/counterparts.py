@@ -46,8 +46,8 @@ class PeerModule:
     """Module of Lightning, Fabric, Accelerate or Treadle.
 
     Attributes:
-        peer: ``"lightning"``, ``"fabric"`` or ``"accelerate"``; ``"umbrella"`` for other modules of the package
-            `lightning`; ``"treadle"`` or ``"compat"`` for a module of Treadle.
+        peer: ``"lightning"``, ``"fabric"`` or ``"accelerate"``; ``"umbrella"`` for the package `lightning` itself and
+            its other modules; ``"treadle"`` or ``"compat"`` for a module of Treadle.
         path: The module's dotted path below the peer's root package; ``""`` for the root.
     """
 

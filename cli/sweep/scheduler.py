@@ -38,9 +38,8 @@ _ENDED = {End.COMPLETE: TrialState.COMPLETE, End.PRUNED: TrialState.PRUNED, End.
 class Scheduler:
     """Scheduler that runs the remaining trials of a sweep.
 
-    Several processes may run one for the same sweep, on machines that share the sweep's folder. Each decision is made
-    under a lock. A trial's number, values and run folder are stored in the study before its process starts, so another
-    scheduler can continue the trial.
+    Several processes, on machines that share the sweep's folder, may run the same sweep. Each decision is made under a
+    lock. A trial is stored in the study before its process starts, so another scheduler can continue it.
     """
 
     def __init__(self, sweep: Sweep, configs: TrialConfigs, command: Sequence[str], workers: Workers) -> None:
@@ -56,15 +55,7 @@ class Scheduler:
         self._report_due = time.monotonic() + _REPORT_EVERY
 
     def run(self) -> int:
-        """Run trials until none is left to run, or a signal or too many failures stop the sweep.
-
-        Returns:
-            The exit status: 128 plus the number of the signal that stopped the sweep (SIGTERM's for SIGUSR1), 1 if
-            trials failed and none was completed or pruned, otherwise 0.
-
-        Raises:
-            ConfigError: If the sweep cannot start or continue with the settings in its file.
-        """
+        """Run trials until none is left to run, or the sweep is stopped. Return the exit status."""
         with self.folder.working():
             with self.folder.deciding():
                 self.folder.forget_the_dead()

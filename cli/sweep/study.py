@@ -78,11 +78,7 @@ class Study:
         return _PASSWORD.sub(r"\1***@", self.url)
 
     def _complete_pruner(self) -> Choice | None:
-        """Return the sweep's pruner; None if there is no pruner.
-
-        If the trials have a common ``max_epochs`` and report once per epoch, Hyperband's ``max_resource`` defaults to
-        this value. All processes then use the same value.
-        """
+        """Return the sweep's pruner, or None. Hyperband's ``max_resource`` defaults to a common ``max_epochs``."""
         prune, epochs = self.sweep.prune, _get_max_epochs(self.sweep)
         if prune is None or prune.kind != "hyperband" or epochs is None:
             return prune
@@ -171,7 +167,7 @@ def open_trial(study: optuna.Study, number: int) -> Trial:
 
 
 def retry(access: Callable[[], T]) -> T:
-    """Call a function that accesses the storage and return its result. Repeat the call after an internal error."""
+    """Call a function that accesses the storage and return its result. A call that fails internally is repeated."""
     for left in range(_TRIES - 1, -1, -1):
         try:
             return access()

@@ -156,12 +156,7 @@ class Sweep:
 
 
 def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return a message for each key that differs between two sweep descriptions and must not change between sessions.
-
-    Args:
-        before: The description of earlier sessions, from `Sweep.describe`.
-        after: The description of this session, from `Sweep.describe`.
-    """
+    """Return a message for each difference between two sweep descriptions that must not change between sessions."""
     old, new = (dict(_flatten(json.loads(json.dumps(description)))) for description in (before, after))
     lines = []
     for key in sorted(old.keys() | new.keys()):

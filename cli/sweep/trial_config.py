@@ -34,7 +34,7 @@ class TrialConfigs:
         """Validate every choice and both ends of every range, with all other parameters at their first value.
 
         Raises:
-            ConfigError: If a configuration is not valid for a sweep.
+            ConfigError: If a configuration is invalid for a sweep.
         """
         first = {parameter.key: next(parameter.list_samples()) for parameter in self.sweep.parameters}
         problems = self._list_problems(first)

@@ -263,8 +263,8 @@ class Checker:
     ) -> ObjectRecipe | None:
         """Return a recipe for an object. Report a problem and return None if it cannot be built.
 
-        The value is ``{class: ..., argument: ...}`` or the class's name. ``supplied`` names arguments that are passed
-        only when the object is built.
+        The value is a mapping, such as ``{class: ..., argument: ...}``, or the class's name. ``supplied`` names
+        arguments that are passed only when the object is built.
         """
         data = value.data
         named = (

@@ -66,7 +66,7 @@ def list_short_names(base: Any) -> dict[str, str]:
 def find(name: str, base: Any) -> Any:
     """Return the class or function that a short name, a name in the running script, or an import path refers to.
 
-    Only subclasses of ``base`` have short names here, but the result is not checked against ``base``.
+    ``base`` limits the short names to its subclasses. The result is not checked against it.
 
     Raises:
         ConfigError: If the name is unknown or ambiguous.
