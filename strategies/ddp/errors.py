@@ -14,10 +14,7 @@ _MAX_NAMES = 30
 def explain_reducer_error(error: BaseException, names: list[str], finds_unused: bool = False) -> ValueError | None:
     """Return an error that explains ``error`` if a gradient was missing or was ready twice, otherwise None.
 
-    Args:
-        error: Error that a forward or backward pass raised.
-        names: The parameters' names in the reducer's order.
-        finds_unused: Whether ``find_unused_parameters`` is already set.
+    ``names`` contains the parameters' names in the reducer's order.
     """
     text = str(error)
     if text.startswith(_UNFINISHED):
