@@ -31,7 +31,8 @@ def run(
     Args:
         Model: The task's class. Default: None; the configuration must name the class.
         Data: The data module's class. Default: None; the configuration may name the class.
-        defaults: Default configuration, as nested dicts by section. Default: None.
+        defaults: Default configuration, as nested dicts by section. Files and the command line override it. Default:
+            None.
         arguments: The command-line arguments. Default: ``sys.argv[1:]``.
 
     Returns:
@@ -39,8 +40,8 @@ def run(
         the return value of the Trainer's method.
 
     Raises:
-        SystemExit: After an error in the command line or the configuration, after ``--help`` or ``--print-config``, and
-            after a sweep.
+        SystemExit: With status 2 after an error in the command line or the configuration. Also after ``--help``,
+            ``--print-config`` and a sweep.
     """
     remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
     program = sys.argv[0].rpartition("/")[2]

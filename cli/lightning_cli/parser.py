@@ -145,7 +145,7 @@ class LightningArgumentParser(ConfigWriter):
         Args:
             *names: ``"--key"``, ``"--group.key"``, and short forms.
             type: An annotation such as ``int`` or ``list[int] | None``, a class, or a function that converts a word.
-                Default: None, any value.
+                Default: None, any value, which remains text on the command line unless ``choices`` is set.
             default: The value if the option is not set; ignored by ``"store_true"`` and ``"store_false"``. Default:
                 None.
             required: Whether the option must be set. Default: False.

@@ -167,7 +167,7 @@ def open_trial(study: optuna.Study, number: int) -> Trial:
 
 
 def retry(access: Callable[[], T]) -> T:
-    """Call a function that accesses the storage and return its result. A call that fails internally is repeated."""
+    """Call a function that accesses the storage, again if the storage has an internal error, and return its result."""
     for left in range(_TRIES - 1, -1, -1):
         try:
             return access()
@@ -190,7 +190,7 @@ def make_pruner(prune: Choice | None) -> BasePruner:
 
 
 def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
-    """Return the Optuna sampler that draws the values of the trial with a number."""
+    """Return the Optuna sampler that draws the values of one trial."""
     method = sweep.method
     if method.kind == "grid":
         return _build(GridSampler, {"sweep": sweep, **method.options}, method, "method")
