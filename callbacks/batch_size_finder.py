@@ -20,12 +20,12 @@ class BatchSizeFinder(Callback):
     """Callback that searches for the largest batch size that fits into memory before a stage begins.
 
     Each trial runs a few steps on copies of the task and the data module, with the attribute ``batch_arg_name`` set to
-    the size. The copies are then discarded and the RNG state is restored. A size must fit on all processes. The size is
-    the number of samples per process. A run that is resumed from a checkpoint does not search again.
+    the size. A size is the number of samples per process, and must fit on all processes. The RNG state is restored
+    afterwards. A run that is resumed from a checkpoint does not search again.
 
     Args:
-        mode: ``"power"`` doubles the size until memory runs out or a limit is reached. ``"binsearch"`` does the same
-            and then bisects between the largest size that fits and the smallest that does not. Default: ``"power"``.
+        mode: ``"power"`` doubles the size until memory runs out or a limit is reached. ``"binsearch"`` then also
+            bisects between the largest size that fits and the smallest that does not. Default: ``"power"``.
         steps_per_trial: In ``fit``, number of optimizer steps, and of batches of each validation dataloader, for each
             size. In other stages, number of batches of each dataloader. Default: 3.
         init_val: The first size. If it does not fit, smaller sizes are tried. Default: 2.
@@ -36,17 +36,15 @@ class BatchSizeFinder(Callback):
             of memory. Default: 0.05.
         max_val: The largest size to try. Default: 8192.
         keep_global_batch: In ``fit``, set ``accumulate_grad_batches`` so that the number of samples per optimizer step
-            does not change. The result is then a divisor of this number. Default: False.
+            does not change. Default: False.
 
     Attributes:
         optimal_batch_size: Result of the latest search, or the result that a resumed run restored; None before the
             search.
-        accumulate: Number of micro-batches per optimizer step that the search in ``fit`` set with
-            ``keep_global_batch``; otherwise None.
+        accumulate: Number of micro-batches per optimizer step that the search set with ``keep_global_batch``, or None.
 
     Raises:
-        ValueError, TypeError: If an argument is invalid. At the start of a stage, if the search cannot run, for example
-            because the attribute does not exist.
+        ValueError, TypeError: If an argument is invalid. At the start of a stage, if the search cannot run.
         MemoryError: At the start of a stage, if none of the sizes that were tried fits.
 
     Example:
@@ -90,7 +88,7 @@ class BatchSizeFinder(Callback):
         self.accumulate: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """In ``fit``, raise a ValueError if a `GradientAccumulationScheduler` contradicts ``keep_global_batch``."""
+        """Raise a ValueError if another callback contradicts ``keep_global_batch``."""
         scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
         if stage == "fit" and self.keep_global_batch and scheduled:
             raise ValueError(
@@ -133,7 +131,6 @@ class BatchSizeFinder(Callback):
         return best
 
     def _is_done(self, best: int, worst: int) -> bool:
-        """Return whether ``best`` and ``worst`` are close enough for the mode."""
         return worst - best <= 1 if self.mode == "binsearch" else worst <= 2 * best
 
     def _choose_next_size(self, best: int, worst: int, limit: int) -> int:
@@ -159,7 +156,7 @@ class BatchSizeFinder(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the result of the search; an empty dict before the search."""
+        """Return the result of the search, if any."""
         if self.optimal_batch_size is None:
             return {}
         return {"batch_size": self.optimal_batch_size, "accumulate": self.accumulate}

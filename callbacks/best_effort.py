@@ -30,7 +30,7 @@ class BestEffortCallback(Callback):
         self._broken = False
 
     def _safely(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of ``work``; None if the callback is disabled. Without ``strict``, an error disables it."""
+        """Return the result of ``work``, or None if the callback is or becomes disabled."""
         if self._broken:
             return None
         try:
@@ -47,4 +47,4 @@ class BestEffortCallback(Callback):
             return None
 
     def _switch_off(self) -> None:
-        """Release resources, such as an open progress bar, when the callback is disabled."""
+        """Release resources when the callback is disabled."""

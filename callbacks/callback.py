@@ -222,7 +222,7 @@ class Callback:
         Args:
             trainer: The Trainer.
             pl_module: The task.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the micro-batch in the epoch.
 
         Returns:
@@ -239,7 +239,7 @@ class Callback:
             pl_module: The task.
             outputs: Dict with the detached ``"loss"``, if any, and the other entries that ``training_step`` returned.
                 With manual optimization, results of other types are passed unchanged.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the micro-batch in the epoch.
         """
 
@@ -333,7 +333,7 @@ class Callback:
         Args:
             trainer: The Trainer.
             pl_module: The task.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -347,7 +347,7 @@ class Callback:
             trainer: The Trainer.
             pl_module: The task.
             outputs: Result of ``validation_step``.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -392,7 +392,7 @@ class Callback:
         Args:
             trainer: The Trainer.
             pl_module: The task.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -406,7 +406,7 @@ class Callback:
             trainer: The Trainer.
             pl_module: The task.
             outputs: Result of ``test_step``.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -451,7 +451,7 @@ class Callback:
         Args:
             trainer: The Trainer.
             pl_module: The task.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -465,7 +465,7 @@ class Callback:
             trainer: The Trainer.
             pl_module: The task.
             outputs: Result of ``predict_step``.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """

@@ -42,9 +42,9 @@ _STATE = ("best_score", "wait_count", "stopped_epoch", "stopping_reason_message"
 class EarlyStopping(Callback):
     """Callback that stops the run when ``monitor`` has not improved for ``patience`` checks.
 
-    All processes stop after the same step. The run continues until the Trainer's ``min_epochs`` and ``min_steps`` are
-    reached. A run that is resumed from a checkpoint that was saved after the stop remains stopped, unless the current
-    arguments, such as a larger ``patience``, would not have stopped it.
+    All processes stop after the same step, once the Trainer's ``min_epochs`` and ``min_steps`` are reached. A run that
+    is resumed after the stop remains stopped, unless the current arguments, such as a larger ``patience``, would not
+    have stopped it.
 
     Args:
         monitor: Name of the logged value.
@@ -67,7 +67,7 @@ class EarlyStopping(Callback):
         wait_count: Number of consecutive checks without improvement.
         stopped_epoch: Index of the epoch in which the callback stopped the run; 0 if it did not stop this run.
         stopping_reason: The reason for the stop, as an `EarlyStoppingReason`.
-        stopping_reason_message: The reason for the stop, as text; None if the callback did not stop the run.
+        stopping_reason_message: The reason for the stop, as text, or None.
 
     Raises:
         ValueError, TypeError: If an argument is invalid. In ``fit``, if ``strict`` is set and ``monitor`` was not
@@ -143,7 +143,7 @@ class EarlyStopping(Callback):
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the wait count, and the details of a stop."""
+        """Return the state of the callback."""
         decided = {"decided_at": self._decided_at, "decided_after": self._decided_after}
         decided["stopping_reason"] = self.stopping_reason.value
         return {name: getattr(self, name) for name in _STATE} | decided
@@ -166,7 +166,7 @@ class EarlyStopping(Callback):
         self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop a resumed run if the callback had already ended it and the current arguments would still end it."""
+        """Stop a resumed run that the callback had already stopped, unless the current arguments would not stop it."""
         reason = self.stopping_reason_message
         if reason is None:
             return
@@ -185,12 +185,12 @@ class EarlyStopping(Callback):
         trainer.should_stop = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check the value after a validation within ``fit``, unless checks run at the end of epochs."""
+        """Check the value, if checks run after validations."""
         if not (self._should_skip_check(trainer) or self._checks_at_epoch_end(trainer)):
             self._run_early_stopping_check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check the value after a complete epoch, unless checks run after validations."""
+        """Check the value, if checks run at the end of epochs."""
         # An epoch cut short by max_steps or a signal does not count: a resumed run checks at its real end.
         if not trainer.progress.epoch_is_over or self._should_skip_check(trainer):
             return
@@ -215,7 +215,6 @@ class EarlyStopping(Callback):
         return f"{self.monitor} improved to {current.item():.4g}"
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
-        """Check the monitored value, if a new one is available. Stop the run if a criterion is met."""
         value = read_new_value(trainer, self.monitor, "EarlyStopping", self.strict)
         if value is None:
             return  # without a check the wait count stays
@@ -229,7 +228,6 @@ class EarlyStopping(Callback):
             trainer.should_stop = True
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
-        """Update the best value and the wait count, and return whether to stop at ``current``, with the reason."""
         reason = self._find_stopping_reason(current.item())
         if reason is None:
             return False, None
@@ -237,7 +235,7 @@ class EarlyStopping(Callback):
         return True, message
 
     def _find_stopping_reason(self, value: float) -> tuple[EarlyStoppingReason, str] | None:
-        """Update the best value and the wait count, and return the reason to stop at ``value``, or None."""
+        """Update the best value and the wait count. Return the reason to stop, if any."""
         reason = self._find_exceeded_limit(value, 0)
         if reason is not None:
             return reason
@@ -250,7 +248,6 @@ class EarlyStopping(Callback):
         return self._find_exceeded_limit(None, self.wait_count)
 
     def _find_exceeded_limit(self, value: float | None, waited: int) -> tuple[EarlyStoppingReason, str] | None:
-        """Return the reason to stop at ``value`` or after ``waited`` checks without improvement, or None."""
         if value is not None:
             if self.check_finite and not math.isfinite(value):
                 return EarlyStoppingReason.NON_FINITE_METRIC, f"{self.monitor} = {value} is not finite"

@@ -215,7 +215,7 @@ class BaseFinetuning(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """In ``fit``, freeze modules before the optimizer is created."""
+        """In ``fit``, freeze modules."""
         if stage != "fit":
             return
         strategy = trainer.accelerator.strategy
@@ -229,7 +229,7 @@ class BaseFinetuning(Callback):
         self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """In a resumed run, restore which parameters are trained, the parameter groups, and the mode of each layer."""
+        """In a resumed run, restore which parameters are trained."""
         if trainer.opened_checkpoint is not None:
             states = open_callback_states(trainer.opened_checkpoint)["callbacks"]
             if layout := states.get(self.state_key, {}).get("made"):
@@ -243,7 +243,7 @@ class BaseFinetuning(Callback):
         self._layout = _describe_layout(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Call `finetune_function` for each optimizer, except if the run was resumed within the epoch."""
+        """Call `finetune_function`, except in a resumed epoch."""
         if trainer.progress.batch:
             return
         for optimizer in trainer.optimizers:
@@ -257,11 +257,11 @@ class BaseFinetuning(Callback):
             self._layout = layout
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the names of the trained parameters, of each group's parameters, and of layers in evaluation mode."""
+        """Return which parameters are trained."""
         return {"made": self._layout}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing. `on_fit_start` restores the parameter groups before the optimizer state is loaded."""
+        """Do nothing. `on_fit_start` restores the state."""
 
 
 class BackboneFinetuning(BaseFinetuning):
@@ -275,13 +275,13 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_lr: Initial rate of the backbone; overrides ``backbone_initial_ratio_lr``. Default: None.
         should_align: Limit the rates that ``lambda_func`` determines to the first group's rate. Default: True.
         initial_denom_lr: Ignored; accepted for compatibility with Lightning. Default: 10.0.
-        train_bn: Train the backbone's BatchNorm layers from the start. If False, they stay frozen in evaluation mode
-            for the whole run. Default: True.
+        train_bn: Train the backbone's BatchNorm layers from the start. If False, they stay frozen in evaluation mode.
+            Default: True.
         verbose: Announce the learning rates in each epoch in which the backbone is trained. Default: False.
         rounding: Number of decimal places in the announced rates. Default: 12.
 
     Attributes:
-        previous_backbone_lr: Latest learning rate that the callback set for the backbone; None before it is unfrozen.
+        previous_backbone_lr: Latest learning rate that the callback set for the backbone, or None.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -343,7 +343,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the base class's state and the backbone's learning rate."""
+        """Return the state of the callback."""
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -351,7 +351,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Check that the task has a backbone, and freeze it before the optimizer is created."""
+        """In ``fit``, freeze the backbone."""
         if stage == "fit" and not isinstance(getattr(pl_module, "backbone", None), nn.Module):
             raise ValueError(
                 f"{type(pl_module).__name__} has no module named backbone, which BackboneFinetuning freezes. Create it "
@@ -360,7 +360,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check that no optimizer contains frozen backbone parameters, and run `BaseFinetuning.on_fit_start`."""
+        """Check that no optimizer contains frozen parameters."""
         frozen_ids = {id(p) for p in pl_module.backbone.parameters() if not p.requires_grad}  # type: ignore[union-attr]
         optimized_ids = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
         if frozen_ids & optimized_ids:
@@ -416,7 +416,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _describe_layout(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
-    """Return the names of the trained parameters, of each group's parameters, and of the layers in evaluation mode."""
+    """Return which parameters are trained and grouped, and which layers are in evaluation mode."""
     names = {id(parameter): strip_compile_prefix(name) for name, parameter in task.named_parameters()}
     return {
         "trained": [

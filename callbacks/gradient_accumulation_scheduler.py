@@ -48,7 +48,7 @@ class GradientAccumulationScheduler(Callback):
         self.epochs = sorted(self.scheduling)
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Return whether an optimizer step has more than one micro-batch in any epoch."""
+        """Return whether any epoch accumulates gradients."""
         return any(number > 1 for number in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
@@ -69,7 +69,7 @@ class GradientAccumulationScheduler(Callback):
         return sum(-(-batches // self.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """In ``fit``, raise a ValueError if the task or the Trainer contradicts the callback."""
+        """In ``fit``, check that the task and the Trainer support the callback."""
         if stage != "fit":
             return
         if not pl_module.automatic_optimization:
@@ -97,6 +97,6 @@ class GradientAccumulationScheduler(Callback):
         trainer.accelerator.gradient_accumulation_steps = number
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Reset the number of micro-batches to 1 after ``fit``."""
+        """Reset the number of micro-batches."""
         if stage == "fit":
             trainer.accelerator.gradient_accumulation_steps = 1

@@ -163,13 +163,11 @@ class _LRFinder:
 class LearningRateFinder(Callback):
     """Callback that searches for an initial learning rate before the first step of ``fit``, and sets it.
 
-    A copy of the task takes up to ``num_training_steps`` optimizer steps while the rate rises. Then the copy is
-    discarded and the RNG state is restored. The suggested rate is assigned to the attribute ``attr_name`` before
-    ``configure_optimizers`` runs; use the attribute there. If no rate can be suggested, the attribute does not change.
-    With several parameter groups, all rates rise in proportion, and the highest rate is reported. Requires automatic
-    optimization.
-
-    A run that is resumed from a checkpoint keeps its learning rate and does not search again.
+    A copy of the task takes up to ``num_training_steps`` optimizer steps while the rate rises. The RNG state is
+    restored afterwards. The suggested rate is assigned to the attribute ``attr_name`` before ``configure_optimizers``
+    runs; use the attribute there. If no rate can be suggested, the attribute does not change. With several parameter
+    groups, all rates rise in proportion, and the highest rate is reported. A run that is resumed from a checkpoint does
+    not search again.
 
     Args:
         min_lr: The first rate to try. Default: 1e-8.
@@ -186,8 +184,8 @@ class LearningRateFinder(Callback):
         optimal_lr: Result of the search, with ``results``, ``suggestion()`` and ``plot()``; None before the search.
 
     Raises:
-        ValueError, TypeError: If an argument is invalid. In ``fit``, if the search cannot run, for example because the
-            attribute does not exist.
+        ValueError, TypeError: If an argument is invalid. In ``fit``, if the search cannot run, for example with manual
+            optimization.
 
     References:
         Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, https://arxiv.org/abs/1506.01186.
@@ -252,7 +250,7 @@ class LearningRateFinder(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the result of the search; an empty dict before the search."""
+        """Return the result of the search, if any."""
         finder = self.optimal_lr
         if finder is None:
             return {}

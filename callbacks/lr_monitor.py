@@ -21,13 +21,12 @@ class LearningRateMonitor(BestEffortCallback):
 
     The rate of a step is the one that the optimizer used in the step. The rate of an epoch is the one at its start.
     Each rate is logged under the ``"name"`` in the scheduler's configuration, by default ``lr-`` and the optimizer's
-    class, such as ``lr-Adam``. If a name occurs again, a number is appended, as in ``lr-Adam-1``. With several
-    parameter groups, each has its own name, such as ``lr-Adam/pg1``. A group with a ``"name"`` has this name after the
-    slash.
+    class, such as ``lr-Adam``. If a name occurs again, a number is appended, as in ``lr-Adam-1``. Parameter groups are
+    distinguished by their ``"name"`` or number, as in ``lr-Adam/pg1``.
 
     Args:
         logging_interval: ``"step"`` (every ``log_every_n_steps`` steps), ``"epoch"``, or None, which uses the interval
-            of each scheduler, and ``"step"`` for optimizers without a scheduler. Default: None.
+            of each scheduler, and ``"step"`` without a scheduler. Default: None.
         log_momentum: Also log the momentum (or beta1), as ``...-momentum``. Optimizers without either log 0. Default:
             False.
         log_weight_decay: Also log the weight decay, as ``...-weight_decay``. Optimizers without it log 0. Default:
@@ -81,7 +80,7 @@ class LearningRateMonitor(BestEffortCallback):
         self._written = 0  # optimizer step whose rates were logged last
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Clear the rates of an earlier run and check that rates can be logged."""
+        """Discard the rates of an earlier run."""
         if not trainer.loggers:
             raise ValueError(
                 "LearningRateMonitor needs a logger, but the Trainer has none. Set Trainer(logger=True), or remove the "
@@ -111,13 +110,13 @@ class LearningRateMonitor(BestEffortCallback):
         self._write(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Read the rates every ``log_every_n_steps`` steps, because schedulers may change them before the step ends."""
+        """Read the rates, because schedulers may change them before the step ends."""
         interval = trainer.log_every_n_steps
         if self.logging_interval != "epoch" and interval and (trainer.progress.step + 1) % interval == 0:
             self._safely(self._read, trainer, "step", optimizer if self._rates else None)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log the rates that were read for the step, unless the optimizer skipped the step."""
+        """Log the rates of the step, if this is due."""
         if self._rates:
             step = trainer.progress.step
             # After a step that float16 skipped, this is still the number of the previous step.
@@ -127,7 +126,6 @@ class LearningRateMonitor(BestEffortCallback):
             self._rates, self._others = {}, {}
 
     def _read(self, trainer: Trainer, interval: str, only: Optimizer | None = None) -> None:
-        """Read the rates of all optimizers whose rates are logged at this interval, or only those of ``only``."""
         for optimizer, name in self._find_optimizers(trainer, interval):
             if only is not None and optimizer is not only:
                 continue
@@ -151,7 +149,7 @@ class LearningRateMonitor(BestEffortCallback):
         return list(self.lrs)
 
     def _extract_stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
-        """Return the current values to log for an interval, by name. ``"any"`` means both intervals."""
+        """Return the current values for an interval, by name. ``"any"`` means both intervals."""
         rates, others = self._rates, self._others
         self._rates, self._others = {}, {}
         try:
@@ -185,7 +183,7 @@ def name_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
     """Yield the optimizer of each scheduler, and then the optimizers without a scheduler.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
 
     Yields:
         The optimizer, a unique name, and the interval of its scheduler (``"step"`` without a scheduler).
@@ -212,7 +210,7 @@ def read_learning_rates(trainer: Trainer) -> dict[str, float]:
     """Return the current learning rate of each parameter group, under the names that `LearningRateMonitor` uses.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
     """
     return {
         label: float(group["lr"])

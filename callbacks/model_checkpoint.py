@@ -45,10 +45,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     A checkpoint is a directory, which counts as a checkpoint only once it is complete. A run may have several
     ModelCheckpoints that differ in ``monitor``, ``mode`` or their triggers.
 
-    A triggered save runs after the step's validation and scheduler updates. A value that a validation logged ranks only
-    a checkpoint of the weights that were validated. If a save is due before the next value of ``monitor``, the ranked
-    save waits for this value, but ``last.ckpt`` does not. If ``monitor`` is logged by training steps, its latest value
-    is used.
+    A value that a validation logged ranks only a checkpoint of the weights that were validated. If a save is due before
+    the next value of ``monitor``, the ranked save waits for this value, but ``last.ckpt`` does not. If ``monitor`` is
+    logged by training steps, its latest value is used.
 
     Args:
         dirpath: Directory of the checkpoints, or a URL such as ``s3://bucket/run``. Default: ``checkpoints`` in the
@@ -56,22 +55,19 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         filename: Template of checkpoint names, such as ``"{epoch}-{val_loss:.2f}"``. Default: ``"{epoch}-{step}"``.
         monitor: Name of the logged value by which checkpoints are ranked. With None, the latest checkpoint is the best.
             ``"step"`` with ``mode="max"`` keeps the latest ``save_top_k`` checkpoints. Default: None.
-        verbose: Announce each save, and each value of ``monitor`` that is not good enough for a ranked save. Default:
-            False.
+        verbose: Announce each save, and values of ``monitor`` that are not good enough for one. Default: False.
         save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"`` has the same effect as True: a complete
             checkpoint is saved, not a link as in Lightning. Default: False. In a `RunFolder`, the default may be True,
             so that the latest state is kept.
         save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 keeps none. More than 1 requires ``monitor``.
             Default: 1.
-        save_on_exception: Save the run when an error or Ctrl-C ends ``fit``. With one process or after Ctrl-C, a run
-            that resumes from this checkpoint gives the same results as an uninterrupted one. After an error, rank zero
-            saves the run as of the last completed step. With several processes, the state of the other ranks is then
-            missing. No checkpoint is saved after an error if rank zero does not hold the complete state of that step,
-            for example because the model is sharded. Default: False.
+        save_on_exception: Save the run when an error or Ctrl-C ends ``fit``. After an error, rank zero saves the run as
+            of the last completed step, without the state of other ranks. It saves nothing if it does not hold the
+            complete state, for example of a sharded model. Default: False.
         save_weights_only: Omit everything that is needed only to resume, such as the optimizer state. Default: False.
-        save_trainable_only: Omit frozen weights (``requires_grad=False``). To load such a checkpoint, build the task
-            with the same frozen weights, whose digests are compared. Weights that were trained at any time during the
-            run are saved. Default: False.
+        save_trainable_only: Omit frozen weights (``requires_grad=False``), unless they were trained during the run. To
+            load such a checkpoint, build the task with the same frozen weights, whose digests are compared. Default:
+            False.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. NaN is worse than any number.
             Default: ``"min"``.
         auto_insert_metric_name: Write each field of the template as ``name=value``, not only as the value. Default:
@@ -82,14 +78,13 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         every_n_epochs: Number of epochs between saves; 0 disables this trigger. Default: 1 if no other trigger is
             passed, otherwise 0.
         save_on_train_epoch_end: Let ``every_n_epochs`` save at the end of the epoch (True) or after each of its
-            validations (False). Default: False in a run with validation if ``val_check_interval`` is not 1.0 or
-            ``check_val_every_n_epoch`` is not 1, otherwise True.
+            validations (False). Default: as for ``check_on_train_epoch_end`` of `EarlyStopping`.
         enable_version_counter: Append ``-v1``, ``-v2``, ... to the name if a checkpoint that is not to be replaced has
             the same name. If False, replace a checkpoint with the same name, unless it is this callback's ``last.ckpt``
             or another ModelCheckpoint of this run keeps it. Default: True.
-        async_save: Copy the state to host memory and write the checkpoint in the background while training continues.
-            If the save fails, the error is raised at a later step or at the end of ``fit``. Until the checkpoint is in
-            place, ``best_model_path`` may not exist. Default: False.
+        async_save: Write the checkpoint in the background, from a copy of the state in host memory. If the save fails,
+            the error is raised at a later step or at the end of ``fit``. Until the checkpoint is in place,
+            ``best_model_path`` may not exist. Default: False.
 
     Attributes:
         best_model_path: Path of the best checkpoint, or "".
@@ -100,7 +95,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     Raises:
         ValueError, TypeError: If an argument is invalid or more than one trigger is set. In ``fit``, if ``monitor`` was
-            needed but not logged, or a checkpoint cannot be saved.
+            needed but not logged, or if a checkpoint cannot be saved.
         OSError: In ``fit``, if a checkpoint cannot be written.
 
     Example:
@@ -213,7 +208,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the record of the kept checkpoints and the state of the triggers."""
+        """Return the record of the checkpoints and the state of the triggers."""
         return {
             "dirpath": self.dirpath,
             "triggered_step": self._triggered_step,
@@ -246,7 +241,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def keeps_newest(self) -> bool:
-        """Return whether a run can be resumed from the latest save rather than only from the best checkpoint."""
+        """Return whether a run can be resumed from the latest save."""
         newest = self.save_last or self.save_top_k == -1 or (self.monitor is None and bool(self.save_top_k))
         return newest and not self.save_weights_only
 
@@ -257,7 +252,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     # -- triggers ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """In ``fit``, determine the directory, the same on all processes, and drop pending saves of an earlier run."""
+        """In ``fit``, determine the directory."""
         if stage != "fit":
             return
         self._warn_of_never_called(ModelCheckpoint)
@@ -270,7 +265,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check before the first step that saving will work, and remove leftover checkpoints of a killed run."""
+        """Check that saving will work, and remove leftover checkpoints of a killed run."""
         progress, world = trainer.progress, trainer.accelerator.world
         self._top_k.saved_step = progress.step
         self._triggered_step = min(self._triggered_step, progress.step)
@@ -295,12 +290,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self._top_k.forget(world.broadcast(missing))  # those that rank zero does not find
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Trigger a save after a validation, unless saves are triggered at the end of epochs."""
+        """Trigger a save, if saves are triggered after validations."""
         if trainer.stage == "fit" and not trainer.sanity_checking and not self._should_save_on_train_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if a save is due. At the end of an epoch, `on_train_epoch_end` saves instead."""
+        """Save if a save is due."""
         if self._job is not None:
             self._complete_job(trainer)
         progress = trainer.progress
@@ -315,13 +310,13 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._serve(trainer, epoch_is_over=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if a save was triggered, or if a save is due at the end of the epoch."""
+        """Save if a save is due."""
         if self._should_save_on_train_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
         self._serve(trainer, epoch_is_over=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Wait for a background save. Warn if there is no best checkpoint because its value was not measured."""
+        """Wait for a background save."""
         self._complete_job(trainer, wait=True)
         if self._waiting and not self.best_model_path:
             warn(
@@ -343,7 +338,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Save the run as ``last.ckpt`` if one is kept, otherwise as ``preempted.ckpt``. Must be called on all ranks.
 
         Args:
-            trainer: The running Trainer.
+            trainer: The Trainer.
 
         Returns:
             The checkpoint's path.
@@ -356,7 +351,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Save the run under the name that ``save_on_exception`` uses. Must be called on all ranks.
 
         Args:
-            trainer: The running Trainer.
+            trainer: The Trainer.
 
         Returns:
             The checkpoint's path.
@@ -365,7 +360,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self._save_as(None, trainer)
 
     def _save_as(self, path: str | None, trainer: Trainer) -> str:
-        """Save ``last.ckpt`` if ``save_last`` is set, else ``path`` or the filled-in template. Return the path."""
+        """Save ``last.ckpt``, ``path`` or the filled-in template, and return the path."""
         progress = trainer.progress
         if self.save_last or path is None:
             values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values}
@@ -379,7 +374,6 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return path
 
     def _save_last(self, trainer: Trainer, exception: BaseException) -> None:
-        """Save the run as of the last completed step after an error, if possible."""
         last = trainer.last_step
         if not self.save_on_exception or last is None or not trainer.is_global_zero:
             return
@@ -410,12 +404,11 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._trigger(trainer.progress.step)
 
     def _trigger(self, step: int) -> None:
-        """Trigger a save, once per optimizer step."""
         if step != self._triggered_step:  # a step that float16 skipped does not count
             self._triggered_step, self._save_requested = step, True
 
     def _serve(self, trainer: Trainer, epoch_is_over: bool) -> None:
-        """Perform the triggered saves. A ranked save waits until the monitored value is available."""
+        """Perform the triggered saves that need not wait."""
         measured = epoch_is_over or trainer.logbook.watch.step == trainer.progress.step
         if not self._save_requested and not (self._waiting and measured):
             return
@@ -429,7 +422,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._save(trainer, values, ranked)
 
     def _has_current_value(self, trainer: Trainer, name: str, values: dict[str, float], epoch_is_over: bool) -> bool:
-        """Return whether ``name`` has a value for the current weights. The value of a training step always counts."""
+        """Return whether ``name`` has a value for the current weights."""
         if name in ("step", "epoch"):
             return True
         if name in values:
@@ -451,7 +444,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self.dirpath
 
     def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
-        """Decide which checkpoints to keep, save the new one, and remove those that are no longer kept."""
+        """Decide which checkpoints to keep, and save the new one."""
         self._complete_job(trainer, wait=True)
         top_k, before = self._top_k, self._top_k.snapshot()
         self._before = before
@@ -496,7 +489,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._finish_save(trainer)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        """Save one checkpoint on all ranks. Like Lightning's method of the same name, it may be overridden."""
+        """Save one checkpoint on all ranks. May be overridden, as in Lightning."""
         trainer.save_checkpoint(filepath, self.save_weights_only, trainable_only=self.save_trainable_only)
 
     def _complete_job(self, trainer: Trainer, wait: bool = False) -> None:
@@ -515,7 +508,6 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._finish_save(trainer)
 
     def _finish_save(self, trainer: Trainer) -> None:
-        """Remove the replaced checkpoints once the latest one is in place."""
         if self.verbose:
             announce(f"saved the run as of optimizer step {self._top_k.saved_step} in {self._directory}")
         if trainer.is_global_zero:
@@ -525,7 +517,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         trainer.logbook.call("after_save_checkpoint", self)
 
     def _collect_reserved_paths(self, trainer: Trainer) -> set[str]:
-        """Return the paths that the run's other checkpoint callbacks keep, are saving to, or have yet to remove."""
+        """Return the paths that other checkpoint callbacks of the run use."""
         others = (callback for callback in trainer.checkpoint_callbacks if callback is not self)
         return set().union(*(callback._top_k.reserved_paths for callback in others))
 
@@ -542,7 +534,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         A subclass may decide differently, but the decision must be the same on every rank.
 
         Args:
-            trainer: The running Trainer.
+            trainer: The Trainer.
             current: Value of ``monitor``, a 0-d tensor. If it is None, the result is False. Default: None.
         """
         return current is not None and bool(self.save_top_k) and self._top_k.is_among_best(current)
@@ -552,7 +544,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
         Args:
             filepath: Path or URL to check.
-            trainer: The running Trainer.
+            trainer: The Trainer.
         """
         is_main = trainer.is_global_zero
         return bool(trainer.accelerator.world.broadcast(lexists(filepath) if is_main else None))
@@ -571,7 +563,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def name_depth(self) -> int:
-        """Number of folder levels below ``dirpath`` in the names of checkpoints."""
+        """Number of folder levels below ``dirpath`` in checkpoint names."""
         return self._filenames.depth
 
     def format_checkpoint_name(
@@ -599,7 +591,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def _choose_path(
         self, trainer: Trainer, values: dict[str, Any], step: int, replaced: str = "", last: bool = False
     ) -> str:
-        """Return the path of a new checkpoint, with a version if the name is taken. ``replaced`` may be reused."""
+        """Return the path of a new checkpoint. ``replaced`` may be reused."""
         template = self.CHECKPOINT_NAME_LAST if last else None
         # Paths of this run count too: they may not be on disk yet, or look like what was saved before a resume.
         reserved_paths = self._collect_reserved_paths(trainer)

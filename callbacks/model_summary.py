@@ -49,7 +49,7 @@ class ModelSummary(BestEffortCallback):
         self.max_depth = check_int("max_depth", max_depth, -1, "shows all")
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Print the table. With an example input, all ranks take part, because the model may be sharded."""
+        """Print the table."""
         if self.max_depth and (trainer.is_global_zero or pl_module.example_input_array is not None):
             self._safely(self._look, trainer, pl_module)
 

@@ -1,4 +1,4 @@
-"""Functions that read the logged values that callbacks and schedulers monitor."""
+"""Logged values that callbacks and schedulers monitor."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class LatestValidation:
         """Record the logged names and the optimizer step after a validation.
 
         Args:
-            trainer: The running Trainer.
+            trainer: The Trainer.
         """
         self.names = trainer.logbook.newest
         self.step = trainer.progress.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+        """Return the state."""
         return {"step": self.step, "names": sorted(self.names)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class LatestValidation:
         """Return the names that the latest validation logged if it measured the current weights, else an empty set.
 
         Args:
-            trainer: The running Trainer.
+            trainer: The Trainer.
         """
         return self.names if self.step == trainer.progress.step else frozenset()
 
@@ -66,7 +66,7 @@ class LatestValidation:
         """Return the names that the latest validation logged if the weights have changed since, else an empty set.
 
         Args:
-            trainer: The running Trainer.
+            trainer: The Trainer.
         """
         return self.names if self.step != trainer.progress.step else frozenset()
 
@@ -75,7 +75,7 @@ def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str
     """Return the latest available value of each logged name, identical on every rank. Must be called on all ranks.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
         keep: Names for which the value of a training step is ignored. Default: none.
     """
     values = dict(trainer.logbook.callback_values)
@@ -91,7 +91,7 @@ def read_monitored_metric(
     """Return the latest value of ``name``, identical on every rank. Must be called on all ranks.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
         name: The logged name.
         consumer: Description of the object that needs the value, for messages, such as ``"the scheduler's monitor"``.
         strict: Raise an error if the name was never logged. Otherwise, return None. Default: True.
@@ -110,7 +110,7 @@ def checks_at_epoch_end(trainer: Trainer) -> bool:
     """Return whether a monitored value is checked at the end of epochs rather than after each validation.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
     """
     once = validates_at_epoch_ends(trainer) and trainer.check_val_every_n_epoch == 1
     return once or not trainer.has_validation
@@ -120,7 +120,7 @@ def validates_at_epoch_ends(trainer: Trainer) -> bool:
     """Return whether validation, if there is one, runs only at the end of epochs.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
     """
     interval = trainer.val_check_interval  # 1.0 is an epoch, 1 is a batch
     return isinstance(interval, float) and interval == 1.0 and trainer.val_check_seconds is None
@@ -130,7 +130,7 @@ def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = Tr
     """Return a monitored value, unless a validation measured it on earlier weights. Must be called on all ranks.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
         name: The logged name.
         consumer: Class name of the callback that checks, for messages.
         strict: Raise an error if the name was never logged, instead of a warning. Neither applies while the run's first
@@ -158,7 +158,7 @@ def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: 
     """Return the error for a name that was never logged.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
         name: The name that was never logged.
         consumer: Description of the object that needs the value, such as ``"the scheduler's monitor"``.
         logged: Names that were logged, for the message.

@@ -24,14 +24,12 @@ class NonFiniteWatch(Callback):
 
     The callback is for debugging only, because it slows training down. It checks the outputs of the task's submodules,
     the gradients of these outputs and the gradients of the parameters. Outputs that are computed with gradients
-    disabled are not checked. With automatic optimization, the error is raised on all ranks. With manual optimization,
-    it is raised only on ranks that computed such a value.
+    disabled are not checked. With automatic optimization, the error is raised on all ranks.
 
     Args:
         outputs: Check the outputs of modules, in the order of the forward pass. Default: True.
         gradients: Check the gradients of modules' outputs, in the order of the backward pass, and then those of
-            parameters. Disabled if a gradient scaler is used, because the scaled gradients occasionally overflow.
-            Default: True.
+            parameters. Disabled if a gradient scaler is used. Default: True.
 
     Raises:
         ValueError, TypeError: If an argument is invalid or both checks are disabled.
@@ -62,7 +60,7 @@ class NonFiniteWatch(Callback):
         self._gradient_flags: list[tuple[str, Tensor]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Register forward hooks on all submodules of the task."""
+        """Register forward hooks."""
         self._scaled = trainer.scaler is not None
         for name, part in pl_module.named_modules():
             if part is not pl_module:
@@ -70,7 +68,7 @@ class NonFiniteWatch(Callback):
                 self._handles.append(part.register_forward_hook(partial(self._look, label)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Discard results that were recorded before this micro-batch."""
+        """Discard earlier results."""
         self._forget()
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -116,7 +114,6 @@ class NonFiniteWatch(Callback):
         self._output_flags, self._gradient_flags = [], []
 
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Record whether a module's outputs are finite, and watch their gradients, as far as enabled."""
         if not torch.is_grad_enabled():
             return
         for tensor in _iterate_tensors(output):
@@ -130,7 +127,6 @@ class NonFiniteWatch(Callback):
 
 
 def _find_bad(flags: list[tuple[str, Tensor]], device: torch.device) -> list[str]:
-    """Return the names of the tensors that are not finite, in the order in which they were checked."""
     if not flags:
         return []
     finite = torch.stack([flag.to(device) for _, flag in flags]).tolist()
@@ -138,7 +134,6 @@ def _find_bad(flags: list[tuple[str, Tensor]], device: torch.device) -> list[str
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point and complex tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex():
             yield value

@@ -73,7 +73,7 @@ class PredictionWriter(BasePredictionWriter):
         self._shards: dict[int, _Shards] = {}
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Choose the folder on rank zero, and discard predictions of an earlier stage."""
+        """Choose the folder."""
         super().on_predict_start(trainer, pl_module)
         wanted = self.dirpath or as_path(trainer.default_root_dir) / "predictions"
         chosen = _make_free_folder(wanted) if trainer.is_global_zero else None
@@ -111,7 +111,7 @@ class PredictionWriter(BasePredictionWriter):
         shards.add(batch_idx * trainer.world_size + trainer.global_rank, batch_indices, prediction)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write the remaining batches and, once all ranks are done, the index of all files."""
+        """Write the remaining batches and the index of all files."""
         written = {}
         for loader, shards in self._shards.items():
             shards.flush()
@@ -129,7 +129,7 @@ class PredictionWriter(BasePredictionWriter):
             announce(f"predictions saved in {self.folder}; treadle.read_predictions(path) reads them in order")
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Discard batches that have not been written, such as those of a failed stage."""
+        """Discard batches that have not been written."""
         super().teardown(trainer, pl_module, stage)
         self._shards = {}
 
@@ -177,7 +177,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _make_free_folder(wanted: AnyPath) -> AnyPath:
-    """Return a free folder, created if it is local, with a version in its name if the requested one is in use."""
+    """Return a free folder, with a version in its name if needed."""
     if isinstance(wanted, RemotePath):
         names = (f"{wanted.name}-v{version}" if version else wanted.name for version in itertools.count())
         return next(place for name in names if not (place := wanted.parent / name).exists())
@@ -195,7 +195,6 @@ def _make_free_folder(wanted: AnyPath) -> AnyPath:
 
 
 def _write_index(folder: Path, every: list[dict[int, dict[str, Any]]]) -> None:
-    """Write the index of all files, or remove the folder if there are none."""
     loaders = sorted({loader for written in every for loader in written})
     if not loaders:
         folder.rmdir()
@@ -243,7 +242,6 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
 
 
 def _read_index(path: Path) -> dict[str, tuple[int, list[list[str]]]]:
-    """Return the number of batches and the names of each rank's files, by dataloader."""
     document = filesystem.read_json(path, _MAX_INDEX_BYTES)
     try:
         loaders = {loader: (written["batches"], written["ranks"]) for loader, written in document["loaders"].items()}
@@ -273,7 +271,6 @@ def _read_loader(folder: Path, batches: int, ranks: list[list[str]], indices: bo
 
 
 def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
-    """Yield the global index and the content of each batch that one rank wrote."""
     for name in files:
         path = folder / name
         pieces, notes = read_safetensors(path)
@@ -286,7 +283,6 @@ def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
 
 
 def _parse_note(path: Path, notes: Mapping[str, str]) -> list[tuple[int, Any]]:
-    """Return the global index and the encoded content of each batch in a file."""
     document = filesystem.parse_json(path, notes.get(_NOTE, "").encode())
     pairs: list[Any] = document if isinstance(document, list) else [None]
     if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in pairs):
@@ -295,8 +291,6 @@ def _parse_note(path: Path, notes: Mapping[str, str]) -> list[tuple[int, Any]]:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """Mapping of a file's tensors by name, each read on access."""
-
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         self._pieces = pieces
 

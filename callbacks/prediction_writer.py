@@ -24,12 +24,12 @@ class WriteInterval(StrEnum):
 
     @property
     def on_batch(self) -> bool:
-        """Return whether predictions are written after each batch."""
+        """True if predictions are written after each batch."""
         return self in (WriteInterval.BATCH, WriteInterval.BATCH_AND_EPOCH)
 
     @property
     def on_epoch(self) -> bool:
-        """Return whether predictions are written at the end of the epoch."""
+        """True if predictions are written at the end of the epoch."""
         return self in (WriteInterval.EPOCH, WriteInterval.BATCH_AND_EPOCH)
 
 
@@ -110,14 +110,14 @@ class BasePredictionWriter(Callback):
         """
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Discard the collected predictions of an earlier stage."""
+        """Discard predictions of an earlier stage."""
         loaders = _get_loaders(trainer)
         self._predictions, self._indices = [[] for _ in loaders], [[] for _ in loaders]
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Write the batch, collect it for the end of the epoch, or both."""
+        """Write or collect the batch."""
         indices = batch_indices(_get_loaders(trainer)[dataloader_idx])
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
             return  # a placeholder batch, which keeps the ranks in step: its sample belongs to another process

@@ -47,8 +47,8 @@ class ModelPruning(Callback):
             submodules with a name in ``parameter_names``.
         parameter_names: Names of the parameters to prune if ``parameters_to_prune`` is not set: ``"weight"``,
             ``"bias"`` or both. Default: both.
-        use_global_unstructured: Compare the weights of all layers with each other, not only within each layer.
-            Structured pruning requires False. Default: True.
+        use_global_unstructured: Compare the weights of all layers with each other. Structured pruning requires False.
+            Default: True.
         amount: Fraction (float) or number (int) of the remaining weights, or in structured pruning of the remaining
             slices, to prune each time. May be a function of the epoch's index. Default: 0.5.
         apply_pruning: Whether to prune. May be a function of the epoch's index. Default: True.
@@ -57,17 +57,16 @@ class ModelPruning(Callback):
             function of the epoch's index. Default: True.
         resample_parameters: With ``use_lottery_ticket_hypothesis``, reset the remaining weights to new random values
             from the layer's ``reset_parameters``, if it has this method. Default: False.
-        pruning_dim: Dimension along which structured pruning removes slices. Required for structured pruning. Default:
+        pruning_dim: Dimension along which structured pruning removes slices, for which it is required. Default: None.
+        pruning_norm: Order of the norm by which ``"ln_structured"`` compares slices, for which it is required. Default:
             None.
-        pruning_norm: Order of the norm by which ``"ln_structured"`` compares slices. Required for ``"ln_structured"``.
-            Default: None.
         verbose: 1 announces the number of pruned weights, 2 also announces this number for each parameter. Default: 0.
         prune_on_train_epoch_end: Prune at the end of epochs (True) or after each validation (False). Default: True.
 
     Raises:
         ValueError, TypeError: If an argument is invalid, or arguments contradict each other.
-        ValueError: In ``fit``, if the model is sharded or the parameters cannot be pruned. On resume, if the earlier
-            run used this callback, but did not prune all of these parameters.
+        ValueError: In ``fit``, if the model is sharded, the parameters cannot be pruned, or the checkpoint was saved
+            with other parameters to prune.
         IndexError: In ``fit``, if a parameter does not have the dimension ``pruning_dim``.
 
     References:
@@ -181,7 +180,7 @@ class ModelPruning(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Find the parameters to prune and, if needed, keep their initial values. On resume, restore the masks."""
+        """Find the parameters to prune. On resume, restore the masks."""
         self._latest_epoch = -1
         after = trainer.callbacks[trainer.callbacks.index(self) :]
         if not self._at_epoch_end and (
@@ -219,26 +218,26 @@ class ModelPruning(Callback):
                 pruned.load(saved["parameters"].get(pruned.full_name))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prune after an epoch, unless pruning runs after validations."""
+        """Prune, if pruning runs at the end of epochs."""
         progress = trainer.progress
         if self._at_epoch_end and progress.epoch_is_over and progress.epoch > self._latest_epoch:
             self._latest_epoch = progress.epoch
             self._run(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prune after a validation in ``fit``, unless pruning runs at the end of epochs."""
+        """Prune, if pruning runs after validations."""
         if not self._at_epoch_end and trainer.stage == "fit" and not trainer.sanity_checking:
             self._run(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """With ``make_pruning_permanent``, make the pruning of the final weights permanent."""
+        """With ``make_pruning_permanent``, make the pruning permanent."""
         if self._permanent:
             if trainer.last_step is not None:
                 trainer.last_step.changed()
             self.make_pruning_permanent(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """With ``make_pruning_permanent``, make the pruning permanent, also after an error."""
+        """With ``make_pruning_permanent``, make the pruning permanent."""
         if stage == "fit" and self._permanent:
             self.make_pruning_permanent(pl_module)
 
@@ -278,7 +277,7 @@ class ModelPruning(Callback):
 
     @torch.no_grad()
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Reset the remaining weights to their initial values, or to new ones with ``resample_parameters``."""
+        """Reset the remaining weights to their initial or to new values."""
         fresh: dict[int, nn.Module] = {}
         for pruned in self._pruned:
             value: Tensor | None = pruned.first
@@ -292,7 +291,6 @@ class ModelPruning(Callback):
                 pruned.parameter.copy_(value)
 
     def _run(self, trainer: Trainer) -> None:
-        """Prune as configured for this epoch, identically on all processes."""
         epoch = trainer.progress.epoch
         amount = self.amount(epoch) if callable(self.amount) else self.amount
         if not _evaluate_decision(self._apply, epoch) or not amount:
@@ -342,7 +340,6 @@ def _evaluate_decision(decision: bool | Callable[[int], bool], epoch: int) -> bo
 
 
 def _resample_layer(module: nn.Module, pruned: list[PrunedParameter]) -> nn.Module:
-    """Return a copy of a layer with new values and unpruned parameters."""
     pruned_values = {parameter.name: parameter.parameter for parameter in pruned}
     twin = copy.copy(module)
     other_values = {name: value for name, value in module._parameters.items() if not name.endswith("_orig")}

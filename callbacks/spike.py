@@ -28,13 +28,11 @@ class SpikeWatch(Callback):
     """Callback that detects a sudden increase of the loss or of the gradient norm compared with the preceding steps.
 
     A step is a spike if its value is not finite, or if it exceeds the median of the ``window`` preceding steps by more
-    than ``threshold`` robust standard deviations and by more than ``rise`` times the median's absolute value. A robust
-    standard deviation is 1.4826 times the median absolute deviation. Spikes are not added to the window. Optimizer
-    steps that are skipped are ignored.
+    than ``threshold`` robust standard deviations (1.4826 times the median absolute deviation) and by more than ``rise``
+    times the median's absolute value. Spikes are not added to the window. Optimizer steps that are skipped are ignored.
 
-    Values are checked together every ``every_n_steps`` steps and at the end of each epoch. A loss is averaged over the
-    processes, and a gradient norm covers all gradients, so all processes react after the same step. A resumed run
-    restores the window.
+    A loss is averaged over the processes, and a gradient norm covers all gradients, so all processes react after the
+    same step. A resumed run restores the window.
 
     Args:
         monitor: ``"loss"``, the mean over the step's micro-batches, or ``"grad_norm"``, the norm of all gradients
@@ -46,16 +44,16 @@ class SpikeWatch(Callback):
             not finite is reported in any step. Default: 20.
         threshold: Minimum number of robust standard deviations above the median. Default: 8.0.
         rise: Minimum increase as a fraction of the median. Default: 0.1.
-        every_n_steps: Number of optimizer steps between checks. Default: 50.
+        every_n_steps: Number of optimizer steps between checks. The end of an epoch is always checked. Default: 50.
         dirpath: Directory of the checkpoints that ``"save"`` writes, or its URL. Default: ``spikes`` in the run's
             folder.
 
     Attributes:
-        spikes: List of the detected spikes, each a pair of the optimizer step and the value.
+        spikes: The detected spikes, each a pair of the optimizer step and the value.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
-        ValueError: With ``action="raise"``, if a spike is detected during training.
+        ValueError: With ``action="raise"``, if a spike is detected.
 
     Example:
         >>> import treadle as tl
@@ -112,7 +110,7 @@ class SpikeWatch(Callback):
         return f"SpikeWatch({self.monitor!r}, {self.action!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, the values since the last check, and the spikes."""
+        """Return the window, the unchecked values, and the spikes."""
         return {"known": self._window_values, "new": list(self._new), "spikes": self.spikes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -136,7 +134,7 @@ class SpikeWatch(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: TaskModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """With ``monitor="grad_norm"``, add the squared norm of this process's gradients to the step's value."""
+        """With ``monitor="grad_norm"``, add to the step's value."""
         if self.monitor == "grad_norm":
             trainer.accelerator.unscale_gradients()
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -145,7 +143,7 @@ class SpikeWatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """With ``monitor="loss"``, add the loss to the step's value. Store the value once the step has ended."""
+        """With ``monitor="loss"``, add to the step's value."""
         loss = outputs.get("loss") if self.monitor == "loss" and isinstance(outputs, dict) else None
         if isinstance(loss, Tensor):
             self._add(loss.detach().clone())  # a CUDA graph's next replay would overwrite it
@@ -166,7 +164,7 @@ class SpikeWatch(Callback):
     # -- checks --------------------------------------------------------------------------------------------------
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check the values every ``every_n_steps`` steps."""
+        """Check the values, if this is due."""
         if self._new and trainer.progress.step % self.every_n_steps == 0:
             self._look(trainer)
 
@@ -176,7 +174,6 @@ class SpikeWatch(Callback):
             self._look(trainer)
 
     def _look(self, trainer: Trainer) -> None:
-        """Reduce the new values over the processes, and react to spikes."""
         values = torch.stack(self._new).double() if self._new[0].device.type != "mps" else torch.stack(self._new)
         world = trainer.accelerator.world
         if world.size > 1:

@@ -25,10 +25,10 @@ _STRATEGIES: dict[str, Callable[[float], float]] = {
 class StochasticWeightAveraging(Averaging):
     """Callback that, from ``swa_epoch_start`` on, anneals the learning rates and averages the weights of each epoch.
 
-    The task's own schedulers are then stopped, and the learning rates approach ``swa_lrs``. After training, the
-    averages are put into the model, and BatchNorm's statistics, if any, are recomputed in one more pass over the
-    training data. Validations use the trained weights. A checkpoint that is saved during training has the trained
-    weights and, if there are any, the averages, for a resumed run and for `averaged_weights`.
+    The task's own schedulers are then stopped. After training, the averages are put into the model, and BatchNorm's
+    statistics, if any, are recomputed in one more pass over the training data. Validations use the trained weights. A
+    checkpoint that is saved during training has the trained weights and, if there are any, the averages, for a resumed
+    run and for `averaged_weights`.
 
     Args:
         swa_lrs: The learning rate to anneal to, or a list with one rate for each parameter group.
@@ -109,7 +109,7 @@ class StochasticWeightAveraging(Averaging):
     # -- training ------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check that the task and the Trainer support averaging, and create the averages."""
+        """Create the averages."""
         if not pl_module.automatic_optimization:
             raise ValueError(
                 "StochasticWeightAveraging needs automatic_optimization=True, but the task has "
@@ -132,7 +132,7 @@ class StochasticWeightAveraging(Averaging):
         self._initial = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """From ``swa_epoch_start`` on, set the learning rates of the epoch."""
+        """From ``swa_epoch_start`` on, set the learning rates."""
         past = trainer.progress.epoch - self._start
         if past < 0:
             return
@@ -162,7 +162,7 @@ class StochasticWeightAveraging(Averaging):
                 group["lr"] = value
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """From ``swa_epoch_start`` on, update the averages before the epoch is saved."""
+        """From ``swa_epoch_start`` on, update the averages."""
         progress = trainer.progress
         if progress.epoch_is_over and progress.epoch >= self._start and progress.epoch > self._latest_epoch:
             assert self._averages is not None
@@ -170,7 +170,7 @@ class StochasticWeightAveraging(Averaging):
             self._averages.update(self._average)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """If there are averages, put them into the model, and recompute BatchNorm's statistics."""
+        """Put the averages, if any, into the model."""
         averages = self._averages
         if averages is not None and averages.count:
             self._ended = True

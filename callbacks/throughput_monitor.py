@@ -26,8 +26,8 @@ class ThroughputMonitor(BestEffortCallback):
     device. Time in validations is excluded. The throughput of an evaluation is logged when the evaluation ends.
 
     In training, FLOPs are also counted if the task has an attribute ``flops_per_batch``, the FLOPs of one micro-batch,
-    which `measure_flops` computes. If the device's peak FLOPs per second are known, too, the model FLOPs utilization
-    (MFU), the achieved fraction of the peak, is logged as ``train/device/mfu``.
+    which `measure_flops` computes. If the device's peak is known, too, the model FLOPs utilization (MFU), the achieved
+    fraction of the peak, is logged as ``train/device/mfu``.
 
     Args:
         batch_size_fn: Function that returns the number of samples in a batch. Default: the dataloaders' count.
@@ -102,7 +102,7 @@ class ThroughputMonitor(BestEffortCallback):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seconds of training and the numbers of items and samples per device."""
+        """Return the seconds of training and the counts."""
         return {"time": self._compute_elapsed(), "lengths": self._lengths, "samples": self._counted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ class ThroughputMonitor(BestEffortCallback):
     # -- training ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Check the settings, and determine whether to count samples, items or FLOPs in each batch."""
+        """Check the settings."""
         super().setup(trainer, pl_module, stage)
         self._reset()
         if stage == "fit" and not trainer.log_every_n_steps:
@@ -131,7 +131,7 @@ class ThroughputMonitor(BestEffortCallback):
         self._must_count = self._has_flops or self.batch_size_fn is not None or self.length_fn is not None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock of training, and take the first measurement."""
+        """Start the clock of training."""
         interval = trainer.log_every_n_steps * trainer.accumulate_grad_batches
         self._throughput = self._make_throughput(trainer, 1 + max(1, math.ceil(self.window_size / interval)))
         self._safely(_wait_for, trainer)
@@ -152,7 +152,6 @@ class ThroughputMonitor(BestEffortCallback):
         return Throughput(peak, trainer.world_size, window, self.separator)
 
     def _compute_elapsed(self) -> float:
-        """Return the seconds of training, over all resumed runs, without evaluations."""
         if self._throughput is None or not self._began:
             return self._before
         return self._before + time.perf_counter() - self._began - self._paused
@@ -160,12 +159,12 @@ class ThroughputMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the samples, items or FLOPs of the batch."""
+        """Count the batch."""
         if self._must_count:
             self._count(trainer, pl_module, batch, self._local_counts)
 
     def _count(self, trainer: Trainer, task: TaskModule, batch: Any, counts: list[Any]) -> None:
-        """Add a batch's samples, items and FLOPs to ``counts``. Counting ends after an error."""
+        """Add a batch's samples, items and FLOPs to ``counts``."""
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
             return  # a placeholder batch, which keeps the ranks in step
         if self._failed:
@@ -181,7 +180,6 @@ class ThroughputMonitor(BestEffortCallback):
             warn(f"ThroughputMonitor could not count a batch and is disabled: {type(error).__name__}: {error}")
 
     def _average_counts(self, trainer: Trainer, numbers: list[Any]) -> list[float] | None:
-        """Return the mean counts per device, over all processes; None if a process could not count."""
         world = trainer.accelerator.data_world
         counts: list[float] = read_numbers(numbers)
         if world.size > 1:
@@ -265,13 +263,13 @@ class ThroughputMonitor(BestEffortCallback):
         self._write(trainer, stage, throughput)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock of the validation and pause the clock of training."""
+        """Start the clock of the validation."""
         self._begin(trainer)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        """Add the batch to the counts of samples and items."""
+        """Count the batch."""
         self._tick(trainer, pl_module, batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -283,7 +281,7 @@ class ThroughputMonitor(BestEffortCallback):
         self._begin(trainer)
 
     def on_test_batch_end(self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any) -> None:
-        """Add the batch to the counts of samples and items."""
+        """Count the batch."""
         self._tick(trainer, pl_module, batch)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -295,7 +293,7 @@ class ThroughputMonitor(BestEffortCallback):
         self._begin(trainer)
 
     def on_predict_batch_end(self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any) -> None:
-        """Add the batch to the counts of samples and items."""
+        """Count the batch."""
         self._tick(trainer, pl_module, batch)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -304,14 +302,14 @@ class ThroughputMonitor(BestEffortCallback):
 
 
 def _as_number(value: Any) -> Any:
-    """Return a value as a number. A tensor that is not on the CPU stays on its device and is read later."""
+    """Return a value as a number. A tensor that is not on the CPU is not read yet."""
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return value.detach().reshape(()).clone()
     return float(value)
 
 
 def _wait_for(trainer: Trainer) -> None:
-    """Synchronize with the device, because otherwise only the launch of its work would be measured."""
+    """Synchronize with the device, so that its work is measured."""
     device = trainer.accelerator.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)

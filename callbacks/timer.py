@@ -129,7 +129,7 @@ class Timer(Callback):
         self._ended.pop("train", None)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock. Stop the run if its time is already up; with ``interval="epoch"``, not within an epoch."""
+        """Start the clock. Stop the run if its time is already up."""
         if "train" in self._ended:  # another fit continues the count
             self._before = self.time_elapsed()
         self._begin("train")
@@ -137,7 +137,7 @@ class Timer(Callback):
             self._look(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop the run if its time is up and ``interval`` is ``"step"``."""
+        """Stop the run if its time is up."""
         if self.interval == "step":
             self._look(trainer)
 

@@ -25,9 +25,9 @@ class WeightAveraging(Averaging):
     uses the trained weights.
 
     The model in a checkpoint that is saved during training has the trained weights. The checkpoint also contains the
-    averages, if there are any. A resumed run restores the averages with any world size. If the Trainer has this
-    callback, ``validate``, ``test`` and ``predict`` with a ``ckpt_path`` use the checkpoint's averages, if it has any.
-    `averaged_weights` returns the averages in a checkpoint for other uses.
+    averages, if there are any. A resumed run restores them with any world size. If the Trainer has this callback,
+    ``validate``, ``test`` and ``predict`` with a ``ckpt_path`` use the checkpoint's averages, if it has any.
+    `averaged_weights` returns them for other uses.
 
     Args:
         device: Device of the averages. If it differs from the weights' device, each update synchronizes. Default: the
@@ -87,18 +87,18 @@ class WeightAveraging(Averaging):
     # -- averaging -----------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Create the averages of the prepared model."""
+        """Create the averages."""
         self._make_room(trainer, pl_module, self._use_buffers, self._device, strict=True)
         self._latest_step = trainer.progress.step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Update the averages after an optimizer step if `should_update` returns True."""
+        """Update the averages, if this is due."""
         self._follow(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Make up for an update that is missing because an error ended the earlier run right after its last step."""
+        """Make up for an update that an error in the earlier run prevented."""
         self._follow(trainer)
 
     def _follow(self, trainer: Trainer) -> None:
@@ -110,7 +110,7 @@ class WeightAveraging(Averaging):
                 self._averages.update(self._average)  # type: ignore[union-attr]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Update the averages after an epoch if `should_update` returns True."""
+        """Update the averages, if this is due."""
         progress = trainer.progress
         if progress.epoch_is_over and progress.epoch > self._latest_epoch:
             self._latest_epoch = progress.epoch
@@ -159,7 +159,6 @@ class WeightAveraging(Averaging):
             _apply_averages(trainer, averages)
 
     def _begin(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages of the run, or those of the checkpoint to evaluate, into the model."""
         if trainer.stage == "fit":
             if self._averages is not None and self._averages.count:
                 _apply_averages(trainer, self._averages)
@@ -204,9 +203,9 @@ class EMAWeightAveraging(WeightAveraging):
         update_every_n_steps: Number of optimizer steps between updates; 0 updates only at the end of epochs. Default:
             1.
         update_starting_at_step: Index of the first optimizer step after which the averages may be updated. Ignored if
-            ``update_every_n_steps`` is 0. Default: None, which has the same effect as 0.
-        update_starting_at_epoch: Index of the first epoch in which the averages may be updated. Default: None, which
-            has the same effect as 0.
+            ``update_every_n_steps`` is 0. Default: None, as for 0.
+        update_starting_at_epoch: Index of the first epoch in which the averages may be updated. Default: None, as for
+            0.
         kwargs: Not supported.
 
     Raises:
@@ -253,7 +252,7 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_epoch = None if epoch is None else check_int("update_starting_at_epoch", epoch, 0)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether an update is due according to the constructor's arguments."""
+        """Return whether an update is due."""
         if step_idx is None:
             return not self.update_every_n_steps and (epoch_idx or 0) >= (self.update_starting_at_epoch or 0)
         return (
@@ -265,7 +264,7 @@ class EMAWeightAveraging(WeightAveraging):
 
 
 def _apply_averages(trainer: Trainer, averages: Averages) -> None:
-    """Put the averages into the model, with rank zero's averaged buffers on all processes."""
+    """Put the averages into the model, with rank zero's buffers on all processes."""
     averages.apply_to_model()
     world = trainer.accelerator.world
     if world.size > 1:  # buffers differ between processes, but all must evaluate the same model
@@ -274,7 +273,6 @@ def _apply_averages(trainer: Trainer, averages: Averages) -> None:
 
 
 def _choose_average(name: str, kwargs: dict[str, Any]) -> Average:
-    """Return the averaging function that the keyword arguments select."""
     for key, value in kwargs.items():
         if key not in _FUNCTIONS:
             raise TypeError(f"{name} has no argument {key!r}.{nearest(key, _FUNCTIONS)}")

@@ -110,7 +110,6 @@ class Averages:
             self._hold(tied_names, buffer, device)
 
     def _hold(self, names: list[str], tensor: Tensor, device: torch.device | None) -> None:
-        """Add an average that starts at the value of a tensor, under all its names."""
         half = tensor.dtype in (torch.float16, torch.bfloat16)
         value = tensor.detach().clone().to(device=device, dtype=torch.float32 if half else None)
         self.values |= dict.fromkeys(names, value)
@@ -118,7 +117,6 @@ class Averages:
         self._local_averages.append(local(value))
 
     def _list_tensors(self) -> list[Tensor]:
-        """Return the parameters and buffers of the model in the order of the averages."""
         return [*self._parameters, *self.buffers]
 
     @property
@@ -156,7 +154,7 @@ class Averages:
         return self._before is not None
 
     def apply_to_model(self) -> None:
-        """Put the averages into the model. The model's own values are kept for `restore_model`."""
+        """Put the averages into the model."""
         if self._before is None:
             with torch.inference_mode(False), torch.no_grad():
                 tensors = self._list_tensors()
@@ -168,18 +166,17 @@ class Averages:
                 self._write_values(tensors, self._prune_averages())
 
     def restore_model(self) -> None:
-        """Put the model's own values back, if the averages are in the model."""
+        """Put the model's own values back."""
         if self._before is not None:
             with torch.inference_mode(False), torch.no_grad():
                 self._write_values(self._list_tensors(), self._before)
             self._before = None
 
     def keep_in_model(self) -> None:
-        """Keep the averages in the model and discard the model's own values."""
+        """Discard the model's own values."""
         self._before = None
 
     def _prune_averages(self) -> list[Tensor]:
-        """Return the averages with zeros where every parameter tied to them is pruned."""
         masks = collect_masks(self._module)
         return [
             _apply_masks(average, [masks.get(name) for name in names])
@@ -196,7 +193,7 @@ class Averages:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count and the averages, if any, with the model's sharding."""
+        """Return the count and the averages, if any."""
         masks = collect_masks(self._module)
         weights = {name: _apply_masks(value, [masks.get(name)]) for name, value in self.values.items()}
         return {"count": self.count, "weights": weights if self.count else {}}
@@ -226,7 +223,7 @@ class Averages:
 
 
 def _apply_masks(value: Tensor, masks: list[Tensor | None]) -> Tensor:
-    """Return a value with zeros at the positions where every mask is zero. None counts as a mask of ones."""
+    """Return a value with zeros where every mask is zero. None counts as a mask of ones."""
     mask: Tensor | None = None
     for other in masks:
         if other is None:
@@ -308,7 +305,7 @@ def averaged_weights(path: Path | str) -> dict[str, Tensor]:
 
 
 def _cast(averages: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each name and average, converted to the dtype of the weight."""
+    """Yield each name and average in the dtype of the weight."""
     for name, value in averages.items():
         tensor = value.read() if isinstance(value, Stored) else value
         yield name, tensor.to(weights[name].dtype) if name in weights else tensor

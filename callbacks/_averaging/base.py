@@ -32,7 +32,6 @@ class Averaging(Callback):
         self._latest_epoch = -1
 
     def _make_room(self, trainer: Trainer, task: TaskModule, buffers: bool, device: Any, strict: bool) -> None:
-        """Create the averages, once the model is prepared for training."""
         names = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, Averaging)]
         if len(names) > 1:
             raise ValueError(
@@ -47,12 +46,12 @@ class Averaging(Callback):
             self._averages.restore_model()
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Restore the model's own weights before other callbacks save them."""
+        """Restore the model's own weights."""
         self._ended = False
         self._end()
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Keep the averages in the model after successful training. Otherwise, restore the model's own weights."""
+        """Keep the averages in the model after successful training, otherwise the model's own weights."""
         if self._ended and self._averages is not None:
             self._averages.keep_in_model()
         self._end()

@@ -1,4 +1,4 @@
-"""Names of checkpoints."""
+"""Names and folders of checkpoints."""
 
 from __future__ import annotations
 

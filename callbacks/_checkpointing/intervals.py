@@ -47,7 +47,7 @@ class AgreedInterval:
         Must be called on all ranks after each step, once `restart` has been called.
 
         Args:
-            trainer: The running Trainer.
+            trainer: The Trainer.
         """
         step = trainer.progress.step
         if step < self._next_step:

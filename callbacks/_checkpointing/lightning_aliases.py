@@ -34,7 +34,7 @@ _NEVER_CALLED = {
 
 
 class CheckpointAliases:
-    """Base class of `ModelCheckpoint` with Lightning's names for its internals."""
+    """Base class of `ModelCheckpoint` with Lightning's names."""
 
     _top_k: TopKCheckpoints
     every_n_train_steps: int
@@ -46,7 +46,6 @@ class CheckpointAliases:
         raise NotImplementedError
 
     def _warn_of_never_called(self, base: type) -> None:
-        """Warn about each overridden method of ``base`` that Treadle never calls."""
         for name, instead in _NEVER_CALLED.items():
             if getattr(type(self), name, None) is not getattr(base, name, None):
                 warn(f"{type(self).__name__} overrides {name}, which Treadle never calls. {instead}")

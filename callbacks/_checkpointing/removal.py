@@ -44,9 +44,9 @@ def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: An
     """Delete checkpoints that a killed run had replaced but not deleted, and return their paths.
 
     Args:
-        paths: Checkpoints that the killed run was about to delete.
+        paths: The replaced checkpoints.
         directory: Directory of the callback's checkpoints.
-        step: Optimizer step of the latest checkpoint. A later checkpoint with the same name is kept.
+        step: Optimizer step of the latest checkpoint. Later checkpoints are kept.
         resumed: The checkpoint that the run resumes from, or None.
     """
     leftovers = [path for path in paths if as_path(path).is_dir() and _read_step(path, default=step) < step]

@@ -23,15 +23,9 @@ class TopKCheckpoints:
     """Record of the checkpoints that one `ModelCheckpoint` keeps.
 
     The record is saved in each checkpoint that a run can resume from, so it is updated before the checkpoint is
-    written. `snapshot` and `restore` undo the update if a save fails.
+    written. `snapshot` and `restore` undo the update if a save fails. Other attributes are those of `ModelCheckpoint`.
 
     Attributes:
-        monitor: Name of the value by which checkpoints are ranked. With None, the latest checkpoint is the best.
-        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
-        save_top_k: Maximum number of ranked checkpoints to keep; -1 keeps all.
-        best_k_models: Values of ``monitor`` for the ranked checkpoints, by path; empty without a monitor.
-        last_model_path: Path of the latest ``last.ckpt``, or "".
-        current_score: Value of ``monitor`` that was last compared with the kept checkpoints, or None.
         replaced: Checkpoints to remove once the checkpoint that is being saved is in place.
         saved_step: Optimizer step of the latest save, or else the step at which the run started.
     """
@@ -51,12 +45,12 @@ class TopKCheckpoints:
 
     @property
     def ranked_paths(self) -> set[str]:
-        """Recorded paths of checkpoints, excluding ``last.ckpt``."""
+        """Paths of the checkpoints, excluding ``last.ckpt``."""
         return {self.best_model_path, *self.best_k_models} - {""}
 
     @property
     def paths(self) -> set[str]:
-        """Recorded paths of checkpoints, including ``last.ckpt``."""
+        """Paths of the checkpoints, including ``last.ckpt``."""
         return self.ranked_paths | {self.last_model_path} - {""}
 
     @property
@@ -66,14 +60,14 @@ class TopKCheckpoints:
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path of the worst ranked checkpoint; "" if there is none or fewer than ``save_top_k`` are kept."""
+        """Path of the worst ranked checkpoint, or ""."""
         if not self.best_k_models or (self.save_top_k != -1 and len(self.best_k_models) < self.save_top_k):
             return ""
         return find_best_path(self.best_k_models, self.mode, worst=True)
 
     @property
     def next_replaced(self) -> str:
-        """Path of the checkpoint that the next ranked checkpoint replaces, or ""."""
+        """Path of the checkpoint that the next one replaces, or ""."""
         if self.save_top_k == -1:
             return ""
         return self.best_model_path if self.monitor is None else self.kth_best_model_path
@@ -133,7 +127,7 @@ class TopKCheckpoints:
         self.replaced = sorted(earlier - {""} - self.paths - reserved)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a copy of all values that a save changes."""
+        """Return the values that a save changes."""
         return {name: getattr(self, name) for name in (*STATE, "replaced", "saved_step")}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:

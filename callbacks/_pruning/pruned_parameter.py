@@ -42,22 +42,22 @@ class PrunedParameter:
 
     @property
     def is_pruned(self) -> bool:
-        """Return whether the parameter has a mask."""
+        """True if the parameter has a mask."""
         return f"{self.name}_mask" in self.module._buffers
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter that the optimizer trains, with the unmasked values."""
+        """The trained parameter, with the unmasked values."""
         table = self.module._parameters
         return table[f"{self.name}_orig"] if f"{self.name}_orig" in table else table[self.name]  # type: ignore
 
     @property
     def mask(self) -> Tensor:
-        """Mask of the parameter: 1 for remaining weights, 0 for pruned weights."""
+        """Mask: 1 for remaining weights, 0 for pruned weights."""
         return self.module._buffers[f"{self.name}_mask"]  # type: ignore[return-value]
 
     def count_zeros(self) -> int:
-        """Return the number of pruned weights. Synchronizes with the device."""
+        """Return the number of pruned weights."""
         return int((self.mask == 0).sum()) if self.is_pruned else 0
 
     def refresh(self) -> None:
@@ -66,7 +66,7 @@ class PrunedParameter:
             setattr(self.module, self.name, (self.parameter * self.mask.to(self.parameter.dtype)).detach())
 
     def register_hooks(self) -> None:
-        """If the parameter is pruned, make the module's state dict contain the pruned value under its own name."""
+        """Make the module's state dict contain the pruned value under its own name."""
         if self.is_pruned and not self._hooks:
             self._hooks = [  # torch sets an attribute on the hook, which a bound method does not allow
                 self.module.register_state_dict_post_hook(partial(self._hide)),
@@ -85,7 +85,7 @@ class PrunedParameter:
         self._hooks = []
 
     def get_state(self) -> dict[str, Any]:
-        """Return the initial value and, if the parameter is pruned, its mask and unmasked values, for a checkpoint."""
+        """Return the initial value and, if pruned, the mask and unmasked values."""
         if not self.is_pruned:
             return {"first": self.first}
         return {"first": self.first, "mask": self.mask, "value": self.parameter.detach()}
@@ -123,7 +123,7 @@ class PrunedParameter:
         state[f"{prefix}{self.name}"] = (value * mask.to(value.dtype)).detach()
 
     def _seek(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Load a value under the parameter's own name. Weights that are nonzero in this value are no longer pruned."""
+        """Load a value. Weights that are nonzero in this value are no longer pruned."""
         if (value := state.pop(f"{prefix}{self.name}", None)) is not None:
             mask = self.mask
             if value.shape == mask.shape:  # otherwise torch raises an error that describes the mismatch
@@ -133,7 +133,6 @@ class PrunedParameter:
 
 
 def _find_pruned(module: nn.Module, name: str) -> PrunedParameter | None:
-    """Return the `PrunedParameter` whose hooks are registered on the module, which may be a copy, or None."""
     owners = (getattr(getattr(hook, "func", None), "__self__", None) for hook in module._state_dict_hooks.values())
     return next((owner for owner in owners if isinstance(owner, PrunedParameter) and owner.name == name), None)
 

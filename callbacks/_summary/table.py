@@ -105,21 +105,21 @@ class Summary:
 
     @property
     def in_sizes(self) -> list[Any]:
-        """Shapes of the modules' inputs; ``"?"`` if unknown."""
+        """Shapes of the modules' inputs."""
         return [part.in_size for part in self.layers]
 
     @property
     def out_sizes(self) -> list[Any]:
-        """Shapes of the modules' outputs; ``"?"`` if unknown."""
+        """Shapes of the modules' outputs."""
         return [part.out_size for part in self.layers]
 
     @property
     def flop_counts(self) -> dict[str, int]:
-        """Number of FLOPs of each row, by name; 0 if they were not counted."""
+        """Number of FLOPs of each row, by name."""
         return {part.name: part.flops or 0 for part in self.layers}
 
     def columns(self) -> list[tuple[str, list[str]]]:
-        """Return the columns of the table as pairs of a header and its cells."""
+        """Return the columns of the table: pairs of a header and its cells."""
         rows = self.layers
         columns = [
             ("name", [row.name for row in rows]),
@@ -218,7 +218,7 @@ def _describe(name: str, part: nn.Module, parameters: list[nn.Parameter]) -> Par
 def _run(
     module: nn.Module, parts: dict[str, nn.Module], rows: dict[str, Part], forward: Callable[..., Any], example: Any
 ) -> int:
-    """Run the model once, record shapes and FLOPs in the rows, and return the total number of FLOPs."""
+    """Run the model once, record shapes and FLOPs, and return the total number of FLOPs."""
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
@@ -241,7 +241,6 @@ def _run(
 
 
 def _watch(part: nn.Module, row: Part, flops: Callable[[], int], stack: ExitStack) -> None:
-    """Record a module's shapes and FLOPs in its row, with forward hooks."""
     flops_before: list[int] = []
 
     def record_start(_: nn.Module, args: Any) -> None:
@@ -272,7 +271,7 @@ def _collect_shapes(value: Any) -> Any:
 
 
 def _disable_compilation(module: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context in which compiled modules run eagerly, because compiling them can take minutes."""
+    """Return a context in which compiled modules run eagerly, because compiling takes time."""
     compiled = any(getattr(part, "_compiled_call_impl", None) is not None for part in module.modules())
     if compiled or any(type(part).__name__ == "OptimizedModule" for part in module.modules()):
         return torch.compiler.set_stance("force_eager")
@@ -285,7 +284,6 @@ def _make_mover(module: nn.Module) -> Callable[[Any], Any]:
 
 
 def _count_elements(parameters: Iterable[nn.Parameter]) -> tuple[int, bool]:
-    """Return the number of elements, and whether some parameters are lazy."""
     parameter_list = list(parameters)
     return sum(p.numel() for p in parameter_list if not is_lazy(p)), any(map(is_lazy, parameter_list))
 

@@ -93,15 +93,14 @@ class DrawnBar(ProgressBar):
     # -- appearance ----------------------------------------------------------------------------------------------
 
     def _can_draw(self) -> bool:
-        """Return whether the output is a terminal or a notebook."""
         return is_terminal(sys.stderr) or "ipykernel" in sys.modules
 
     def _open_epoch(self, text: str, done: int, total: int | None) -> None:
-        """Draw the bar of a new epoch, labeled ``text``, with ``done`` of ``total`` batches."""
+        """Draw the bar of a new epoch."""
         raise NotImplementedError
 
     def _show_epoch(self, done: int, values: dict[str, Any]) -> None:
-        """Redraw the epoch's bar after ``done`` batches, with the logged ``values``."""
+        """Redraw the epoch's bar."""
         raise NotImplementedError
 
     def _close_epoch(self) -> None:
@@ -113,7 +112,7 @@ class DrawnBar(ProgressBar):
         raise NotImplementedError
 
     def _show_evaluation(self, done: int) -> None:
-        """Redraw the evaluation's bar after ``done`` batches."""
+        """Redraw the evaluation's bar."""
         raise NotImplementedError
 
     def _close_evaluation(self, done: int) -> None:
@@ -135,7 +134,7 @@ class DrawnBar(ProgressBar):
     # -- the run -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Determine whether to draw bars, to print lines or to do neither."""
+        """Choose between bars, lines and no output."""
         super().setup(trainer, pl_module, stage)
         active = self.is_enabled and trainer.is_global_zero
         self._terminal = active and bool(self._safely(self._can_draw))
@@ -154,7 +153,6 @@ class DrawnBar(ProgressBar):
             self._close()
 
     def _make_room(self, record: logging.LogRecord) -> bool:
-        """Erase the bars before Treadle's logger writes a message."""
         self._safely(self._clear)
         return True
 
@@ -173,7 +171,7 @@ class DrawnBar(ProgressBar):
         self._due = 0.0
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Redraw the bar or print a line, if this is due."""
+        """Redraw, if this is due."""
         if time.monotonic() >= self._due:
             self._safely(self._draw_training, trainer, pl_module)
 
@@ -200,7 +198,7 @@ class DrawnBar(ProgressBar):
         return f"{self.train_description} {progress.epoch}, batch {batch}, step {step}"
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Draw the bar's final state with the values of the epoch."""
+        """Draw the bar's final state."""
         if self._terminal:
             self._safely(self._end_epoch, trainer, pl_module)
 
@@ -253,14 +251,14 @@ class DrawnBar(ProgressBar):
             self._pace.restart(self._shown)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the bar of the validation or of the sanity check."""
+        """Start the bar of the validation."""
         if trainer.sanity_checking:
             self._begin(trainer, "sanity", self.sanity_check_description)
         else:
             self._begin(trainer, "validation", self.validation_description)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw the bar or print a line, if this is due."""
+        """Redraw, if this is due."""
         self._tick(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -272,7 +270,7 @@ class DrawnBar(ProgressBar):
         self._begin(trainer, "test", self.test_description)
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw the bar or print a line, if this is due."""
+        """Redraw, if this is due."""
         self._tick(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -284,7 +282,7 @@ class DrawnBar(ProgressBar):
         self._begin(trainer, "predict", self.predict_description)
 
     def on_predict_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw the bar or print a line, if this is due."""
+        """Redraw, if this is due."""
         self._tick(trainer)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -293,8 +291,6 @@ class DrawnBar(ProgressBar):
 
 
 class _Pace:
-    """Speed in batches per second since the previous printed line or the latest restart."""
-
     def __init__(self) -> None:
         self.restart(0)
 
@@ -302,7 +298,6 @@ class _Pace:
         self.since, self.done = time.monotonic(), done
 
     def describe(self, done: int, total: int | None, left: str) -> list[str]:
-        """Return the speed and, if ``total`` is known, the remaining time, each as text; empty without progress."""
         current_time = time.monotonic()
         speed = (done - self.done) / max(current_time - self.since, 1e-9)
         self.since, self.done = current_time, done

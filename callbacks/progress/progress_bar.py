@@ -188,7 +188,7 @@ class ProgressBar(BestEffortCallback):
     # -- the run -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Store the Trainer, and disable the bar on every process except rank zero."""
+        """Disable the bar on every process except rank zero."""
         super().setup(trainer, pl_module, stage)
         self._trainer = trainer
         if not trainer.is_global_zero:
@@ -201,7 +201,7 @@ def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
     A version that is a string is shortened to its last four characters.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
     """
     version = getattr(trainer.logger, "version", None)
     return {} if version in (None, "") else {"v_num": version[-4:] if isinstance(version, str) else version}

@@ -106,7 +106,7 @@ class RichProgressBar(DrawnBar):
         """Return the columns of the bar, from left to right. The logged values follow.
 
         Args:
-            trainer: The running Trainer.
+            trainer: The Trainer.
         """
         from rich.progress import BarColumn, TextColumn
 
@@ -208,7 +208,7 @@ class RichProgressBar(DrawnBar):
 
 @cache
 def _make_console_class() -> type[Console]:
-    """Return a subclass of rich's console that raises a BrokenPipeError where rich would end the process."""
+    """Return a console class that raises an error where rich would end the process."""
     from rich.console import Console
 
     class Screen(Console):
@@ -219,14 +219,14 @@ def _make_console_class() -> type[Console]:
 
 
 def _make_console(console_kwargs: dict[str, Any]) -> Console:
-    """Return a new console, because standard error may have been replaced since the last one was created."""
+    """Return a new console, because standard error may have been replaced."""
     defaults = {} if {"file", "stderr"} & console_kwargs.keys() else {"file": sys.stderr}
     return _make_console_class()(**{**defaults, **console_kwargs})
 
 
 @cache
 def _make_words_column() -> Callable[..., ProgressColumn]:
-    """Return a class of columns whose text is computed by a function and not interpreted as markup."""
+    """Return a class of columns whose text is not interpreted as markup."""
     from rich.progress import ProgressColumn
     from rich.text import Text
 

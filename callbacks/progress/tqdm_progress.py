@@ -25,10 +25,10 @@ def __getattr__(name: str) -> Any:
 class TQDMProgressBar(DrawnBar):
     """Progress bar for the epoch, and another bar for a validation, test or prediction. Only rank zero draws them.
 
-    The bars are redrawn at most ten times a second. Without a terminal or a notebook, lines are printed instead. An
-    error while drawing or printing disables the bar with a warning, unless the attribute ``strict`` is True. Override
-    `get_metrics` to choose the values next to the bar, and `init_train_tqdm` and similar methods to choose its
-    appearance.
+    During an epoch or an evaluation, the bars are redrawn at most ten times a second. Without a terminal or a notebook,
+    lines are printed instead. An error while drawing or printing disables the bar with a warning, unless the attribute
+    ``strict`` is True. Override `get_metrics` to choose the values next to the bar, and `init_train_tqdm` and similar
+    methods to choose its appearance.
 
     Args:
         refresh_rate: Minimum number of batches between redraws, which the environment variable ``TQDM_MINITERS`` can
@@ -82,7 +82,7 @@ class TQDMProgressBar(DrawnBar):
     # -- methods that may be overridden --------------------------------------------------------------------------
 
     def init_train_tqdm(self) -> Any:
-        """Return a new bar for epochs. The number of batches and the label are set later."""
+        """Return a new bar for epochs."""
         return self._make_tqdm(self.train_description, leave=True)
 
     def init_sanity_tqdm(self) -> Any:
@@ -176,7 +176,7 @@ class TQDMProgressBar(DrawnBar):
 
 
 def _fit_postfix(bar: Any) -> None:
-    """Omit the values that do not fit next to a bar. Otherwise, tqdm would cut a number in the middle."""
+    """Omit the values that do not fit next to a bar, because tqdm would cut them."""
     facts = bar.format_dict
     if not facts["ncols"] or not bar.postfix:  # a notebook
         return

@@ -47,14 +47,13 @@ class Page:
     """Content of the page. Empty sections are omitted.
 
     Attributes:
-        state: Current state or outcome of the run as a short text, such as ``"finished"``.
+        state: Current state or outcome of the run, such as ``"finished"``.
         ended_well: Whether the run succeeded; None if this is not known yet.
         tiles: Key figures as text, by name.
         charts: Steps and values of each line, by the chart's title and the line's name.
-        times: For each activity, its duration in seconds and the seconds spent waiting for batches.
+        times: For each activity, its seconds and those spent waiting for batches.
         tables: Rows of each table, by heading.
         folded: Additional rows of the tables, by heading, with the label that unfolds them.
-        texts: Preformatted texts by heading.
     """
 
     title: str
@@ -132,9 +131,7 @@ class Page:
 class Chart:
     """Line chart over the optimizer steps. Long lines are thinned, and identical lines are merged.
 
-    ``lines`` holds the steps and values of each line, by name. ``styles`` holds its SVG attributes, by default those of
-    `choose_styles`. The vertical axis is logarithmic if all values are positive and the largest is at least 100 times
-    the smallest.
+    ``styles`` holds the SVG attributes of each line, by default those of `choose_styles`.
 
     Attributes:
         missing: Number of values that cannot be drawn, because they are not finite or their magnitude exceeds
@@ -165,19 +162,19 @@ class Chart:
             self.first, self.last = self.first - 1, self.last + 1
 
     def x(self, step: float) -> float:
-        """Return the horizontal position of a step in the chart's SVG coordinates."""
+        """Return the horizontal position of a step in SVG coordinates."""
         return _LEFT + self.scale_step(step) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        """Return the vertical position of a value in the chart's SVG coordinates."""
+        """Return the vertical position of a value in SVG coordinates."""
         return _HEIGHT - _BOTTOM - self.scale_value(value) * (_HEIGHT - _TOP - _BOTTOM)
 
     def scale_step(self, step: float) -> float:
-        """Return the relative horizontal position of a step, from 0 to 1."""
+        """Return the horizontal position of a step, from 0 to 1."""
         return (step - self.first) / (self.last - self.first)
 
     def scale_value(self, value: float) -> float:
-        """Return the relative height of a value, from 0 to 1."""
+        """Return the height of a value, from 0 to 1."""
         bottom, top = self._scale(self.bottom), self._scale(self.top)
         return (self._scale(value) - bottom) / (top - bottom)
 
@@ -190,7 +187,7 @@ class Chart:
         return {"first": self.first, "last": self.last, "lines": lines}
 
     def draw(self, number: int) -> str:
-        """Return the chart as an HTML figure. ``number`` is its index on the page."""
+        """Return the chart as an HTML figure."""
         marks = []
         for value in choose_ticks(self.bottom, self.top, self.logarithmic):
             y = self.y(value)
@@ -225,14 +222,14 @@ class Chart:
 
 
 def render_charts(charts: Sequence[Chart]) -> Iterator[str]:
-    """Yield the section with a page's charts, if there are any."""
+    """Yield the section with the charts, if any."""
     if charts:
         drawn = "".join(chart.draw(number) for number, chart in enumerate(charts))
         yield render_section("Curves", f'<div class="charts">{drawn}</div>')
 
 
 def make_chart_script(charts: Sequence[Chart]) -> str:
-    """Return the HTML script elements that show the charts' values at the mouse pointer."""
+    """Return the HTML script elements of the charts."""
     data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")
     return f'<script type="application/json" id="data">{data}</script><script>{_SCRIPT}</script>'
 
@@ -242,7 +239,7 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def choose_styles(names: Collection[str]) -> list[str]:
-    """Return the SVG attributes of a chart's lines. Training, validation and test each have one color in all charts."""
+    """Return the SVG attributes of a chart's lines."""
     stages = [_STAGE_OF.get(split_stage(name)[0], "") for name in names]
     free = [color for color in COLORS if color not in {_OF_STAGE[stage] for stage in stages if stage}]
     drawn: Counter[tuple[str, bool]] = Counter()
@@ -259,7 +256,7 @@ def choose_styles(names: Collection[str]) -> list[str]:
 
 
 def thin_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[int], list[float]]:
-    """Return the steps and values of a curve, thinned to the extremes of its sections and the end points."""
+    """Return the steps and values of a curve, thinned to the extremes of its sections."""
     if len(points) > 2 * most:
         width = -(-len(points) // most)
         extremes = []
@@ -271,7 +268,7 @@ def thin_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[in
 
 
 def pad_range(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
-    """Return the ends of an axis, slightly beyond the lowest and the highest value."""
+    """Return the ends of an axis."""
     if logarithmic:
         return low / 1.2, high * 1.2
     space = (high - low) * 0.05 or abs(high) * 0.05
@@ -281,7 +278,7 @@ def pad_range(low: float, high: float, logarithmic: bool) -> tuple[float, float]
 
 
 def choose_ticks(low: float, high: float, logarithmic: bool) -> list[float]:
-    """Return the values at which an axis has ticks: round numbers between its ends."""
+    """Return the values at which an axis has ticks."""
     if logarithmic:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         power_step = max(1, len(powers) // 5)
@@ -298,7 +295,7 @@ def format_number(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration in a suitable unit: ``"12 ms"``, ``"3.4 s"``, ``"2:05 min"``, ``"3:07:00 h"``."""
+    """Return a duration as text, such as ``"12 ms"`` or ``"2:05 min"``."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
@@ -309,7 +306,7 @@ def format_duration(seconds: float) -> str:
 
 
 def group_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return names grouped by quantity: ``val_loss`` and ``train_loss_step`` are both in the group ``loss``."""
+    """Return names grouped by quantity, such as ``loss`` for ``val_loss``."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(split_stage(name)[1], []).append(name)
@@ -317,7 +314,7 @@ def group_names(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def split_stage(name: str) -> tuple[str, str]:
-    """Return the stage with which a name begins, or "", and the name without stage, interval and dataloader index."""
+    """Return the stage with which a name begins, or "", and the name without it."""
     base_name = name.split("/dataloader_idx_")[0].removesuffix("_step").removesuffix("_epoch")
     for stage in _STAGES:
         if len(base_name) > len(stage) + 1 and base_name.startswith(stage) and base_name[len(stage)] in "_/-. ":
@@ -331,7 +328,7 @@ def _render_table(rows: Mapping[str, str]) -> str:
 
 
 def render_document(title: str, body: Iterable[str], script: str = "", style: str = "") -> str:
-    """Return a self-contained HTML page. ``body`` and ``script`` are HTML, and ``style`` is CSS."""
+    """Return a self-contained HTML page."""
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -345,7 +342,7 @@ def render_document(title: str, body: Iterable[str], script: str = "", style: st
 
 
 def render_fold(words: str, content: str) -> str:
-    """Return HTML with content that unfolds when the label is clicked."""
+    """Return HTML with content that unfolds on a click."""
     return f"<details><summary>{escape(words)}</summary>{content}</details>"
 
 

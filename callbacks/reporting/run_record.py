@@ -51,7 +51,7 @@ class RunRecord(BestEffortCallback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report the hyperparameters, the flags that were set, and the state before the first step."""
+        """Report the settings and the state before the first step."""
         if trainer.is_global_zero:
             changed, _ = split_settings(trainer)
             owners = {"task": pl_module, "data": trainer.datamodule}
@@ -67,22 +67,22 @@ class RunRecord(BestEffortCallback):
         self.began = True
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if a report is due."""
+        """Report, if this is due."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if a report is due."""
+        """Report, if this is due."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if a report is due."""
+        """Report, if this is due."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Report the error on every rank, because rank zero's error may result from another rank's."""
+        """Report the error on every rank."""
         self._end = describe_error(exception)
         self._safely(self._write, self._end, None)
 
@@ -95,7 +95,7 @@ class RunRecord(BestEffortCallback):
             self._due = math.inf
 
     def _tell(self, trainer: Trainer, facts: dict[str, Any]) -> None:
-        """Report ``facts`` with the metrics and, in ``fit``, the progress, the best value and the curves."""
+        """Report ``facts`` with the metrics and, in ``fit``, the progress."""
         began, progress = time.monotonic(), trainer.progress
         facts["metrics"] = dict(trainer.logbook.callback_values)
         charts = None
@@ -112,7 +112,7 @@ class RunRecord(BestEffortCallback):
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return the entries to report for a run that ended with ``error``."""
+    """Return the entries to report for an error."""
     from ...engine.preemption import Preempted  # imports torch, which this file must not
 
     if isinstance(error, KeyboardInterrupt):
