@@ -1,4 +1,4 @@
-"""Functions that save and restore the state of metric objects in the middle of an epoch."""
+"""State of metric objects in the middle of an epoch: save, restore and split it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _MOST = 256  # a longer list among a task's attributes holds data, not metrics
 def find(owner: nn.Module) -> dict[str, Any]:
     """Return a module's metric objects by place, such as ``"head.accuracy"``, including those in lists and dicts.
 
-    Objects of torchmetrics and compatible modules are recognized by ``_defaults`` and ``_reductions``. Other objects
-    are supported if they have the methods ``compute``, ``reset``, ``state_dict`` and ``load_state_dict``.
+    Objects of torchmetrics and compatible modules are recognized by ``_defaults`` and ``_reductions``, other objects by
+    methods such as ``compute``.
     """
     metrics: dict[str, Any] = {}
     visited: set[int] = set()
@@ -75,7 +75,7 @@ def collect_part_ids(metrics: Iterable[Any]) -> set[int]:
 
 
 def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Module | None) -> dict[str, str]:
-    """Return the place in ``objects`` of each logged metric, by logged name; warn about metrics without a place."""
+    """Return the place in ``objects`` of each logged metric, by name; warn about metrics without a place."""
     places_by_id = {id(metric): place for place, metric in objects.items()}
     logged_places = {}
     for name, metric in logged.items():
@@ -93,7 +93,7 @@ def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Modul
 def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, list[Any] | None]:
     """Return, for each place, the list of the object's states on all processes. Must be called on all ranks.
 
-    Objects whose ids are in ``empty`` get None, because their epoch is complete.
+    Objects whose ids are in ``empty`` get None.
     """
     # On the device if they stay in this process, where no wait for them is needed.
     device = None if world.size == 1 else "cpu"
@@ -106,7 +106,7 @@ def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: Wor
     """Restore states returned by `collect_states`, also with another world size.
 
     Raises:
-        ValueError: If the world size differs and a metric's state cannot be split.
+        ValueError: If a metric's state cannot be split.
     """
     for place, states in saved.items():
         metric = objects.get(place)
@@ -181,7 +181,7 @@ def _move_value(value: Any, device: Any) -> Any:
 
 
 def _share_counts(metric: Any, place: str, every: list[Any], world: World) -> Any:
-    """Return this process's share of states saved with another world size; `compute` then gives the same result."""
+    """Return this process's share of states saved with another world size."""
     if not _has_states(metric):
         if len(every) == 1:
             return every[0] if world.is_main else None

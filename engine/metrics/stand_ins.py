@@ -19,9 +19,8 @@ _NUMBERS = (int, float, complex, str, type(None))
 def preserve_values(owner: nn.Module) -> Iterator[None]:
     """Return a context that restores the values of a module's own attributes when it ends.
 
-    A rank without a share of the last batches of an evaluation processes samples of another rank, so that the
-    collectives of all ranks match. Lists, sums and counts in attributes of the task would otherwise include these
-    samples twice. Numbers, strings, tensors, lists, dicts, sets and deques are restored.
+    In an evaluation, a rank may process a sample of another rank, so that the collectives of all ranks match. The
+    attributes must not include it. Numbers, strings, tensors, lists, dicts, sets and deques are restored.
     """
     attributes = vars(owner)
     before = {name: value for name, value in attributes.items() if name not in _UNTOUCHED and _is_plain(value)}
@@ -39,7 +38,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _remember(value: Any) -> Callable[[], Any] | None:
-    """Return a function that restores the current content of a value; None if it cannot change in place."""
+    """Return a function that restores the current content of a value, or None."""
     if isinstance(value, nn.Parameter):
         return None
     if isinstance(value, Tensor):

@@ -15,25 +15,25 @@ class Event:
         self.clocks: Clocks | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Set the event to the time at which all work in ``stream``, by default the current stream, is complete."""
+        """Set the event to the time at which all work in ``stream`` is complete."""
         if stream is None:
             assert self.clocks is not None
             stream = self.clocks.current
         self.at = stream.time
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Make subsequent work in ``stream``, by default the current stream, wait for the event."""
+        """Make subsequent work in ``stream`` wait for the event."""
         if stream is None:
             assert self.clocks is not None
             stream = self.clocks.current
         stream.wait_event(self)
 
     def query(self) -> bool:
-        """Return True, because the host has no clock, so all work appears complete."""
+        """Return True, because all work appears complete to the host, which has no clock."""
         return True
 
     def synchronize(self) -> None:
-        """Do nothing, because the host has no clock."""
+        """Do nothing."""
 
 
 class Stream:
@@ -44,7 +44,7 @@ class Stream:
         self.device = None
 
     def wait_stream(self, other: Stream) -> None:
-        """Make subsequent work in this stream wait for the work that another stream already contains."""
+        """Make subsequent work in this stream wait for the current work of another stream."""
         self.time = max(self.time, other.time)
 
     def wait_event(self, event: Event) -> None:
@@ -52,13 +52,13 @@ class Stream:
         self.time = max(self.time, event.at)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return an event, by default a new one, set to the time at which all work in this stream is complete."""
+        """Set an event to the time at which all work in this stream is complete, and return it."""
         event = Event() if event is None else event
         event.at = self.time
         return event
 
     def synchronize(self) -> None:
-        """Do nothing, because the host has no clock."""
+        """Do nothing."""
 
 
 class Clocks:
@@ -99,10 +99,7 @@ class Clocks:
     def exchange(self, group: tuple[int, ...], seconds: float, *, wait: bool) -> float:
         """Add a collective, which starts after the work in the current stream and its group's earlier collectives.
 
-        If ``wait``, the current stream waits for the end of the collective.
-
-        Returns:
-            The time at which the collective ends, in seconds.
+        Return the time at which the collective ends, in seconds. If ``wait``, the current stream waits for it.
         """
         end = max(self.current.time, self._groups.get(group, 0.0)) + seconds
         self._groups[group] = end

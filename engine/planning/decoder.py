@@ -1,4 +1,4 @@
-"""Transformer decoder of the Llama architecture in common sizes, to plan a run before its model is written."""
+"""Transformer decoder of the Llama architecture, to plan a run before its model is written."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Sizes:
     """Dimensions of a decoder.
 
     Args:
-        width: Number of features per token.
-        layers: Number of transformer blocks.
-        heads: Number of attention heads.
-        key_heads: Number of key and value heads.
-        hidden: Number of hidden features in the feed-forward layer of a block.
-        vocabulary: Number of tokens in the vocabulary.
-        length: Number of input tokens per sample.
+        width: Features per token.
+        layers: Transformer blocks.
+        heads: Attention heads.
+        key_heads: Key and value heads.
+        hidden: Hidden features of the feed-forward layer.
+        vocabulary: Tokens in the vocabulary.
+        length: Input tokens per sample.
     """
 
     width: int
@@ -63,10 +63,9 @@ class Attention(nn.Module):
         self.out = nn.Linear(sizes.heads * self.head, sizes.width, bias=False)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        """Let each token attend to itself and to earlier tokens.
+        """Apply attention to ``x`` of shape (batch, length, width).
 
-        ``x`` has the shape (batch, length, width). ``turn`` contains the cosines and sines of the rotary position
-        embeddings, and has the shape (2, length, 1, width / heads / 2).
+        ``turn`` contains the cosines and sines of the rotary position embeddings; see `rotate`.
         """
         batch, length, _ = x.shape
         q, k, v = (part(x).view(batch, length, -1, self.head) for part in (self.queries, self.keys, self.values))
@@ -80,10 +79,10 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotate pairs of features by angles, one for each position and pair.
+    """Rotate pairs of features of ``x``, of shape (batch, length, heads, features).
 
-    ``x`` has the shape (batch, length, heads, features). ``turn`` contains the cosines and sines of the angles, and has
-    the shape (2, length, 1, features / 2). Each feature of the first half forms a pair with one of the second half.
+    ``turn`` contains the cosines and sines of the angles, and has the shape (2, length, 1, features / 2). Each feature
+    of the first half forms a pair with one of the second half.
     """
     first, second = x.float().chunk(2, dim=-1)
     cosine, sine = turn.unbind(0)
@@ -105,7 +104,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block: attention and a feed-forward layer, each with pre-normalization and a residual connection."""
+    """Transformer block of attention and a feed-forward layer."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -115,7 +114,7 @@ class Block(nn.Module):
         self.feed = FeedForward(sizes)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        """Apply attention and then the feed-forward layer; see `Attention.forward`."""
+        """Apply attention and then the feed-forward layer."""
         x = x + self.attention(self.attention_norm(x), turn)
         return x + self.feed(self.feed_norm(x))
 
@@ -145,11 +144,11 @@ class Decoder(nn.Module):
 
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Return the mean cross-entropy of predicting each next token, for token indices of shape (batch, length + 1)."""
+    """Return the mean cross-entropy of each next token, for token indices of shape (batch, length + 1)."""
     scores = model(batch[:, :-1])
     return F.cross_entropy(scores.flatten(0, 1).float(), batch[:, 1:].flatten(0, 1))
 
 
 def tokens(sizes: Sizes, samples: int) -> Tensor:
-    """Return a batch of token indices of shape (samples, length + 1). All are 0, because a plan does not use values."""
+    """Return a batch of zeros as token indices, of shape (samples, length + 1)."""
     return torch.zeros(samples, sizes.length + 1, dtype=torch.int64)

@@ -51,7 +51,7 @@ class Memory:
     """Record of the memory in use, in bytes.
 
     Attributes:
-        live: Memory currently in use, by category.
+        live: Memory in use, by category.
         peak: Memory in use at the peak since the last `mark`, by category.
         most: Total memory at the peak.
     """
@@ -84,7 +84,7 @@ class Memory:
                 self.live[category] += size
 
     def resized(self, tensor: Tensor) -> None:
-        """Update the recorded size of a tensor that sharding has resized, and move it to the category ``GATHERED``."""
+        """Update the size of a tensor that sharding has resized, and move it to the category ``GATHERED``."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._storages:
@@ -96,7 +96,7 @@ class Memory:
             self.hold(tensor, GATHERED)
 
     def mark(self) -> None:
-        """Reset the recorded peak to the memory currently in use."""
+        """Reset the peak to the memory in use."""
         self.most = 0
         self._add(0, ACTIVATIONS)
 
@@ -126,18 +126,13 @@ class Traffic:
     size: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, size: int) -> None:
-        """Count a collective. ``size`` is the size of the full tensor in bytes, such as the output of an all-gather."""
+        """Count a collective, with the size of its full tensor in bytes."""
         self.count[kind] += 1
         self.size[kind] += size
 
 
 class Meter(TorchDispatchMode):
     """Dispatch mode that records the time, memory and communication of operations on fake tensors.
-
-    Args:
-        clocks: The simulated device, to whose current stream each operation is added.
-        prices: Estimator of the durations of operations.
-        memory: Record to which allocations are added.
 
     Attributes:
         traffic: Number and size of the collectives since `begin`, by kind.
@@ -160,7 +155,7 @@ class Meter(TorchDispatchMode):
         self._members: dict[Any, tuple[int, ...]] = {}
 
     def begin(self) -> None:
-        """Reset the recorded times, counts and memory peak, to record a new step. Memory in use remains counted."""
+        """Reset the recorded times, counts and memory peak. Memory in use remains counted."""
         self.traffic = Traffic()
         self.launched = 0
         self.spent: dict[str, float] = defaultdict(float)
@@ -168,7 +163,6 @@ class Meter(TorchDispatchMode):
         self.memory.mark()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run and record one operation; see `TorchDispatchMode`."""
         if not self._plain.issuperset(types):
             return NotImplemented  # a subclass that consists of several tensors, which are counted separately
         kwargs = kwargs or {}

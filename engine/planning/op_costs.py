@@ -1,4 +1,4 @@
-"""Duration of one operation: that of its arithmetic, its memory traffic or its launch, whichever is longest."""
+"""Estimated duration of operations on a GPU."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ ARITHMETIC, TRAFFIC, LAUNCHES = "arithmetic", "memory traffic", "launches"
 class Calibration:
     """Corrections to the peak values in data sheets, and estimates of overheads and prediction errors.
 
+    Three values stand for the best, the most likely and the worst case.
+
     Args:
         arithmetic: Fraction of the peak performance that matrix products reach. ``benchmarks/plan.py`` fitted it to a
             published run on 8 H100s without compilation.
-        fused: Fraction of the memory traffic of other operations that remains in a compiled model.
-            ``benchmarks/plan.py`` fitted it to the same run with compilation.
+        fused: Fraction of the memory traffic of other operations that remains in a compiled model, fitted to the same
+            run with compilation.
         launch: Minimum duration of an operation on a GPU, in seconds.
-        host: Seconds that the host takes to launch an operation: at best, most likely, at worst. This estimate has not
-            been checked on a GPU.
-        host_compiled: Fraction of the operations that the host still launches for a compiled model: at best, most
-            likely, at worst. This is an estimate too.
+        host: Seconds that the host takes to launch an operation. This estimate has not been checked on a GPU.
+        host_compiled: Fraction of the operations that the host still launches for a compiled model. This is an estimate
+            too.
         straggler: Relative increase of the step time with each doubling of the number of processes beyond
-            ``straggler_from``. In MosaicML's published runs on 128, 256 and 512 H100 GPUs, each doubling reduced the
+            ``straggler_from``. In MosaicML's published runs on 128 to 512 H100 GPUs, each doubling reduced the
             throughput per GPU by 2.2 to 6.4 %.
         straggler_from: Number of processes up to which the step time does not increase.
         spread: Assumed relative error of predictions for steps like those of the published runs.
         spread_unchecked: Assumed relative error in all other cases. It is not derived from measurements.
-        reserved: Memory that torch's allocator reserves, as a multiple of the peak. The published 8B runs reserved 1.07
-            to 1.2 times the predicted peak.
+        reserved: Memory that torch's allocator reserves, as a multiple of the peak.
     """
 
     arithmetic: float = 0.528
@@ -116,11 +116,6 @@ def _get_dtype(value: Any) -> torch.dtype | None:
 class Prices:
     """Estimator of the durations and the FLOPs of operations on a GPU.
 
-    Args:
-        gpu: The GPU that runs the operations.
-        calibration: Corrections to the peak values in the GPU's data sheet.
-        compiled: Whether the model is compiled, which fuses pointwise operations.
-
     Attributes:
         flops: Total FLOPs of matrix products, convolutions and attention since the last `Meter.begin`.
     """
@@ -134,7 +129,7 @@ class Prices:
         self._free: dict[Any, bool] = {}
 
     def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, str]:
-        """Return an operation's duration in seconds, zero without work, and the cause, such as ``"arithmetic"``."""
+        """Return an operation's duration in seconds, and the cause, such as ``"arithmetic"``."""
         free = self._free.get(func)
         if free is None:
             free = self._free[func] = _is_free(func)

@@ -1,4 +1,4 @@
-"""Text report of a plan, short enough for one screen."""
+"""Text report of a plan."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Schedule:
     Attributes:
         steps: Number of optimizer steps of the run.
         samples: Number of samples per epoch.
-        per_epoch: Number of optimizer steps per epoch, including a shorter last one.
+        per_epoch: Number of optimizer steps per epoch.
         rates: Learning rates at evenly spaced steps of the run.
-        words: Text about the learning rate, shown if ``rates`` is empty.
+        words: Text that replaces ``rates`` if it is empty.
     """
 
     steps: int | None = None
@@ -44,11 +44,7 @@ class Schedule:
 def screen(
     plan: Plan, name: str, schedule: Schedule, hints: Sequence[str] = (), *, gpu_from: str = "", width: int = 100
 ) -> str:
-    """Return the report of a plan as text.
-
-    ``gpu_from`` states how the GPU was determined, such as ``"this machine's"``; "" if the user named it. The rows
-    below the heading are wrapped to ``width`` columns.
-    """
+    """Return the report of a plan as text. ``gpu_from`` states how the GPU was determined."""
     machines = -(-plan.world_size // plan.gpu.per_machine)
     hardware = f"{plan.world_size:,} x {plan.gpu.name}" + (f" ({machines:,} machines)" if machines > 1 else "")
     compiled = ", compiled" if plan.compiled else ""
@@ -163,7 +159,6 @@ def _describe_time(plan: Plan) -> str:
 
 
 def _describe_bound(plan: Plan) -> str:
-    """Describe how the time of a step divides into causes, or that the host limits the step."""
     if plan.host_bound:
         low, _, high = (seconds / plan.launched * 1e6 for seconds in plan.host)
         return (
@@ -196,10 +191,7 @@ def format_duration(seconds: float) -> str:
 
 
 def draw_curve(values: Sequence[float], width: int = 40) -> str:
-    """Return a bar chart of numbers as one line of Unicode block characters; "" without numbers.
-
-    If there are more than ``width`` values, evenly spaced ones are drawn.
-    """
+    """Return a bar chart of numbers as one line of at most ``width`` Unicode block characters."""
     if not values:
         return ""
     count = min(width, len(values))

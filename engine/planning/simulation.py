@@ -30,16 +30,16 @@ def simulate(
     """Simulate one optimizer step of one process with fake tensors, and return its plan.
 
     Args:
-        build_model: Function that creates the model. It is called on the meta device, so parameters take no memory.
+        build_model: Function that creates the model. It is called on the meta device.
         make_batch: Function that creates a batch, given the number of samples.
-        loss: Function ``loss(model, batch)`` that returns the loss. If ``step`` is set, it receives this method of the
-            model instead of the model. It must not read a tensor's value.
+        loss: Function ``loss(model, batch)``. If ``step`` is set, it receives this method of the model instead of the
+            model. It must not read a tensor's value.
         optimizer: Function that creates an optimizer, given the trainable parameters.
-        conditions: Arguments of `Conditions`, at least ``world_size`` and ``strategy``.
+        conditions: Arguments of `Conditions`.
 
     Raises:
-        ValueError: If an argument of `Conditions` is invalid, or a plan does not support the step.
-        TypeError: If an argument of `Conditions` is missing, unknown or of the wrong type.
+        ValueError: If an argument is invalid, or a plan does not support the step.
+        TypeError: If an argument is missing, unknown or of the wrong type.
     """
     on = Conditions(**conditions)
     clocks, memory = Clocks(), Memory()
@@ -82,7 +82,7 @@ class _Step:
         self.spent: dict[str, float] = {}
 
     def run(self, make_batch: Any) -> None:
-        """Run the step with fake tensors, which have no values."""
+        """Run the step with fake tensors."""
         from torch._subclasses.fake_tensor import (
             DataDependentOutputException,
             DynamicOutputShapeException,
@@ -113,7 +113,7 @@ class _Step:
                 raise _make_value_error(error, "numpy()") from error
 
     def _note_gradients(self) -> list[tuple[Tensor, float]]:
-        """Register hooks that record when each replicated parameter's gradient is ready; return the list they fill."""
+        """Return a list that hooks fill with each replicated parameter and the time at which its gradient is ready."""
         order: list[tuple[Tensor, float]] = []
 
         def note(parameter: Tensor) -> None:
@@ -127,7 +127,7 @@ class _Step:
         return order
 
     def _prepare_optimizer(self) -> Optimizer:
-        """Create the optimizer and, with a first step, its state; record the sizes of the state and a checkpoint."""
+        """Create the optimizer and its state, and record the sizes of the state and a checkpoint."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         optimizer: Optimizer = self.make_optimizer(trained)
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -203,14 +203,13 @@ class _Step:
         compute.time = max(compute.time, done)
 
     def _note_collective(self, kind: str, size: int) -> float:
-        """Record a collective of all processes, and return its duration in seconds."""
         ranks = tuple(range(self.on.strategy.world.size))
         self.meter.traffic.add(kind, size)
         return estimate_collective_seconds(kind, size, ranks, self.meter.prices.gpu)
 
 
 def _give_sizes(called: nn.Module) -> None:
-    """Replace a model's meta tensors with fake CPU tensors, whose size can be counted. Tied parameters remain tied."""
+    """Replace a model's meta tensors with fake CPU tensors, whose size can be counted."""
     places = [(part, name, p) for part in called.modules() for name, p in part._parameters.items() if p is not None]
     called.to_empty(device="cpu")
     first: dict[Any, Any] = {}
@@ -223,7 +222,6 @@ def _give_sizes(called: nn.Module) -> None:
 
 
 def _make_value_error(error: Exception, operation: str) -> ValueError:
-    """Return an error that names the line of user code that reads a tensor's value."""
     user_frames = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""Time limit that ends this process after a signal, even if its main thread hangs."""
+"""Time limit that ends this process after a signal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ class Deadline:
 
     Python's own signal handlers would wait for the main thread. Instead, the interpreter writes the number of each
     handled signal into a pipe (`signal.set_wakeup_fd`), which a thread reads. A main thread that hangs in C code and
-    holds the GIL also blocks this thread, so such a process does not end.
-
-    Args:
-        seconds: Time from the first signal, or from the call of `start`, to the end of the process.
-        signals: The signals that start the time limit.
+    holds the GIL also blocks this thread.
     """
 
     def __init__(self, seconds: float, signals: Collection[int]) -> None:
@@ -45,7 +41,7 @@ class Deadline:
             os.write(self._writing, bytes([_BY_OTHER_RANK]))
 
     def cancel(self) -> None:
-        """Cancel the time limit, because the block that it covers has ended. Must be called in the main thread."""
+        """Cancel the time limit. Must be called in the main thread."""
         signal.set_wakeup_fd(self._others)
         self._over.set()
         os.write(self._writing, bytes([_OVER]))
@@ -84,6 +80,6 @@ class Deadline:
 
 
 def _stop_waking() -> None:
-    """Disable the pipe of `Deadline` in a forked child process, whose signals do not concern the parent."""
+    """Disable the pipe of `Deadline` in a forked child process."""
     with contextlib.suppress(ValueError):  # forked by a thread other than the main thread
         signal.set_wakeup_fd(-1)

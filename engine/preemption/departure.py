@@ -25,7 +25,7 @@ class _Round:
         position: The loop number and the batch number. Between loops, the batch number is `_FAR`.
         asked: Whether this rank has requested to leave.
         limit: The batch before which this rank waits for the decision, or None.
-        decision: The batch before which all ranks leave; None if it is not decided yet.
+        decision: The batch before which all ranks leave, or None.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Departure:
 
     A rank must not simply stop, because a rank that is further ahead may wait for it in a collective. Each rank that
     reads a request to leave therefore pledges not to begin its next batch without a decision, and rank zero chooses the
-    furthest pledged batch. A thread pledges, because the main thread may be waiting for other ranks.
+    furthest pledged batch.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -60,15 +60,14 @@ class Departure:
     def begin_stage(self, watchdog: Watchdog | None, on_asked: Callable[[], None]) -> None:
         """Begin a stage, and discard earlier requests. Must be called on all ranks.
 
-        Without a watchdog, several ranks cannot leave a loop early. The watchdog's thread calls ``on_asked`` once when
-        it learns that any rank has requested to leave.
+        Without a watchdog, several ranks cannot leave a loop early. ``on_asked`` is called in the watchdog's thread.
         """
         self._round, self._on_asked = _Round(), on_asked
         if watchdog is not None:
             self._round.number = watchdog.run_errand(self.exchange)
 
     def ask(self) -> None:
-        """Request that all ranks leave their loop before the same batch. A signal handler may call this at any time."""
+        """Request that all ranks leave their loop before the same batch. A signal handler may call this."""
         self._round.asked = True
 
     def begin_loop(self) -> None:
@@ -82,8 +81,7 @@ class Departure:
     def must_leave(self, batch: int) -> bool:
         """Return whether all ranks leave the loop before a batch. After a request, one call waits for the other ranks.
 
-        Args:
-            batch: The batch that this rank is about to begin, as its number within the loop.
+        ``batch`` is the number of the next batch within the loop.
         """
         state = self._round
         state.position = position = (state.position[0], batch)
@@ -105,10 +103,7 @@ class Departure:
         self._round.decision = self._round.limit
 
     def exchange(self, store: Any) -> bool:
-        """Exchange requests and pledges through the store. The watchdog's thread calls this method periodically.
-
-        Return True if the decision is pending, so the method must be called again soon.
-        """
+        """Exchange requests and pledges through the store. Return True if the decision is pending."""
         state = self._round
         asking, deciding = f"leave {state.number}", f"leave {state.number} at"
         if state.decision is not None or not state.number:

@@ -1,4 +1,4 @@
-"""Handling of signals that request the end of a run: preemption, the time limit of a job, or Ctrl-C."""
+"""Handling of signals that request the end of a run."""
 
 from __future__ import annotations
 
@@ -55,10 +55,9 @@ class Preempted(SystemExit):
 class Preemption:
     """Handler of SIGTERM, SIGUSR1 and SIGHUP that lets a loop complete its step and save before the process ends.
 
-    The handler sets a flag, so a signal does not interrupt a step or a save. If another rank has ended, however, the
-    step raises `PeerFailed`, because it cannot finish. All ranks leave after the same step, no matter which one
-    received the signal. In the context of `leaving_at_once`, a rank leaves immediately. SLURM's ``--signal=USR1@90``
-    sends SIGUSR1 90 seconds before the time limit of a job; `leave` then asks SLURM to requeue the job.
+    A signal does not interrupt a step or a save. If another rank has ended, however, the step raises `PeerFailed`,
+    because it cannot finish. All ranks leave after the same step. In the context of `leaving_at_once`, a rank leaves
+    immediately. After SIGUSR1 (SLURM's ``--signal=USR1@90``), `leave` asks SLURM to requeue the job.
 
     By default, Ctrl-C (SIGINT) raises KeyboardInterrupt or calls the script's own handler immediately, except inside
     `holding_interrupts`, where the save completes first. If ``interrupts`` is set, Ctrl-C is handled like the other
@@ -66,13 +65,10 @@ class Preemption:
 
     Args:
         accelerator: The Accelerator of the run, whose ranks agree to leave.
-        grace: Time limit in seconds. On each rank, it begins when the rank receives a signal, or learns that another
-            rank has received one. When it expires, the rank ends, even if it hangs, except in C code that holds the
-            GIL. Default: no limit.
+        grace: Time from the signal to the end of each rank, in seconds. Default: no limit.
 
     Attributes:
         caught: The first signal with which this process was asked to end, or None.
-        interrupts: Whether Ctrl-C is handled like the other signals.
         abandoned: Whether a second Ctrl-C arrived, so nothing more is saved.
 
     Example:
@@ -103,9 +99,9 @@ class Preemption:
     def watching(self) -> Iterator[Preemption]:
         """Return a context in which SIGTERM, SIGUSR1, SIGHUP and Ctrl-C (SIGINT) are handled.
 
-        If the script has set a handler for a signal, this handler is called too. Ignored signals remain ignored.
-        Outside the main thread, where Python cannot set handlers, no signal is handled. A signal after the last step
-        raises `Preempted` at the end of the context, unless the script has set a handler for it.
+        If the script has set a handler for a signal, this handler is called too. Outside the main thread, no signal is
+        handled. A signal after the last step raises `Preempted` at the end of the context, unless the script has set a
+        handler for it.
         """
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = self._at_once = self._failing = False
@@ -141,10 +137,7 @@ class Preemption:
 
     @contextmanager
     def catching_interrupts(self) -> Iterator[None]:
-        """Return a context that handles Ctrl-C like other signals.
-
-        After Ctrl-C, the end of the context raises KeyboardInterrupt, unless the script has set a handler for Ctrl-C.
-        """
+        """Return a context that handles Ctrl-C like other signals. After Ctrl-C, its end raises KeyboardInterrupt."""
         self.interrupts = True
         try:
             yield
@@ -155,9 +148,9 @@ class Preemption:
 
     @contextmanager
     def leaving_at_once(self) -> Iterator[None]:
-        """Return a context in which a signal raises `Preempted` immediately, because nothing has to be saved.
+        """Return a context in which a signal, such as SIGTERM, raises `Preempted` immediately.
 
-        Ctrl-C raises KeyboardInterrupt or calls the script's own handler.
+        It is used while nothing has to be saved.
         """
         self._at_once = True
         try:
@@ -184,11 +177,10 @@ class Preemption:
             self._raise_delayed_interrupt()
 
     def note_failure(self) -> None:
-        """Record that an exception ends the run, so that `PeerFailed` does not replace it if another rank ends."""
+        """Record that an exception ends the run, so that `PeerFailed` does not replace it."""
         self._failing = True
 
     def _start_deadline(self) -> None:
-        """Start the deadline, if any, because a rank has received a signal. The watchdog's thread calls this."""
         if (deadline := self._deadline) is not None:
             deadline.start()
 
@@ -232,10 +224,7 @@ class Preemption:
         return watchdog.ended if watchdog is not None and watchdog.interruptible else None
 
     def _raise_interruption(self) -> None:
-        """Raise `PeerFailed` if another rank has ended while this rank waits to leave, so its step cannot finish.
-
-        During a save and after a failure of this rank, nothing is raised.
-        """
+        """Raise `PeerFailed` if another rank has ended while this rank waits to leave, so its step cannot finish."""
         rank, watchdog = self._interruption(), self._accelerator.watchdog
         if rank is None or watchdog is None:
             return
@@ -247,7 +236,6 @@ class Preemption:
             )
 
     def _leave_if_caught(self) -> None:
-        """Inside `leaving_at_once`, leave if a signal has arrived, unless a save is in progress."""
         if not self._at_once or self._held or self.caught is None:
             return
         self._at_once = False  # another signal must not interrupt the cleanup
@@ -301,9 +289,8 @@ class Preemption:
     def should_stop(self) -> bool:
         """Return whether the loop must save and leave now. The result is the same on every rank.
 
-        Every rank must call this method the same number of times, ideally once per batch. Within a gradient
-        accumulation (``accelerator.sync_gradients`` is False), the result is always False, because accumulated
-        gradients are not saved.
+        Every rank must call this method the same number of times, ideally once per batch. While
+        ``accelerator.sync_gradients`` is False, the result is False, because accumulated gradients are not saved.
         """
         if not self._accelerator.sync_gradients:
             return False
@@ -325,8 +312,6 @@ class Preemption:
 
     def leave(self) -> NoReturn:
         """End the process; after SIGUSR1, first ask SLURM to requeue the job. Call it on all ranks, after saving.
-
-        A rank must have received a signal, as `should_stop` or `agree` reports.
 
         Raises:
             Preempted: After any signal except Ctrl-C.
@@ -373,7 +358,7 @@ def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Itera
 
 
 def requeue_job() -> None:
-    """Ask SLURM to requeue this job, if the process runs in a SLURM job, and print the result to stderr."""
+    """Ask SLURM to requeue this job, if there is one, and print the result to stderr."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return

@@ -13,8 +13,7 @@ from .profiler import Profiler
 class AdvancedProfiler(Profiler):
     """Profiler that records every function that an action calls, with Python's ``cProfile``.
 
-    Functions called in a nested action count only for the inner action. The profiler makes Python code several times
-    slower, so use `SimpleProfiler` first to find the slow actions.
+    The profiler makes Python code several times slower, so use `SimpleProfiler` first to find the slow actions.
 
     Args:
         dirpath: See `Profiler`.
@@ -65,12 +64,12 @@ class AdvancedProfiler(Profiler):
         return self.dump_stats or self.filename is not None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Prepare for a stage, and discard the measurements of the previous one; see `Profiler.setup`.
+        """Prepare for a stage, and discard earlier measurements; see `Profiler.setup`.
 
         Args:
             stage: The stage.
             local_rank: The rank in file names, or None.
-            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
+            log_dir: Default of ``dirpath``.
         """
         super().setup(stage, local_rank, log_dir)
         self.profiled_actions.clear()
@@ -88,7 +87,7 @@ class AdvancedProfiler(Profiler):
         self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
 
     def stop(self, action_name: str) -> None:
-        """End the recording of an action, and continue that of the enclosing action; see `Profiler.stop`.
+        """End the recording of an action; see `Profiler.stop`.
 
         Args:
             action_name: The name that `start` received.
@@ -108,7 +107,7 @@ class AdvancedProfiler(Profiler):
             self.profiled_actions[self._running[-1]].enable()
 
     def summary(self) -> str:
-        """Return the report as text, and write the statistics if ``dump_stats`` is True; see `Profiler.summary`."""
+        """Return the report as text. If ``dump_stats`` is True, also write the statistics."""
         parts = []
         for name, profile in self.profiled_actions.items():
             profile.create_stats()

@@ -16,7 +16,7 @@ def choose_profiler(profiler: Any) -> Profiler:
 
     Raises:
         ValueError: If the name is unknown.
-        TypeError: If ``profiler`` is not a name, a `Profiler` or None.
+        TypeError: If ``profiler`` has the wrong type.
     """
     if profiler is None:
         return PassThroughProfiler()

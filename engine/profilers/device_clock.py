@@ -1,4 +1,4 @@
-"""Measurement of the time that a device takes for actions, which the process only launches."""
+"""Measurement of the time that a device takes for actions."""
 
 from __future__ import annotations
 
@@ -30,15 +30,9 @@ class Span:
 class DeviceClock:
     """Clock that marks the beginning and end of actions in a device's queue, and reads the marks without waiting.
 
-    The device reaches a mark when all work before it is complete. The time between two marks therefore includes the
-    work launched in between, and the time in which the device was idle because no work was launched. Only
-    ``read(wait=True)`` waits for the device.
-
-    Args:
-        new_mark: Function that creates a mark, such as ``torch.cuda.Event(enable_timing=True)``.
-        take: Function that is called for each span, in the order in which spans end. Its arguments are the name, the
-            duration in seconds (0 within another span of the same name, which includes it), and the seconds that no
-            inner span covers.
+    The device reaches a mark when all work before it is complete. ``take`` is called for each span, in the order in
+    which spans end. Its arguments are the name, the duration in seconds (0 within another span of the same name), and
+    the seconds that no inner span covers.
     """
 
     def __init__(self, new_mark: Callable[[], Any], take: Callable[[str, float, float], None]) -> None:

@@ -18,9 +18,8 @@ from ...common.validation import check_path
 class Profiler:
     """Base class of profilers, which measure named actions. Subclasses implement `start` and `stop`.
 
-    The Trainer measures the actions of its loop, such as ``"data"``, ``"forward"``, ``"backward"`` and each hook; see
-    docs/profiling.md. Actions may be nested. In a step, ``with self.trainer.profiler.profile("attention"):`` adds an
-    action.
+    The Trainer measures the actions of its loop, such as ``"forward"`` and each hook; see docs/profiling.md. Actions
+    may be nested. In a step, ``with self.trainer.profiler.profile("attention"):`` adds an action.
 
     Args:
         dirpath: Directory of the profiler's files. Default: the run's log directory or, without a Trainer, the current
@@ -69,7 +68,7 @@ class Profiler:
         """Begin measuring an action. The base class does nothing.
 
         Args:
-            action_name: The name of the action, such as ``"forward"``.
+            action_name: The name of the action.
         """
 
     def stop(self, action_name: str) -> None:
@@ -174,7 +173,7 @@ class Profiler:
 
         Args:
             ending: The suffix of the file name, with its dot.
-            part: A word for the content of the file, if a process writes several files.
+            part: A word for the content of the file.
         """
         words = [self._stage, self.filename, None if self._rank is None else str(self._rank), part]
         name = re.sub(r"[^\w.+-]+", "_", "-".join(str(word) for word in words if word)) or "profile"

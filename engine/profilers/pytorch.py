@@ -21,16 +21,14 @@ from .profiler import Profiler
 class PyTorchProfiler(Profiler):
     """Profiler that records the operations of selected steps with ``torch.profiler``, and writes a trace per process.
 
-    Open a trace, such as ``fit-0.pt.trace.json``, in https://ui.perfetto.dev or in TensorBoard. It contains a range for
-    each action of the Trainer in the recorded steps.
+    Open a trace, such as ``fit-0.pt.trace.json``, in https://ui.perfetto.dev or in TensorBoard.
 
     Args:
-        dirpath: See `Profiler`; traces are written to the same directory.
+        dirpath: See `Profiler`.
         filename: See `Profiler`.
-        group_by_input_shapes: Show a separate row of the table for each combination of an operation's input shapes.
-            This implies ``record_shapes=True``. Default: False.
-        emit_nvtx: Emit ranges for Nsight Systems (``nsys profile python train.py``) instead of recording operations.
-            This needs a CUDA device. Default: False.
+        group_by_input_shapes: Show a separate row of the table for each combination of input shapes. Default: False.
+        emit_nvtx: Emit ranges for Nsight Systems instead of recording operations. This needs a CUDA device. Default:
+            False.
         export_to_chrome: Write a trace of each recorded cycle in Chrome's format. Default: True.
         row_limit: Maximum number of rows in the table; -1 for all. Default: 20.
         sort_by_key: Column by which the table is sorted, one of `AVAILABLE_SORT_KEYS`. Default: the device time, or the
@@ -114,7 +112,7 @@ class PyTorchProfiler(Profiler):
         Args:
             stage: The stage.
             local_rank: The rank in file names, or None.
-            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
+            log_dir: Default of ``dirpath``.
 
         Raises:
             ValueError: If ``emit_nvtx`` is set without a CUDA device.
@@ -205,7 +203,6 @@ class PyTorchProfiler(Profiler):
             )
 
     def _export_cycle(self, profiler: Any) -> None:
-        """Store the table of a recorded schedule cycle, and write its trace or pass it to ``on_trace_ready``."""
         rows = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
         on_device = any(activity.name != "CPU" for activity in profiler.activities)
         key = self.sort_by_key or ("device_time_total" if on_device else "cpu_time_total")
@@ -223,7 +220,7 @@ class PyTorchProfiler(Profiler):
 class ModuleNames:
     """Set of hooks that create a named range for each call of a submodule, until `remove` is called.
 
-    Compiled submodules and the modules inside them are excluded, because a range would break their graphs.
+    Compiled submodules are excluded, because a range would break their graphs.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Profiler that measures the duration of each action, and reports the bottleneck of the run."""
+"""Profiler that measures the duration of each action."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from .verdict import Action, verdict
 class SimpleProfiler(Profiler):
     """Profiler that measures the number and duration of each action's calls, and reports the bottleneck of the run.
 
-    An action's share of the time excludes nested actions. On CUDA devices, a process runs ahead of the work that it
-    launches. The profiler therefore also records CUDA events, and computes the shares from device time. It waits for
-    the device only when it reports.
+    An action's share of the time excludes nested actions. On CUDA devices, the shares are computed from device time,
+    because a process runs ahead of the work that it launches.
 
     Args:
         dirpath: See `Profiler`.
@@ -57,12 +56,12 @@ class SimpleProfiler(Profiler):
         return self.filename is not None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Prepare for a stage, and discard the measurements of the previous one; see `Profiler.setup`.
+        """Prepare for a stage, and discard earlier measurements; see `Profiler.setup`.
 
         Args:
             stage: The stage.
             local_rank: The rank in file names, or None.
-            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
+            log_dir: Default of ``dirpath``.
         """
         super().setup(stage, local_rank, log_dir)
         self._forget()
@@ -143,10 +142,7 @@ class SimpleProfiler(Profiler):
 
 
 def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_device: bool) -> list[str]:
-    """Return the lines of the table of actions, largest share first, below a line with the names of the columns.
-
-    The last line is the time outside of all actions. Shares are relative to ``elapsed``, in seconds.
-    """
+    """Return the lines of the table of actions, for a stage of ``elapsed`` seconds."""
     exclusive = {name: a.device_exclusive if on_device else a.exclusive for name, a in actions.items()}
     rest = max(0.0, elapsed - sum(exclusive.values()))
     share = {name: f"{100 * seconds / elapsed:.1f} %" for name, seconds in exclusive.items()}

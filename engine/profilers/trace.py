@@ -1,4 +1,4 @@
-"""Profiling of a block of code with ``torch.profiler``, with a trace of each process."""
+"""Profiling of a block of code with ``torch.profiler``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pro
 
     Args:
         handler: Settings of the profiler.
-        world: The ranks of the run. If a trace directory is set, they wait for each other at the end of the block.
+        world: The ranks of the run, which wait for each other if a directory is set.
 
     Yields:
         The running ``torch.profiler.profile``.
 
     Raises:
-        ValueError: If one of the handler's activities is unknown.
-        TypeError, AssertionError: If ``torch.profiler.schedule`` rejects the handler's ``schedule_option``.
+        ValueError, TypeError, AssertionError: If a setting of the handler is invalid.
     """
     profiler = _build_profiler(handler, world.rank)
     with profiler:
