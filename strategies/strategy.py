@@ -140,7 +140,7 @@ class Strategy(StrategyAliases):
         return self.wrap(module)
 
     def reduce_gradients(self, parameters: Iterable[Tensor], note: Tensor | None = None) -> Tensor | None:
-        """Average the gradients of modules that `replicate` returned over the processes.
+        """Average gradients over the processes, for modules that `replicate` returned.
 
         Args:
             parameters: Parameters of these modules.
@@ -462,7 +462,7 @@ class Strategy(StrategyAliases):
         return Router(module, self.precision.context(self.world.device), self.precision.compute is not None)
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """Return groups of gradients that replicas reduce together, as indices into ``ready``; None without replicas.
+        """Return groups of gradients that are reduced together, as indices into ``ready``, or None.
 
         Args:
             ready: Parameters in the order in which their gradients become ready.
@@ -517,7 +517,7 @@ class Strategy(StrategyAliases):
             gather: Dtype in which parameters are gathered.
 
         Raises:
-            ValueError: If this strategy does not support one of the settings or its value.
+            ValueError, TypeError: If this strategy does not support a setting.
         """
         settings = {
             "replicate shards": replicate,

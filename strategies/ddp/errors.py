@@ -1,4 +1,4 @@
-"""Explanations of errors that torch's gradient reducer raises, with the parameters, the rule and the fix."""
+"""Explanations of errors that torch's gradient reducer raises."""
 
 from __future__ import annotations
 

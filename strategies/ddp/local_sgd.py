@@ -52,7 +52,7 @@ class LocalSteps:
     def state_dict(self, optimizer: Optimizer, world: World) -> dict[str, Any]:
         """Return the optimizer's state and the number of completed steps.
 
-        During local steps, parameters and floating-point state tensors are averaged first.
+        During local steps, parameters and optimizer state are averaged first.
         """
         self.meet(optimizer, world)
         if self.alone:

@@ -269,7 +269,7 @@ def _judge_environment(ranks: list[Facts], launched: LaunchEnvironment | None) -
 
 
 def _list_contradictions(facts: Facts, launched: LaunchEnvironment | None) -> Iterator[tuple[str, str]]:
-    """Yield the mark and the text of each problem with environment variables, such as a contradiction."""
+    """Yield the mark and the text of each problem with environment variables."""
     env = facts["environment"]
     by_torchrun = "TORCHELASTIC_RUN_ID" in env
     if "RANK" in env and not by_torchrun:

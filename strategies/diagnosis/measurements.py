@@ -47,7 +47,7 @@ def measure_all_reduce(world: World) -> dict[str, Any]:
 
     Returns:
         A dict with ``"backend"``, ``"latency"``, ``"bandwidth"`` and ``"bytes"``, the size of the tensor used to
-            measure the bandwidth.
+        measure the bandwidth.
     """
     _check_sum(world)
     latency = _time_all_reduce(world, _SMALL, repeats=20)

@@ -285,7 +285,7 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    """Return whether srun started this process as a task. A batch script also has a SLURM_PROCID, but no step."""
+    """Return whether srun seems to have started this process as a task."""
     if "SLURM_STEP_ID" not in env or _parse_number(env, "SLURM_STEP_ID", low=0) >= _SLURM_SPECIAL_STEPS:
         return False
     # In `srun --pty -n 4 bash` four shells start and three end immediately; commands typed into the first are not

@@ -47,8 +47,7 @@ def connect(
 ) -> None:
     """Join the process group of ``size`` processes as ``rank``, or check an existing group.
 
-    Rank 0 listens on ``address``; None means MASTER_ADDR and MASTER_PORT. ``run_id`` separates runs with the same
-    address.
+    If ``address`` is None, MASTER_ADDR and MASTER_PORT are used. ``run_id`` separates runs with the same address.
     """
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend='nccl' needs GPUs, but this process computes on {device.type}. Use backend='gloo'.")
@@ -118,7 +117,7 @@ def let_segments_grow() -> None:
 
 
 def make_communicators(device: torch.device) -> None:
-    """Create NCCL's connections, because an error in the first collective would appear far from its cause."""
+    """Create NCCL's connections on a GPU, because an error in the first collective would appear far from its cause."""
     if device.type == "cuda" and "nccl" in dist.get_backend_config():
         dist.all_reduce(torch.zeros(1, device=device))
 
@@ -155,7 +154,7 @@ def existing_timeout(device: torch.device) -> timedelta | None:
 def meeting_place(rank: int, size: int, timeout: timedelta, address: tuple[str, int] | None = None) -> dist.Store:
     """Return a new connection to a store that all processes of the run share.
 
-    Rank 0 listens on ``address``; None means MASTER_ADDR and MASTER_PORT.
+    If ``address`` is None, MASTER_ADDR and MASTER_PORT are used.
 
     Raises:
         ValueError: If the address cannot be used.
@@ -171,8 +170,8 @@ def join_attempt(store: dist.Store, name: str, rank: int, size: int, timeout: ti
     """Return a new section of the store, which is the same on all processes that call this together.
 
     The store of torchrun's agent outlives the processes that the agent restarts (torch 2.4 to 2.13), so it may contain
-    keys and counters of killed processes. Each process therefore leaves a token, which rank zero answers, and confirms
-    the answer.
+    keys and counters of killed processes. Rank zero therefore answers a token of each other process, which confirms the
+    answer.
     """
     token = uuid.uuid4().hex
     if rank == 0:
@@ -272,7 +271,7 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
     """Wait until gloo's threads are idle, for at most ``limit`` seconds. Does nothing without ``/proc``.
 
     They must be idle in ``looks`` consecutive checks. A thread may still need the GIL to release a tensor. torch 2.6
-    then waits forever when it destroys the group, and torch 2.13 may abort when the interpreter exits.
+    may then wait forever when it destroys the group, and torch 2.13 may abort when the interpreter exits.
     """
     tasks = Path("/proc/self/task")
     deadline, at_rest = time.monotonic() + limit, 0

@@ -22,7 +22,7 @@ _LOOK_EVERY = 0.5  # seconds
 
 
 class Attempts:
-    """Attempts of one call on all processes, with a new process group for each attempt after a failure.
+    """Attempts of one call on all processes.
 
     A failed process reports through a store, because it leaves the other processes waiting in a collective. Closing its
     connections interrupts gloo's collectives but not NCCL's, which a thread of each process aborts instead.

@@ -70,7 +70,7 @@ def silence_uncaught() -> None:
 
 
 def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
-    """Install a hook that prints uncaught errors in a short form, once over all ranks.
+    """Install a hook that prints uncaught errors in a short form and, with ``store``, once over all ranks.
 
     Does nothing if the user has set a hook, or with ``TREADLE_FULL_TRACEBACK=1``.
 
@@ -106,7 +106,7 @@ def is_agent_store() -> bool:
 
 
 class Uncaught:
-    """Hook for ``sys.excepthook`` that prints an error in a short form, once over all ranks.
+    """Hook for ``sys.excepthook`` that prints an error in a short form, if possible once over all ranks.
 
     Ranks that do not print wait a few seconds at most for the first rank to print its error, because launchers end a
     job as soon as one rank has ended.

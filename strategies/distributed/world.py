@@ -175,7 +175,7 @@ class World:
     def beside(self) -> World:
         """Return a world of the same processes on the CPU with a separate gloo group, for a background thread.
 
-        Must be called on all ranks.
+        Must be called on all ranks. With a world size of one, the result is this world.
         """
         if self.size == 1:
             return self
@@ -251,7 +251,9 @@ class World:
             return False
 
     def meet(self, call: str) -> None:
-        """Wait until every process has entered ``call``. Does nothing in a world that is a subset of a larger one.
+        """Wait until every process has entered ``call``.
+
+        Does nothing in a world that was created with a ``group``.
 
         Args:
             call: Name of the call, which must be the same on all processes and appears in errors.

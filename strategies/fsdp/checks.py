@@ -21,7 +21,7 @@ def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.
     """Check that torch's ``fully_shard`` supports each block and the parameters outside the blocks.
 
     Inner modules come first in ``blocks``. ``storage`` is the dtype to which floating-point parameters are converted
-    first.
+    first, or None.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     single = [name for parameter, name in names.items() if not parameter.ndim]

@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
-    """Return the parser of the command's options. For wrong options, it raises a ValueError."""
+    """Return the parser of the command's options, which raises a ValueError for wrong options."""
     command_parser = _Parser(
         program,
         usage=f"{program} [options] script.py [arguments of the script]",

@@ -82,7 +82,7 @@ class RankBoard:
         return ranks if silent == ranks else []
 
     def report(self, local_rank: int, folder_name: str) -> str:
-        """Describe why a rank is silent, and write its main thread's stack to a file in the folder."""
+        """Describe why a rank is silent, and write its main thread's stack to a file in a folder of this name."""
         beat = _parse(self._read(local_rank))
         if beat is None:
             return "does not respond"

@@ -49,8 +49,8 @@ def supervise(
     """Run a command in `nproc` processes of this machine, with torchrun's variables, and wait for all of them.
 
     The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to the
-    ranks, which may then save, except signals that it ignores itself. When a rank fails, the other ranks are ended. If
-    `OMP_NUM_THREADS` is not set, the CPUs of this process are divided among the ranks.
+    ranks, except signals that it ignores itself. When a rank fails, the other ranks are ended. If `OMP_NUM_THREADS` is
+    not set, the CPUs of this process are divided among the ranks.
 
     Args:
         nproc: Number of ranks, at least 1.
@@ -63,7 +63,7 @@ def supervise(
 
     Returns:
         0 if the run succeeded. Otherwise, the status of the rank that failed first, or 128 + n if signal n killed it or
-            was sent to this process. SIGUSR1 counts as SIGTERM if it is sent to this process.
+        was sent to this process. SIGUSR1 counts as SIGTERM if it is sent to this process.
     """
     command = [] if argv is None else [str(part) for part in argv]
     run_id = run_id or uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Functions that inspect processes of the operating system, or determine when they end."""
+"""Functions that inspect or end processes of the operating system."""
 
 from __future__ import annotations
 

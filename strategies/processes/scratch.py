@@ -136,10 +136,10 @@ def _leave_at_exit() -> None:
 
 
 def leave_on_sigterm() -> None:
-    """Install a SIGTERM handler that removes this rank's folder, unless SIGTERM already has a handler.
+    """Install a SIGTERM handler that removes this rank's folder.
 
-    Call this only when this rank fails or ends, because a Python handler, unlike the system's default, has to wait for
-    C code.
+    Does nothing outside the main thread, without a folder, or if SIGTERM already has a handler. Call this only when
+    this rank fails or ends, because a Python handler, unlike the system's default, has to wait for C code.
     """
     handled = threading.current_thread() is threading.main_thread()
     if handled and _opened and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
