@@ -155,7 +155,7 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Return memory limits with which `infer_auto_device_map` spreads the model evenly over the accelerators.
 
-    These are the lowest limits with which the model still fits. The limit of the last accelerator is not lowered.
+    The limit of the last accelerator is not lowered.
 
     Args:
         model: The model; it may be on the meta device.
@@ -166,7 +166,7 @@ def get_balanced_memory(
         low_zero: Limit the first of several accelerators to what does not fit in the total memory of the others.
 
     Returns:
-        Limits in bytes by device.
+        Limits in bytes by device; those of `get_max_memory` if the model cannot be spread.
 
     Raises:
         ValueError: If an argument is invalid.

@@ -49,17 +49,17 @@ def dispatch_model(
     """Place a model's modules on the devices of a map, for inference. The model is called as before.
 
     Weights on disk are loaded onto the main device when the module that uses them is called, and released after the
-    call. The same applies to weights on the CPU if the main device is not the CPU. Unless all modules are on one device
-    and none is offloaded, the inputs of a module are moved to the device that runs it, and the model's outputs to the
-    device of the first tensor in the model's inputs.
+    call. The same applies to weights on the CPU if the main device is not the CPU. Unless the whole model is on one
+    device, the inputs of a module are moved to the device that runs it, and the model's outputs to the device of the
+    first tensor in the model's inputs.
 
     Args:
         model: The model, which is changed in place; it may be on the meta device.
         device_map: Devices by the names of modules or tensors. For a name that is not in the map, the nearest parent in
             the map applies.
         main_device: The device that runs offloaded modules. Default: the first accelerator of the map, else the CPU.
-        state_dict: Values by name for tensors that are offloaded to the CPU or on the meta device. Default: the model's
-            own.
+        state_dict: Values, by name, for tensors that are offloaded to the CPU, and for tensors on the meta device that
+            are not for the disk. Default: the model's own.
         offload_dir: Folder to which weights for the disk are written. For a model on the meta device, the checkpoint
             that contains these weights. Weights that Accelerate's functions have already offloaded to the folder
             (``index.json``) replace the model's own, as in Accelerate.
@@ -68,7 +68,7 @@ def dispatch_model(
         skip_keys: Names of keyword arguments, and keys of an output that is a mapping, whose values are not moved.
         preload_module_classes: Names of classes whose modules read the weights of their submodules without calling the
             submodules. All these weights are loaded when such a module is called.
-        force_hooks: Add the hooks even if all modules are on one device and none is offloaded. Default: False.
+        force_hooks: Add the hooks even if they are not needed. Default: False.
 
     Returns:
         The model, with the map as its ``hf_device_map``.
@@ -103,8 +103,8 @@ def cpu_offload(
 
     Args:
         model: The model, which is changed in place.
-        execution_device: The device that runs the model. Default: the device of the model's first parameter; the CPU if
-            that is on the meta device or there is none.
+        execution_device: The device that runs the model. Default: the device of the model's first parameter, or the CPU
+            if there is none or it is on the meta device.
         offload_buffers: Offload buffers too.
         state_dict: Values for the weights, by name. Default: the model's own.
         preload_module_classes: See `dispatch_model`.
@@ -259,9 +259,9 @@ def dispatch(
 ) -> nn.Module:
     """Dispatch a model with a checked map and opened weights; see `dispatch_model`.
 
-    ``weights`` refers to the values of offloaded tensors and of tensors on the meta device, by name. For tensors that
-    are not listed, the model's own values are used. ``all_away`` offloads all weights, even those that the map places
-    on the device that runs their module.
+    ``weights`` refers to the values of offloaded tensors and of tensors on the meta device, by name. Its default for
+    each tensor is the model's own value. ``all_away`` offloads all weights, even those that the map places on the
+    device that runs their module.
     """
     refuse_twice(model)
     tensors = named_tensors(model)
@@ -301,7 +301,6 @@ def refuse_twice(model: nn.Module) -> None:
 
 
 def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> None:
-    """Check the shapes of ``weights``, and that the model or ``weights`` has values for every tensor."""
     check_shapes(tensors, weights)
     empty = [
         names[0]
@@ -372,7 +371,6 @@ def _install(
     skip_keys: Skip,
     preload_module_classes: list[str] | None,
 ) -> None:
-    """Replace offloaded tensors with stand-ins, and add hooks that load them and move inputs and outputs."""
     whole = check_class_names(model, "preload_module_classes", preload_module_classes)
     skip = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
     shapes: dict[str, Tensor] = {}

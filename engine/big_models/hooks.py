@@ -24,7 +24,6 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise an error if a function combines a stand-in with a tensor that has values; run any other function."""
         kwargs = kwargs or {}
         if any(not (isinstance(tensor, cls) or tensor.is_meta) for tensor in _iter_tensors((args, kwargs))):
             raise ValueError(
@@ -34,7 +33,6 @@ class StandIn(Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Return another stand-in of the same shape."""
         new: Tensor = torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(type(self))
         if isinstance(self, nn.Parameter):
             new = nn.Parameter(new, requires_grad=self.requires_grad)
@@ -185,11 +183,9 @@ class Station:
                 loan.lend(brought[id(loan.stand_in)], grad)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy or pickle, without the lock and the number of calls in progress."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_inside")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the attributes, with a new lock and without calls in progress."""
         self.__dict__.update(state, _lock=threading.Lock(), _inside=0)
 
 
@@ -231,11 +227,9 @@ class Home:
         return self._calls.devices  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy or pickle, without the calls in progress."""
         return {name: value for name, value in self.__dict__.items() if name != "_calls"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the attributes, without calls in progress."""
         self.__dict__.update(state, _calls=threading.local())
 
 
@@ -263,7 +257,6 @@ def _move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _iter_tensors(data: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples, mappings and dataclasses."""
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, Mapping):

@@ -55,12 +55,12 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: The model, which is changed in place.
-        checkpoint: Path or URL of a Treadle checkpoint, a file of safetensors or ``torch.save``, a local
+        checkpoint: Path or object store URL of a Treadle checkpoint, a file of safetensors or ``torch.save``, a local
             ``.index.json``, or a folder that contains one of these.
         device_map: Devices by name, or the way to choose them: ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` (spares
             the first accelerator) or ``"sequential"``. Default: only load.
-        max_memory: See `get_max_memory`; for a rule.
-        no_split_module_classes: See `infer_auto_device_map`; for a rule.
+        max_memory: See `get_max_memory`; used if ``device_map`` is a string.
+        no_split_module_classes: See `infer_auto_device_map`; used if ``device_map`` is a string.
         offload_folder: Ignored: modules on disk read their weights from the checkpoint's files whenever they run.
         offload_buffers: Offload buffers of offloaded modules too.
         dtype: The dtype of floating point weights after the load. Default: that of the model.

@@ -39,7 +39,7 @@ def resolve(device: Device, subject: str = "", storage: bool = False) -> torch.d
         storage: Whether the error lists ``"disk"`` as a valid value.
 
     Raises:
-        ValueError: If the value is not a device of this machine.
+        ValueError: If the value is invalid or names a device that this machine does not have.
     """
     subject = subject or f"device={device!r}"
     kind, count = accelerators()

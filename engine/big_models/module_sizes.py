@@ -89,8 +89,7 @@ class Part:
         names: The names of the modules and tensors in the part.
         size: The size of the part in bytes, with tied tensors counted once.
         buffers: The size of the buffers in the part, in bytes.
-        largest: The size in bytes of the parameters of the part's largest module. An offloaded part needs this memory
-            on the device that runs it.
+        largest: The size in bytes of the parameters of the part's largest module.
     """
 
     names: list[str]
@@ -129,7 +128,6 @@ def split_model(
 
 
 def _group_by_shared_tensors(atoms: dict[str, dict[Any, bool]]) -> list[list[str]]:
-    """Return the names in groups that share no tensor, in the order of their first names."""
     groups: dict[str, list[str]] = {}
     owner: dict[Any, str] = {}  # the first name in the group that a tensor belongs to
     for name, keys in atoms.items():

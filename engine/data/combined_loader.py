@@ -172,10 +172,7 @@ class CombinedLoader:
 
 
 def is_collection(value: Any) -> bool:
-    """Return whether a value is a mapping, or a list or tuple that contains a loader.
-
-    Only a ``DataLoader`` or a prepared loader counts, also inside a nested collection.
-    """
+    """Return whether a value is a mapping, or a list or tuple that contains a ``DataLoader`` or a prepared loader."""
     return isinstance(value, Mapping) or (isinstance(value, list | tuple) and _holds_loaders(value))
 
 
@@ -230,16 +227,12 @@ def read_rows(
 ) -> Iterator[tuple[list[Any], list[int]]]:
     """Yield the batches of several iterables, combined in one of the modes of `CombinedLoader`.
 
-    Args:
-        mode: A mode of `CombinedLoader`.
-        start: Function ``start(index, together)`` that starts or resumes a pass of the iterable at ``index``;
-            ``together`` is True if it starts with the other iterables.
-        passes: The number of passes that each iterable has completed in this epoch; updated in place.
+    ``start(index, together)`` starts or resumes a pass of an iterable, and ``passes`` counts the completed passes of
+    each one in this epoch.
 
     Yields:
-        A list with a batch of each iterable (None if the iterable has ended), and a list of the indices of the
-        iterables
-        that were read. In mode ``"sequential"``, each list has a single entry.
+        A list with a batch of each iterable (None if it has ended), and a list of the indices of the iterables that
+        were read. In mode ``"sequential"``, each list has a single entry.
     """
     if mode == "sequential":
         for number in range(len(passes)):

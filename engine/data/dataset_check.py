@@ -131,7 +131,6 @@ def _list_inner_datasets(dataset: Any) -> Iterable[Any]:
 
 
 def _take_excerpt(column: Any) -> list[Any]:
-    """Return a limited number of items of a column."""
     if not len(column):
         return []
     if isinstance(column, Tensor | np.ndarray) and column.ndim > 1:
@@ -203,7 +202,6 @@ def _read_table_indices(dataset: Any) -> np.ndarray:
 
 
 def _digest_table_ends(dataset: Any) -> list[Any]:
-    """Return digests of the first and the last row of a Hugging Face table."""
     table = dataset.data
     ends = [table.slice(0, 1), table.slice(max(0, len(table) - 1), 1)]
     return [digest(end.to_pydict()) for end in ends]

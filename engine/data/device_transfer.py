@@ -74,7 +74,6 @@ class _HostCopier:
         return self
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on the device."""
         pinned = self._pin(tensor)
         if pinned is None:
             return tensor.to(self._device, non_blocking=True)
@@ -113,7 +112,6 @@ class _HostCopier:
 
 
 def _can_pin(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor can be pinned."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"

@@ -97,8 +97,8 @@ class JointBatches:
 class JointLoader(Loader):
     """`CombinedLoader` prepared for this process: every loader in it is sharded and resumed separately.
 
-    Loaders that draw random numbers only at the beginning of an epoch, such as those with torch's ``RandomSampler``,
-    draw from one random stream, as in a loop over ``zip``. A loader that draws during the epoch has a separate stream.
+    Loaders that draw random numbers only at the beginning of an epoch draw from one random stream, as in a loop over
+    ``zip``. A loader that draws during the epoch has a separate stream.
 
     Attributes:
         loaders: The prepared loaders.
@@ -301,7 +301,6 @@ class JointLoader(Loader):
 
 
 def _derive_stream(stream: RandomStream, number: int) -> RandomStream:
-    """Return a random stream seeded from the state of another stream and from a loader's index."""
     with isolated_random_state():
         seed_everything(seed_from(stream.get_state(), f"loader {number}") % 2**32)
         return RandomStream(random_state())

@@ -38,13 +38,12 @@ _NO_MORE = object()
 class Loader:
     """Loader that `Accelerator.prepare` returns, which yields this process's share of the data and can be resumed.
 
-    The user's loader is not rebuilt. A ``DataLoader`` is iterated through a shallow copy of the same class. For a
-    dataset that can be indexed, Treadle's sampler replays the user's sampler and keeps this process's share.
+    The user's loader is not rebuilt. A ``DataLoader`` is iterated through a shallow copy of the same class.
 
     Args:
         source: A ``DataLoader`` or any other iterable of batches.
         world: The processes that share the data.
-        cursor: Position of the loop, updated with each micro-batch that is yielded.
+        cursor: Position of the loop.
         stream: The random stream that samplers without their own generator draw from.
         accumulate: Function that returns the number of micro-batches per optimizer step.
         shard: If False, each process yields all batches of its own loader. Default: True.
@@ -54,7 +53,6 @@ class Loader:
         on_begin: Function that is called at the beginning of each iteration. Default: no function.
 
     Attributes:
-        source: The user's loader.
         epoch: The number of the epoch, from 0.
         samples: Position in the epoch as a number of samples over all processes; a batch of unknown size counts as 1.
         batches: Position in the epoch as a number of this process's batches.
@@ -456,10 +454,7 @@ class Loader:
         self._named = True
 
     def close(self) -> None:
-        """End the loader's workers, including persistent ones.
-
-        Garbage collection would not end them while a notebook keeps the error that interrupted the epoch.
-        """
+        """End the loader's workers, including persistent ones."""
         if isinstance(self.source, DataLoader):
             end_workers(self._view)
             self._view.__dict__["_iterator"] = None

@@ -17,8 +17,7 @@ class Cursor:
     Attributes:
         micro: Metadata of the last micro-batch that was yielded; None while no loader is iterated.
         waited: Seconds that this process has waited for batches.
-        read: Number of batches that this process has read.
-        number: The value of ``read`` at the current batch, which distinguishes it from others with the same metadata.
+        number: The number of batches read up to the current one, which distinguishes batches with the same metadata.
         around: Function that returns the context in which a batch is processed, or None. Its argument is True for a
             short batch after the first.
         outlook: This rank's votes on an upcoming group; None if the rank does not vote.
@@ -46,7 +45,7 @@ class Micro:
         scale: Factor by which the mean loss of the micro-batch is multiplied, so that the gradient of the step is the
             mean over all samples of the group.
         last: Whether the micro-batch is the last of its group.
-        group_samples: Number of samples in the whole group, over all processes.
+        group_samples: Number of samples in the group, over all processes.
         everyone: Number of samples in the micro-batch, over all processes.
         number: Index of the micro-batch in its group, from 0.
         group_scale: Sum of ``scale`` over the group.
@@ -91,10 +90,7 @@ def _iter_without_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
 class GroupPlanner:
     """Planner of accumulation groups, each of which forms one optimizer step, with exact weights for its micro-batches.
 
-    Attributes:
-        rank: The index of this process's share of each batch; 0 if each rank reads its own data.
-        size: The number of shares into which each batch is divided; 1 if each rank reads its own data.
-        shares: Sample counts over all ranks, if several ranks each read their own data; else None.
+    If each rank reads its own data, ``rank`` is 0, ``size`` is 1 and, with several ranks, ``shares`` is set.
     """
 
     def __init__(self, rank: int, size: int, accumulate: Callable[[], int], presharded: bool = False) -> None:

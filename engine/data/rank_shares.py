@@ -91,8 +91,8 @@ class RankShares:
             first: Number of micro-batches of the epoch before these.
             local_samples: Number of samples of each of this rank's next micro-batches.
             width: Number of micro-batches in a full group.
-            source: The class name of the user's sampler, dataset or iterable, for errors.
-            outlook: The votes of the ranks on these micro-batches; None if the ranks have not voted.
+            source: The name of the source, for errors.
+            outlook: The votes of the ranks on these micro-batches; None without votes.
 
         Raises:
             ValueError: On every rank, if only some ranks have no data.
@@ -120,7 +120,6 @@ class RankShares:
 
     @staticmethod
     def _exchange(local_samples: list[int], width: int, world: World) -> tuple[list[int], int]:
-        """Return the sample counts of ``width`` micro-batches over all ranks, and the number of ranks with samples."""
         packed = torch.tensor([*local_samples, *[0] * (width - len(local_samples)), bool(local_samples)], device="cpu")
         *sums, active = world.all_reduce(packed).tolist()
         return sums, active
@@ -134,9 +133,7 @@ class RankShares:
 
 
 def compare_across_ranks(first: str, source: str, kind: str, world: World) -> bool:
-    """Compare a source's first items across ranks, and log a message if all differ. Call it on all ranks.
-
-    ``first`` is a digest of the items. The other strings name the source and the items in messages.
+    """Compare a digest of a source's first items across ranks, and log a message if all differ. Call it on all ranks.
 
     Returns:
         True if the first items are the same on all ranks; False if they differ on every rank.

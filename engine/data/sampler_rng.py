@@ -25,8 +25,7 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 class Draws:
     """Random sources of one loader, whose states are read and restored together.
 
-    They are the run's random stream, and the generators of the loader, of its samplers and of ``dataset``. ``dataset``
-    is passed only if its draws determine the order.
+    They are the run's random stream, and the generators of the loader, its samplers and ``dataset``.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class ShardedBatches:
 
     Attributes:
         order: The RNG state that the epoch's order was drawn from; None between epochs. If it is set before an epoch
-            begins, the order is drawn again from this state.
+            begins, the order is drawn again.
         micros: For each batch that the loop has not processed yet: its metadata, the draws made for its group (or
             None), and the indices of the group.
     """
@@ -93,12 +93,8 @@ class ShardedBatches:
     def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0, passed: int = 0) -> None:
         """Set up the next iteration.
 
-        Args:
-            epoch: The epoch number, from 0.
-            skip: Samples of the epoch before the position, over all ranks.
-            limit: The maximum number of batches to yield; None for no limit.
-            done: This rank's batches before the position.
-            passed: Further batches to skip.
+        ``skip`` counts the samples of the epoch before the position over all ranks, and ``done`` this rank's batches.
+        ``passed`` is the number of further batches to skip.
         """
         self.epoch, self.skip, self.limit = epoch, skip, limit
         self.done = done
@@ -191,7 +187,6 @@ class ShardedBatches:
             self.planner.shares.agree(self.share(), world, type(self.dataset).__name__)
 
     def _has_common_order(self, world: World) -> bool:
-        """Return whether the user's sampler yields the same first indices on all ranks."""
         if type(self.sampler).__module__ == Sampler.__module__:  # torch's own samplers do not depend on the rank
             return True
         before = self.draws.stream.get_state()
@@ -219,7 +214,6 @@ class ShardedBatches:
         return items
 
     def _count_batches(self, items: int, limit: int | None = None) -> int:
-        """Return the number of batches that this process forms from ``items`` items of the user's sampler."""
         size = self.planner.size
         count, rest = divmod(items, self.width)
         count += bool(rest) and not self.drop_last
@@ -303,7 +297,6 @@ class ShardedBatches:
         return itertools.chain(first, batches)
 
     def _name_seed_purpose(self) -> int | str:
-        """Return the key from which the workers' seed is derived."""
         rank = 0 if self.planner.shares is None else self.planner.world_rank
         return f"epoch {self.epoch} of rank {rank}" if rank else self.epoch
 

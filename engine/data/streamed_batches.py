@@ -78,7 +78,6 @@ class BatchAhead:
 
     Attributes:
         size: The number of samples in the batch; 1 if batch sizes are unknown.
-        batch: The batch as the source yielded it.
         state: The state of the source before the batch was read, if it has one.
         drawn: The states of the random stream before and after the batch was read; None if this process draws nothing.
     """
@@ -99,15 +98,13 @@ class StreamedBatches:
 
     ``counted`` is the number of samples in a full batch, or None if all batches have the same weight. ``lent`` means
     that this process reads the source itself, which then draws from the run's random stream. ``stateful`` is the object
-    that saves and restores the position of the source, and ``gap`` the reason why it is not used. ``cursor`` is None if
-    the stream may not be read ahead.
+    that saves and restores the position of the source, and ``gap`` the reason why it is not used.
 
     Attributes:
         order: The RNG state at the beginning of the epoch; None between epochs. If it is set before an epoch begins,
-            the epoch is drawn again from this state.
-        micros: Metadata of the batches that were yielded but not yet processed by the loop.
+            the epoch is drawn again.
         sizes: The numbers of samples in the batches that the source has created but not yet yielded.
-        compare: The ranks whose first batches have not been compared yet; None if no comparison is pending.
+        compare: The ranks whose first batches have not been compared yet, if any.
         first_digest: Digest of the epoch's first batch, to check that a resume reads the same batches; "" if unchecked.
     """
 
@@ -268,7 +265,7 @@ class StreamedBatches:
     def starting(self, persistent: bool) -> Iterator[None]:
         """Return the context in which the iterator and its workers are started.
 
-        Persistent workers draw their seed once per run. A resumed run gives them the same seed again.
+        A resumed run gives persistent workers the same seed again.
         """
         if not persistent:
             yield
@@ -280,11 +277,7 @@ class StreamedBatches:
                 yield
 
     def started(self) -> None:
-        """Restore the saved state of the source's random stream.
-
-        Creating the loader's iterator has drawn random numbers. A loader subclass may create it only with the first
-        batch.
-        """
+        """Restore the saved state of the source's random stream, now that the loader's iterator exists."""
         if self._reader is not None and self._late is not None:
             self._reader.go_to(self._late)
             self._taken = self._late
@@ -333,7 +326,6 @@ class StreamedBatches:
     def _read_rank_batches(
         self, source: Iterator[Any], left: int | None, shares: RankShares, stand_in: Any
     ) -> Iterator[Any]:
-        """Yield the batches of this rank's own stream, until all ranks have read theirs."""
         first = self.done
         while left is None or left > 0:
             width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
@@ -359,7 +351,6 @@ class StreamedBatches:
     def _take_group(
         self, source: Iterator[Any], width: int, shares: RankShares
     ) -> tuple[list[tuple[int, Any]], Draw | None]:
-        """Return up to ``width`` micro-batches, fewer at the end of the stream, and the draws made to read them."""
         if shares.depth:
             self._read_ahead(source, width)
         taken = [self._ahead.popleft() for _ in range(min(width, len(self._ahead)))]
@@ -372,7 +363,6 @@ class StreamedBatches:
         return group, drawn
 
     def _read_ahead(self, source: Iterator[Any], count: int) -> None:
-        """Read until ``count`` batches are buffered ahead of the loop, or the stream ends."""
         while len(self._ahead) < count and not (self._ended or self._is_exhausted):
             state = None if self.stateful is None else self.stateful.state_dict()
             if not (read := self._read(source, 1)):
@@ -411,7 +401,6 @@ class StreamedBatches:
         return outlook
 
     def _compare_ranks(self, source: Iterator[Any], world: World) -> None:
-        """Compare the ranks' first batches to determine whether all ranks read the same stream."""
         self.compare = None
         self._pushed.extend(self._read(source, 1))
         nothing = not self._pushed

@@ -32,12 +32,10 @@ class Accumulation:
     Attributes:
         sync_gradients: Whether the current micro-batch is the last of its group, after which the optimizer steps.
         optimizer_step_was_skipped: Whether the last call of an optimizer's ``step`` at the end of a group skipped the
-            step because a loss or gradient was not finite. A step that only the device skips does not count.
+            step. A step that only the device skips does not count.
         groups_end_with_loader: Whether the end of a loader ends a group.
         position: Number of micro-batches in the current, unfinished group, if no prepared loader forms the groups.
-        agreement: Votes of all processes in each step.
         always_agree: Whether votes are exchanged in every step.
-        watches_gradients: Whether `agree` checks that the gradients are finite.
         guard: Function that is called with the optimizer before each step and returns whether the step may be taken.
         unfinished: Whether the gradients are weighted sums that have not been divided by the total weight yet.
         unreduced: In manual optimization, the optimizers whose gradients have not been reduced over the processes yet.
@@ -198,12 +196,9 @@ class Accumulation:
     ) -> None:
         """Run the backward pass with the loss weighted and scaled as this micro-batch's share of its group.
 
-        Args:
-            loss: The mean loss of the micro-batch, as a 0-d tensor.
-            args: Positional arguments of ``Tensor.backward`` or ``by``.
-            weight: Number of items that the loss averages. Default: the samples; 1 without a prepared loader.
-            by: Function to call instead of ``Tensor.backward``.
-            kwargs: Keyword arguments of ``Tensor.backward`` or ``by``.
+        ``loss`` is the mean loss of the micro-batch, as a 0-d tensor. ``weight`` is the number of items that it
+        averages; the default is the number of samples, or 1 without a prepared loader. ``by`` is called instead of
+        ``Tensor.backward``.
         """
         self._latest_loss = ref(loss)
         micro = self.cursor.micro

@@ -37,12 +37,8 @@ class Agreement:
         stop_vote: Whether this process requests a stop. The attribute may be set at any time.
         stop: Whether some process requested a stop and all processes have agreed on it.
         finite: Whether the checked losses and gradients were finite on every process, in the step that was read last.
-        local_finite: Whether the losses were finite on this process.
         bad_losses: The indices within the step of this process's micro-batches whose loss was not finite.
         micro_batches: The number of micro-batches that ``bad_losses`` covers.
-        watch_finite: Whether losses are checked.
-        alone: Whether the world size is one.
-        immediate: Whether the votes are read in the same step. Default: True on the CPU, False on accelerators.
         next_place: An identifier of the current step.
         leave_vote: Whether this process votes to leave the epoch without taking this step.
         signaled: Whether some process received a signal to end the run and all processes have agreed on it.
@@ -132,8 +128,7 @@ class Agreement:
     def vote(self, weight: float | Tensor | None) -> None:
         """Cast this process's votes, before or after the last backward pass of a step.
 
-        ``weight`` is the number of items over which this process's losses of the step are a mean, if the loop passes
-        weights.
+        ``weight`` is the number of items over which this process's losses of the step are a mean, if any.
         """
         self.has_voted = True
         if self.alone:
@@ -170,7 +165,7 @@ class Agreement:
         """Return whether the losses and gradients since the last vote are finite.
 
         With ``immediate``, the method waits for the device. Otherwise, it sets ``not_finite`` and returns the result of
-        the previous step. ``agreed_taint`` is the sum of `taint` over the processes, if it was exchanged.
+        the previous step.
         """
         taint = self.taint() if agreed_taint is None else self.taint() + agreed_taint.to(self._device)
         if not self.immediate:
@@ -267,12 +262,12 @@ class Ballots:
     """Values of one step that the host has not read yet: the summed votes, and this process's checks.
 
     Args:
-        votes: The votes summed over the processes, or the summed flag of a `GradientGuard`, or None.
+        votes: The summed votes, or the summed flag of a `GradientGuard`, or None.
         taints: A 0-d tensor for each micro-batch's loss: 0 if the loss is finite, else NaN.
         norms: Vectors with the largest absolute value of each checked gradient.
         watched: The parameters whose gradients were checked, in the order of ``norms``.
         place: An identifier of the step.
-        outlook: The votes on an upcoming group of micro-batches, or None.
+        outlook: The votes on an upcoming group, or None.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def find_executable_batch_size(
         The function without its first parameter.
 
     Raises:
-        MemoryError: If a batch of one does not fit. The error is also a ``RuntimeError``.
+        MemoryError: If no batch size fits. The error is also a ``RuntimeError``.
         ValueError: If a batch size is invalid, or the processes cannot be reconnected.
         TypeError: If ``function`` or a call has wrong parameters.
         RuntimeError: If ``function`` fails on another process for another reason than memory, or one does not respond.
@@ -148,8 +148,7 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
         Whether the attempt fit into memory on all processes, and its result on this process (None if it failed here).
 
     Raises:
-        BaseException: The error of the attempt on this process, if the cause is not a lack of memory.
-        RuntimeError: If the attempt failed on another process for another reason than memory.
+        BaseException: An error of the attempt that is not a lack of memory.
     """
     try:
         result = call()

@@ -28,7 +28,7 @@ class BuiltSchedule:
         state: A copy of its ``state_dict``.
         arguments: The script's arguments that the state contains, by dotted name.
         effective_arguments: The arguments that checkpoints record, which a resume may replace with the saved ones.
-        options: The options of its optimizer's parameter groups, including those that the scheduler has added.
+        options: The options of its optimizer's parameter groups.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -58,9 +58,8 @@ def copy_plain_options(optimizer: Optimizer) -> list[State]:
 def choose_fused(optimizer: Optimizer, device: torch.device) -> bool:
     """Enable torch's fused ``Adam`` and ``AdamW`` kernels on CUDA, if the script did not choose an implementation.
 
-    The fused kernels give the same results as the other implementations up to rounding, and can skip a step on the
-    device. SGD keeps torch's default, because its fused kernel fails if a parameter gets its first gradient later than
-    other parameters (torch 2.13).
+    The fused kernels can skip a step on the device. SGD keeps torch's default, because its fused kernel fails if a
+    parameter gets its first gradient later than other parameters (torch 2.13).
 
     Returns:
         Whether the kernels were enabled.

@@ -23,14 +23,10 @@ if TYPE_CHECKING:
 class GradientGuard:
     """Guard that checks whether gradients are finite before a prepared optimizer steps; see `Accumulation.guard`.
 
-    Replicas have the same gradients after the reduction, so they make the same decision without an exchange. With
-    sharded gradients, the ranks exchange one number per step.
+    Replicas have the same gradients after the reduction, so they make the same decision without an exchange.
 
-    Args:
-        policy: ``"raise"`` or ``"skip"``. On accelerators, ``"raise"`` takes effect one step later, so that the host
-            does not wait for the device. The step itself is skipped on the device if the optimizer supports this.
-        loaders: The prepared loaders; a list that the Accelerator appends to.
-        on_host: Whether gradients are in host memory.
+    The ``policy`` is ``"raise"`` or ``"skip"``. On accelerators, ``"raise"`` takes effect one step later, so that the
+    host does not wait for the device. The step itself is skipped on the device if the optimizer supports this.
     """
 
     def __init__(self, policy: str, loaders: Sequence[Any], *, on_host: bool) -> None:

@@ -47,7 +47,7 @@ class Findings(NamedTuple):
     Attributes:
         problem: A phrase that names the ranks whose loss, or the parameter whose gradient, is not finite.
         batches: The numbers of the affected micro-batches, as text.
-        samples: Sentences about the ranks' samples, each preceded by a space; may be empty.
+        samples: Sentences about the ranks' samples, each preceded by a space.
         losses: True if a loss is not finite; False if only a gradient is not finite.
     """
 
@@ -108,8 +108,8 @@ def order_by_backward(
     """Sort the parameters whose gradients are not finite by the order in which backward computes these gradients.
 
     NaN propagates from the loss to the inputs, so the first parameter is closest to the origin of the NaN. The order
-    comes from the graph of a loss of this model, which still exists after backward has freed the saved tensors.
-    Parameters that the graph does not contain follow in reverse order of the model.
+    comes from the graph of a loss of this model. Parameters that the graph does not contain follow in reverse order of
+    the model.
 
     Returns:
         For each of these parameters that belongs to the model, a sort key that ends with its name.
@@ -148,8 +148,7 @@ def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool
 
     Returns:
         A text such as ``"samples 12, 13 of the dataset; batch['x'] contains NaN in sample 13"``, and whether there is
-        such
-        a tensor.
+        such a tensor.
     """
     parts = [f"{_name_samples(indices)} of the dataset"] if indices else []
     bad = [(path, tensor) for path, tensor in _iterate_tensors(batch, "batch") if not torch.isfinite(tensor).all()]

@@ -53,8 +53,7 @@ def name_class(optimizer: Optimizer) -> str:
 def encode_by_name(state: State, optimizer: Optimizer, names: list[str]) -> OptimizerState:
     """Return an optimizer's state keyed by parameter name, with its class and the parameters' shapes and dtypes.
 
-    ``state`` is the result of ``state_dict``, whose tensors may be this process's shards. ``names`` is the result of
-    `name_parameters`.
+    ``state`` is the result of ``state_dict``, whose tensors may be this process's shards.
     """
     others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     slots = state["state"]
@@ -115,8 +114,8 @@ def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]
     """Return a state from `encode_by_name` in the form of ``optimizer.load_state_dict``, with this process's shards.
 
     Implementation options, such as fused kernels, come from the script. If the state and the optimizer differ, the
-    result contains the slots of parameters with the same name and shape. If the groups differ, the options of a group
-    come from the saved group that contained its parameters, because a schedule relies on the group's last learning
+    result contains the slots of parameters with the same name and shape. If the groups differ, a group takes the
+    options of the one saved group that contained its parameters, if any, because a schedule relies on its last learning
     rate.
     """
     parameters = dict(zip(names, list_parameters(optimizer), strict=True))
@@ -155,8 +154,7 @@ def keep_formats(optimizer: Optimizer, state: State) -> None:
 def _read_tensors(value: Any, parameter: Tensor | None, saved_dtype: torch.dtype | None = None) -> Any:
     """Return a nested state with tensors read into memory; those with the parameter's shape get its sharding.
 
-    Slots whose dtype was that of the saved parameter are cast to the parameter's current dtype. Scalar counts and
-    products keep their dtype, unless the parameter is a scalar too.
+    Slots whose dtype was that of the saved parameter are cast to the parameter's current dtype.
     """
     if isinstance(value, Mapping):
         return {key: _read_tensors(item, parameter, saved_dtype) for key, item in value.items()}

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class PreparedOptimizer(Optimizer):
     """Wrapper of the user's optimizer, whose ``step`` and ``zero_grad`` take effect only at the end of a group.
 
-    A group consists of the micro-batches whose gradients are accumulated. Parameter groups, state and defaults are
-    those of the wrapped optimizer.
+    A group consists of the micro-batches whose gradients are accumulated.
 
     Args:
         optimizer: The optimizer to wrap.
@@ -38,8 +37,8 @@ class PreparedOptimizer(Optimizer):
         skipped: Number of steps that `step` skipped because of a float16 overflow, or because a loss or gradient was
             not finite.
         fused_by_choice: Whether Treadle enabled fused kernels for the wrapped optimizer.
-        guarded: False if the device could not skip the latest step although the host had not read the check of the
-            gradients yet.
+        guarded: False if the latest step was taken before the host had read the check of its gradients, and the device
+            could not skip it.
     """
 
     def __init__(
@@ -100,8 +99,8 @@ class PreparedOptimizer(Optimizer):
             The return value of the wrapped optimizer's ``step``; None if that was not called.
 
         Raises:
-            ValueError: With ``on_nonfinite="raise"``, if a loss or gradient is not finite. Also if the gradients of a
-                `DDP` model could not be reduced.
+            ValueError: With ``on_nonfinite="raise"``, if a loss or gradient is not finite. Also if gradients could not
+                be reduced.
             ReplicasDiffer: In debug mode, if the replicas differ after the step.
         """
         accumulation = self.accumulation

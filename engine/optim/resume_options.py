@@ -34,7 +34,7 @@ class LoadedOptimizer(NamedTuple):
     Attributes:
         optimizer: The user's optimizer.
         state: The state to pass to its ``load_state_dict``.
-        options: The saved `PreparedOptimizer.effective_options`; None if the checkpoint does not contain them.
+        options: The saved `PreparedOptimizer.effective_options`, if the checkpoint contains them.
         groups: The number of the optimizer's parameter groups in the checkpoint.
     """
 
@@ -45,7 +45,7 @@ class LoadedOptimizer(NamedTuple):
 
 
 def _to_numbers(value: Any) -> list[int | float]:
-    """Return a list of numbers as plain data, and an empty list for any other value, as in a damaged file."""
+    """Return numbers as a list of plain data, and an empty list for any other value, as in a damaged file."""
     numbers = to_plain(value)
     return numbers if isinstance(numbers, list) and all(isinstance(item, int | float) for item in numbers) else []
 
@@ -101,7 +101,6 @@ def _find_prepared(accelerator: Accelerator, optimizer: Optimizer) -> PreparedOp
 
 
 def _compare_schedules(accelerator: Accelerator, state: TrainState) -> tuple[list[str], list[str]]:
-    """Return the differences between schedules' arguments, and between learning rates that functions compute."""
     lines, rates = [], []
     for scheduler, built, saved, kind, arguments in _iter_schedulers(accelerator, state):
         new, old = built.arguments, arguments if isinstance(arguments, dict) else {}
@@ -117,7 +116,6 @@ def _compare_schedules(accelerator: Accelerator, state: TrainState) -> tuple[lis
 
 
 def _compare_rates(scheduler: LambdaLR, saved: State) -> list[str]:
-    """Compare the saved learning rates with those that the script's functions compute at the checkpoint's step."""
     step, before, bases = (
         saved.get("last_epoch"),
         _to_numbers(saved.get("_last_lr")),

@@ -39,8 +39,7 @@ def fetch_from_store(source: RemotePath, folder: Path) -> Path:
 
     Raises:
         ValueError: If the source does not exist or is not supported.
-        ModuleNotFoundError: If the package for the scheme is not installed.
-        OSError: If the object store reports an error, or the local file cannot be written.
+        OSError: If the object store reports an error.
     """
     if source.is_file():
         source.download(folder / source.name)
@@ -64,8 +63,8 @@ def fetch(url: str, sha256: str | None, folder: Path) -> Path:
     """Download a file from the web, verify its digest, and return the local path. A ``file://`` URL is not copied.
 
     Raises:
-        ValueError: If the digest is missing, malformed or different, or if the file is missing or too large.
-        OSError: If the download failed, or if the scheme of the URL is not supported.
+        ValueError: If the digest is missing or different, or if the file cannot be used.
+        OSError: If the download failed.
     """
     scheme = _SCHEME.match(url)[1].lower()  # type: ignore[index]
     if sha256 is None:

@@ -60,12 +60,12 @@ def load_weights(
 
     Args:
         model: The model, prepared or not. If it is sharded, each process loads its own shards.
-        source: A path or URL. The supported formats are a Treadle checkpoint; a safetensors file; a file of
-            ``torch.save``, such as Lightning's ``.ckpt``; an index of several such files (``.index.json``); a folder in
-            Hugging Face's format; and any other folder with a single index or weights file. A file of ``torch.save``
-            contains a state dict, at the top level or under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``. An
-            ``http``, ``https`` or ``file`` URL must name a single file and requires ``sha256``. For an index in an
-            object store, such as ``s3://``, pass the URL of its folder.
+        source: A path or URL of a Treadle checkpoint; a safetensors file; a file of ``torch.save``, such as Lightning's
+            ``.ckpt``; an index of several such files (``.index.json``); a folder in Hugging Face's format; or any other
+            folder with a single index or weights file. A file of ``torch.save`` contains a state dict, at the top level
+            or under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``. An ``http``, ``https`` or ``file`` URL
+            must name a single file and requires ``sha256``. For an index in an object store, such as ``s3://``, pass
+            the URL of its folder.
         strict: Require that the source and the model have the same names and shapes. One name of a tied parameter is
             sufficient. If False, the weights that fit are loaded, and a warning describes the differences. Default:
             True.
@@ -273,7 +273,6 @@ def _make_renaming(rename: Rename | None) -> Callable[[str], str | None]:
 
 
 def _strip_wrappers(values: dict[str, Any], model_names: set[str]) -> dict[str, Any]:
-    """Remove the prefixes of wrappers, such as DDP, from names, unless the model's own names contain them."""
     values = {strip_compile_prefix(name): value for name, value in values.items()}
     for inside in _INSIDE:
         if any(inside in name for name in values) and not any(inside in name for name in model_names):

@@ -49,9 +49,8 @@ class UnbuiltCall:
     Attributes:
         name: The name of the called class or function; ``"persistent"`` for data stored outside the pickle, such as the
             memory of tensors.
-        args: The positional arguments.
         state: The state that the pickle would set on the result, or the keyword arguments of the call, if any.
-        pairs: The key-value pairs that the pickle would set on the result, in order.
+        pairs: The key-value pairs that the pickle would set on the result.
         items: The items that the pickle would append to the result.
     """
 
@@ -66,9 +65,7 @@ def read(stream: Any) -> Any:
     """Read one pickle from a binary stream. Data after the end of the pickle is not read.
 
     Returns:
-        The object in the pickle, which consists of built-in data types, `Name` and `UnbuiltCall`. Containers may
-        contain
-        themselves.
+        The object in the pickle, which consists of built-in data types, `Name` and `UnbuiltCall`.
 
     Raises:
         ValueError: If the pickle is damaged, harmful or too large.

@@ -27,10 +27,9 @@ class Reader:
 
     Args:
         persistent: Function that converts the pickle's reference to data stored outside it.
-        calls: Functions that convert the arguments of a call to data, by name of the called function. They extend the
-            built-in table.
-        budget: The maximum number of bytes to copy. Without a limit, a file that refers to one long text a million
-            times would fill the memory. Default: 256 MiB.
+        calls: Functions that convert the arguments of a call to data, by name of the called function.
+        budget: The maximum number of bytes to copy, because a file may refer to one long text a million times. Default:
+            256 MiB.
 
     Attributes:
         dropped: The types or descriptions of the items that `mapping` omitted because they are not data, by place.
@@ -49,8 +48,7 @@ class Reader:
     def mapping(self, value: Any, place: str) -> dict[Any, Any]:
         """Return the items of a dict that are plain data, and record the types of the others in ``dropped``, by place.
 
-        Items whose key is a class or function are skipped and not recorded. ``place`` is the place of the dict in the
-        file.
+        Items whose key is a class or function are skipped and not recorded.
 
         Raises:
             ValueError: If ``value`` is not a dict, or if an item is invalid.
@@ -71,7 +69,7 @@ class Reader:
     def container(self, value: Any) -> Any:
         """Convert a recorded dict, such as an ``OrderedDict``, to a plain dict with unconverted items.
 
-        A value of an unsupported class is returned unchanged.
+        Any other value is returned unchanged.
         """
         if isinstance(value, UnbuiltCall):
             name = value.name

@@ -46,7 +46,7 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
             lists the names of the others.
 
     Raises:
-        TypeError: If ``obj`` contains a value that cannot be saved, or if ``f`` has the wrong type.
+        TypeError: If ``obj`` cannot be saved in this format, or if ``f`` has the wrong type.
         ValueError: If ``obj`` contains itself or is nested too deeply, or if the URL is invalid.
         OSError, RuntimeError: If the file cannot be written.
     """
@@ -132,20 +132,13 @@ def _delete(path: AnyPath) -> None:
 def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, safe: bool) -> None:
     """Write weights as one file, or as several files with an index, under Hugging Face's file names.
 
-    At any time, the folder contains the complete old or the complete new weights. Several new files get unused names.
-    The new index replaces the old index in one rename. Then the old files are deleted.
-
-    Args:
-        weights: Tensors by name. In a safetensors file, only the first of several tied tensors is written, and the
-            header lists the names of the others.
-        directory: The path or URL of the folder.
-        limit: The maximum total size of the tensors in a file, in bytes. A larger tensor gets a file of its own.
-        safe: Write safetensors files. If False, write files of ``torch.save``.
+    At any time, the folder contains the complete old or the complete new weights. Several new files get unused names,
+    the new index replaces the old one in one rename, and then the old files are deleted. See `write_weights` for the
+    arguments.
 
     Raises:
         TypeError: If a value cannot be exported.
         ValueError: If the directory is a Treadle checkpoint.
-        OSError, RuntimeError: If a file cannot be written.
     """
     others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if others:
@@ -167,8 +160,8 @@ def write_weights(
         aliases: Further names of tied tensors, each with the name of the tensor in ``tensors``.
         directory: The path or URL of the folder.
         limit: The maximum total size of the tensors in a file, in bytes. A larger tensor gets a file of its own.
-        safe: Write safetensors files. If False, write files of ``torch.save``, in which a tied tensor is listed under
-            all its names.
+        safe: Write safetensors files, with the aliases in the header. If False, write files of ``torch.save``, in which
+            a tied tensor is listed under all its names.
 
     Raises:
         ValueError: If the directory is a Treadle checkpoint.

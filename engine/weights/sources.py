@@ -49,8 +49,8 @@ class Opened:
         place: The path or URL of the source, for errors.
         weights: The unread tensors by name.
         others: Values of the state dict that are not tensors, by name, such as extra state of modules.
-        file: The file of ``torch.save``, if it alone contains the weights; otherwise None.
-        checkpoint: The Treadle checkpoint that contains the weights; None for other sources.
+        file: The file of ``torch.save``, if it alone contains the weights.
+        checkpoint: The Treadle checkpoint that contains the weights, if any.
         frozen: The digests, by name, of weights that a checkpoint omits because they were not trained.
     """
 
@@ -69,9 +69,7 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
     Downloads are deleted after the context ends.
 
     Raises:
-        TypeError: If the source is neither a path nor a URL.
         ValueError: If the source or ``sha256`` is missing, damaged or not supported.
-        ModuleNotFoundError: If the package for the scheme of the URL is not installed.
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(source, str | os.PathLike):
@@ -98,10 +96,9 @@ def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
     For a Treadle checkpoint on disk, only the sizes of the files are checked and not their digests.
 
     Args:
-        checkpoint: A path, or a URL of an object store, whose files are kept locally until the process ends. The
-            supported formats are a safetensors file, a file of ``torch.save``, a ``.index.json`` that names several
-            files, a folder that contains one of these, and a Treadle checkpoint. For an index in an object store, pass
-            the URL of its folder.
+        checkpoint: A path, or a URL of an object store, of a safetensors file, a file of ``torch.save``, a
+            ``.index.json`` that names several files, a folder that contains one of these, or a Treadle checkpoint. For
+            an index in an object store, pass the URL of its folder.
 
     Raises:
         ValueError: If the checkpoint does not exist, is damaged or has an unsupported format or URL.

@@ -75,14 +75,12 @@ class Strided:
 class TorchFile:
     """File of ``torch.save`` whose pickle is parsed and whose tensors are read on demand.
 
-    The file is reopened whenever a tensor is read.
-
     Attributes:
         document: The content of the file, as returned by `pickle_reader.read`.
         reader: Converter of parts of the document to data. It converts tensors to `View`.
 
     Raises:
-        ValueError: If the file is not supported.
+        ValueError: If the file is damaged or not supported.
         OSError: If the file cannot be opened.
     """
 

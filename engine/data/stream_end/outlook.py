@@ -8,7 +8,7 @@ class Outlook:
 
     If every rank casts one of these two votes, the number of samples in the group follows from the counts of votes.
 
-    Args:
+    Attributes:
         width: Number of micro-batches in the group.
         is_full: Whether this rank has read all micro-batches of the group, and each of them is a full batch.
         has_ended: Whether this rank has no data left for the group.

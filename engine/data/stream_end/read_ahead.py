@@ -54,7 +54,6 @@ def holds_model(dataset: Any) -> bool:
 
 
 def _iter_held(value: Any) -> Iterator[Any]:
-    """Yield the objects that a value refers to."""
     if isinstance(value, MethodType):
         yield value.__self__
     elif isinstance(value, partial):
