@@ -1,4 +1,4 @@
-"""Single-file checkpoints for scripts. The Trainer does not use these classes."""
+"""Lightning's classes for single-file checkpoints. The Trainer does not use them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CheckpointIO(ABC):
 
         Args:
             checkpoint: The content of the checkpoint.
-            path: The path of the file or directory to write.
+            path: The path to write to.
             storage_options: Options that the subclass defines. Default: None.
         """
 
@@ -38,7 +38,7 @@ class CheckpointIO(ABC):
         """Load a checkpoint and return its content.
 
         Args:
-            path: The path of the file or directory to read.
+            path: The checkpoint's path.
             map_location: See ``torch.load``.
             weights_only: See ``torch.load``.
         """
@@ -62,16 +62,7 @@ class TorchCheckpointIO(CheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint to a file, and create the file's folder if it is missing.
-
-        Args:
-            checkpoint: The content of the checkpoint.
-            path: Path of the file.
-            storage_options: Must be None.
-
-        Raises:
-            TypeError: If ``storage_options`` is not None.
-        """
+        """Write a checkpoint to a file, whose folder is created if it is missing. ``storage_options`` must be None."""
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} is not supported. Remove it.")
         path = Path(path)
@@ -91,8 +82,7 @@ class TorchCheckpointIO(CheckpointIO):
         Args:
             path: Path of the file, or of the directory of a run's checkpoint.
             map_location: See ``torch.load``. Default: the CPU.
-            weights_only: See ``torch.load``. Default: None, which means True and loads data only. With False, code in
-                the file is run.
+            weights_only: See ``torch.load``. Default: None, which means True. With False, code in the file is run.
 
         Raises:
             FileNotFoundError: If ``path`` does not exist.
@@ -109,11 +99,7 @@ class TorchCheckpointIO(CheckpointIO):
         return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a file or folder if it exists.
-
-        Args:
-            path: Path of the file or folder.
-        """
+        """Remove a file or folder if it exists."""
         path = Path(path)
         if path.is_dir():
             shutil.rmtree(path)
@@ -124,8 +110,8 @@ class TorchCheckpointIO(CheckpointIO):
 class AsyncCheckpointIO(CheckpointIO):
     """`CheckpointIO` that copies the tensors and then writes checkpoints one after the other in a thread.
 
-    Training can continue during the write. If a write fails, a later call of any method raises its error, at the latest
-    `teardown`. If several writes have failed by then, only the first error is raised.
+    Training can continue during the write. If writes fail, a later call raises the error of the first, at the latest
+    `teardown`.
 
     Args:
         checkpoint_io: The `CheckpointIO` that writes the checkpoints. Default: a `TorchCheckpointIO`.

@@ -1,4 +1,4 @@
-"""Arguments of ``__init__`` read from a frame, and attributes looked up in a task and its data module."""
+"""Lightning's helpers for hyperparameters, and for attributes of a task and its data module."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
-    """Delete hyperparameters that cannot be pickled, with a warning for each.
-
-    Args:
-        hparams: Hyperparameters by name, which are changed in place.
-    """
+    """Delete hyperparameters that cannot be pickled, in place, with a warning for each."""
     for name in [name for name, value in hparams.items() if not is_picklable(value)]:
         warn(
             f"hyperparameter {name!r} can't be pickled and is removed. To avoid this warning, call "
@@ -29,11 +25,7 @@ def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
 
 
 def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
-    """Return the names of ``self``, ``*args`` and ``**kwargs`` in a class's ``__init__``; None for a missing one.
-
-    Args:
-        cls: Class whose ``__init__`` is inspected.
-    """
+    """Return the names of ``self``, ``*args`` and ``**kwargs`` in a class's ``__init__``; None for a missing one."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
     positional, keyword = (next((p.name for p in parameters if p.kind == kind), None) for kind in _VARIADIC)
     return parameters[0].name, positional, keyword
@@ -42,11 +34,7 @@ def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
 def get_init_args(frame: FrameType) -> dict[str, Any]:
     """Return the arguments of the ``__init__`` that runs in a frame, by name; an empty dict for any other frame.
 
-    Arguments in ``*args`` are omitted. An ``__init__`` that does not refer to ``__class__``, as ``super()`` does,
-    counts as any other frame.
-
-    Args:
-        frame: Frame of a running function.
+    An ``__init__`` that does not refer to ``__class__``, as ``super()`` does, counts as any other frame.
     """
     return _read_frame(frame)[1]
 
@@ -69,13 +57,13 @@ def collect_init_args(
 ) -> list[dict[str, Any]]:
     """Return the arguments of the nested ``__init__`` calls around a frame, from the innermost to the outermost call.
 
+    A call counts if its method refers to ``__class__``, as ``super()`` does.
+
     Args:
         frame: Frame in which the search starts.
         path_args: List to which the arguments of each call are appended as a dict. It is returned.
-        inside: Whether ``frame`` is inside such a call, so the search ends at the first frame that is not. By default,
-            the search first skips frames until it reaches such a call.
-        classes: Classes whose ``__init__`` counts. Default: all. The method must refer to ``__class__``, as ``super()``
-            does. Without ``classes``, another method that does so counts too, and an empty dict is appended for it.
+        inside: Whether ``frame`` is inside such a call. By default, the search first skips frames until it reaches one.
+        classes: Classes whose ``__init__`` counts. Default: all.
     """
     current: FrameType | None = frame
     while current is not None and current.f_back is not None:
@@ -100,8 +88,7 @@ def save_hyperparameters(
 
     Args:
         obj: A task, a data module, or another object with the method ``save_hyperparameters``.
-        *args: Names of the arguments to save, or one object that holds all hyperparameters. Default: all arguments. An
-            object is ignored if ``given_hparams`` is set or ``obj`` is a dataclass.
+        *args: Names of the arguments to save, or one object that holds all hyperparameters. Default: all arguments.
         ignore: Name or names to omit. Default: None.
         frame: The frame whose arguments are saved. Default: the caller's.
         given_hparams: Values by name that are saved instead of a frame's arguments. Default: for a dataclass, the
@@ -136,24 +123,15 @@ def _get_holders(model: Any, attribute: str) -> list[Any]:
 
 
 def lightning_hasattr(model: Any, attribute: str) -> bool:
-    """Return whether a task, its data module or the hyperparameters of either have an attribute.
-
-    Args:
-        model: The task.
-        attribute: The attribute's name.
-    """
+    """Return whether a task, its data module or the hyperparameters of either have an attribute."""
     return bool(_find_holders(model, attribute))
 
 
 def lightning_getattr(model: Any, attribute: str) -> Any:
     """Return an attribute of a task, its data module, or the hyperparameters of either.
 
-    If several of these objects have the attribute, the last one in this order applies: the task, the task's
-    hyperparameters, the data module, the data module's hyperparameters.
-
-    Args:
-        model: The task.
-        attribute: The attribute's name.
+    If several of these objects have the attribute, the data module precedes the task, and hyperparameters precede
+    attributes.
 
     Raises:
         AttributeError: If none of these objects has the attribute.
@@ -164,11 +142,6 @@ def lightning_getattr(model: Any, attribute: str) -> Any:
 
 def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
     """Set an attribute wherever it exists: in a task, its data module, and the hyperparameters of either.
-
-    Args:
-        model: The task.
-        attribute: The attribute's name.
-        value: The new value.
 
     Raises:
         AttributeError: If none of these objects has the attribute.

@@ -1,4 +1,4 @@
-"""Accelerate's helpers for models: regional compilation, order of modules, state dicts for safetensors."""
+"""Accelerate's helpers for models, their state dicts and their files."""
 
 from __future__ import annotations
 
@@ -23,29 +23,17 @@ from ..engine.weights import save_object
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether a model is, or contains, a module that ``torch.compile`` returned.
-
-    Args:
-        module: Model to inspect.
-    """
+    """Return whether a model is, or contains, a module that ``torch.compile`` returned."""
     return any(is_compiled_module(part) for part in module.modules()) and bool(module._modules)
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module is a non-empty ``ModuleList`` whose items are all instances of the first item's class.
-
-    Args:
-        module: Any module.
-    """
+    """Return whether a module is a non-empty ``ModuleList`` whose items are all instances of the first item's class."""
     return isinstance(module, nn.ModuleList) and len(module) > 0 and all(isinstance(m, type(module[0])) for m in module)
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module is, or contains, a list of blocks for which `is_repeated_blocks` is True.
-
-    Args:
-        module: Any module.
-    """
+    """Return whether a module is, or contains, a list of blocks for which `is_repeated_blocks` is True."""
     return any(is_repeated_blocks(part) for part in module.modules())
 
 
@@ -85,7 +73,7 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
     """Compile each repeated block and each remaining submodule in place, and return the model; see `compile_regions`.
 
     Args:
-        module: Model to compile. Without repeated blocks, it is compiled as a whole.
+        module: The model.
         **compile_kwargs: Arguments of ``nn.Module.compile``.
     """
     if is_repeated_blocks(module):
@@ -100,10 +88,10 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Return all modules of a model. Each module follows its submodules, and the model comes last.
+    """Return all modules of a model, or pairs of name and module. Each module follows its submodules.
 
     Args:
-        model: Model whose modules are listed.
+        model: The model.
         return_fqns: Whether to return pairs of name and module. Default: False.
     """
     waiting, ordered = [("", model)], []
@@ -115,30 +103,17 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the class of the first module whose class has this name, or None.
-
-    Args:
-        module: Model whose modules are searched.
-        name: Name of the class.
-    """
+    """Return the class of the first module whose class has this name, or None."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Return whether any parameter is a ``DTensor``.
-
-    Args:
-        model: Model to inspect.
-    """
+    """Return whether any parameter is a ``DTensor``."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return the number of ranks over which Transformers has split the model's matrices, or None if they are not split.
-
-    Args:
-        model: A model of Transformers.
-    """
+    """Return the number of ranks over which Transformers has split the model's matrices, or None."""
     size = getattr(model, "tp_size", None)
     if size is not None:
         return int(size)
@@ -151,9 +126,6 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
     If a tensor has several names, all but the first are removed, with a warning. Other tensors that share memory with
     an earlier one are copied.
-
-    Args:
-        state_dict: Tensors by name. The dict is not changed.
     """
     names: dict[Any, str] = {}
     storages: set[tuple[torch.device, int]] = set()
@@ -179,12 +151,7 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 
 def move_to_device(state: Any, device: Any) -> Any:
-    """Return an optimizer's state with every tensor on ``device``.
-
-    Args:
-        state: The optimizer's ``state_dict()``, or other tensors in nested lists, tuples and dicts.
-        device: Device to which the tensors are moved.
-    """
+    """Return nested lists, tuples and dicts, such as an optimizer's state, with every tensor on ``device``."""
     if isinstance(state, list | tuple):
         return honor_type(state, (move_to_device(item, device) for item in state))
     if isinstance(state, dict):
@@ -198,14 +165,10 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     """Write an object on rank zero with ``torch.save`` or safetensors.
 
     Args:
-        obj: Object to write; for safetensors, a dict of tensors.
+        obj: The object; for safetensors, a dict of tensors.
         f: Path of the file, or an open binary file.
         save_on_each_node: Whether to write on the local rank zero of every machine. Default: False.
         safe_serialization: Whether to write safetensors. Default: False.
-
-    Raises:
-        TypeError: If ``safe_serialization`` is True and ``obj`` contains a value that is not a tensor, or a tensor of a
-            dtype that safetensors does not support.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
@@ -242,8 +205,7 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
         save_on_each_node: Whether to write on the local rank zero of every machine. Default: False.
 
     Raises:
-        TypeError: On a rank that writes, if the state contains values that `load_custom_state` could not load. No file
-            is written.
+        TypeError: If the state contains values that `load_custom_state` could not load. No file is written.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:

@@ -1,4 +1,4 @@
-"""Less common Accelerate operations on tensors in nested dicts, lists and tuples."""
+"""Less common Accelerate operations on nested tensors and collectives."""
 
 from __future__ import annotations
 
@@ -24,49 +24,29 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def get_shape(data: Any) -> Any:
-    """Return ``data`` with each tensor replaced by its shape, as a list.
-
-    Args:
-        data: Tensors in nested dicts, lists and tuples.
-    """
+    """Return nested ``data`` with each tensor replaced by its shape, as a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def get_data_structure(data: Any) -> Any:
-    """Return ``data`` with each tensor replaced by a `TensorInformation`.
-
-    Args:
-        data: Tensors in nested dicts, lists and tuples.
-    """
+    """Return nested ``data`` with each tensor replaced by a `TensorInformation`."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Return whether an object is a `TensorInformation`.
-
-    Args:
-        tensor_info: Any object.
-    """
+    """Return whether an object is a `TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Return the data that `get_data_structure` described, with uninitialized tensors on torch's default device.
-
-    Args:
-        data_structure: Nested data with a `TensorInformation` in place of each tensor.
-    """
+    """Return the data that `get_data_structure` described, with uninitialized tensors on torch's default device."""
     return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
     )
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the batch size of ``data``, or None if ``data`` contains no tensor, or only 0-d tensors.
-
-    Args:
-        data: Tensors in nested dicts, lists and tuples.
-    """
+    """Return the batch size of nested ``data``, or None if it contains no tensor, or only 0-d tensors."""
     try:
         return find_batch_size(data)
     except TypeError:
@@ -74,11 +54,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Return whether a tensor is on an Intel GPU.
-
-    Args:
-        tensor: Tensor to inspect.
-    """
+    """Return whether a tensor is on an Intel GPU."""
     return isinstance(tensor, Tensor) and tensor.device.type == "xpu"
 
 
@@ -90,9 +66,6 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         batch_size: The current number of rows.
         num_processes: The divisor of the new number of rows.
         dim: The dimension of the rows, not negative. Default: 0.
-
-    Raises:
-        TypeError: If ``tensor`` contains a value other than tensors.
     """
     missing = -batch_size % num_processes
 
@@ -125,11 +98,10 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a collective to compare tensor shapes across ranks first in debug mode; see `PartialState.debug`.
 
-    In debug mode with several ranks, the decorated function raises a `DistributedOperationException` on every rank if
-    structures, shapes or device types differ.
+    If structures, shapes or device types differ, a `DistributedOperationException` is raised on every rank.
 
     Args:
-        function: Collective to decorate. Its first argument, or its keyword argument ``tensor``, holds the tensors.
+        function: Collective whose first argument, or keyword argument ``tensor``, holds the tensors.
     """
 
     @wraps(function)
@@ -152,11 +124,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an operation so that a `DistributedOperationException` raised inside it names the operation.
-
-    Args:
-        function: Operation to decorate.
-    """
+    """Decorate an operation so that a `DistributedOperationException` raised inside it names the operation."""
 
     @wraps(function)
     def chained(*args: Any, **kwargs: Any) -> Any:
@@ -181,7 +149,7 @@ class ConvertOutputsToFp32:
         update_wrapper(self, model_forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function and return its output with half-precision tensors converted to float32."""
+        """Run the function and return its converted output."""
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> Any:
@@ -192,12 +160,5 @@ class ConvertOutputsToFp32:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Do nothing, because only DeepSpeed's ZeRO-3 gathers parameters in this context. The arguments are Accelerate's.
-
-    Args:
-        params: Accepted and ignored.
-        modifier_rank: Accepted and ignored.
-        fwd_module: Accepted and ignored.
-        enabled: Accepted and ignored.
-    """
+    """Do nothing, because only DeepSpeed's ZeRO-3 gathers parameters in this context. The arguments are ignored."""
     yield
