@@ -110,7 +110,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 
 class Station:
-    """Hooks of one module: when it is called, its offloaded tensors are loaded and its inputs are moved.
+    """Hooks of one module: when it is called, its offloaded tensors are loaded and, with ``moves``, its inputs moved.
 
     Two threads may run the module at the same time, and a module may call itself. The loaded values are therefore
     released only when the last call ends.
@@ -134,7 +134,7 @@ class Station:
             handle.remove()
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Load the offloaded tensors and move the inputs before the forward pass."""
+        """Load the offloaded tensors and, with ``moves``, move the inputs before the forward pass."""
         if self.loans:
             with self._lock:
                 self._inside += 1
