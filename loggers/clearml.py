@@ -20,9 +20,9 @@ SUBSETS = ("train", "val", "test", "eval")
 class ClearMLLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to ClearML or writes them to files.
 
-    Install with ``pip install clearml``. Rank zero begins a task when something is first logged or ``experiment`` is
-    read. The task stays open after a successful fit, so later fits continue it; `finish` ends it. A task that you have
-    already started is used, unless ``task_id`` selects another task.
+    Install with ``pip install clearml``. Rank zero begins a task on first use. The task stays open after a successful
+    fit, so later fits continue it; `finish` ends it. A task that you have already started is used, unless ``task_id``
+    selects another task.
 
     ``train_loss`` becomes the series ``train`` of the plot ``loss``; ``val_``, ``test_`` and ``eval_`` are treated the
     same way. A value that is not finite is not plotted, because ClearML would report it as 0.
@@ -35,11 +35,9 @@ class ClearMLLogger(ServiceLogger):
             ``Task.import_offline_session`` sends them. This applies to the whole process. Default: False.
         tags: Tags of the task. Default: none.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Upload checkpoints as artifacts: ``"all"`` uploads each one once it is saved; True uploads the kept
-            ones, at the end of a fit at the latest; False uploads none. Checkpoints at a URL are skipped. Default:
-            False.
-        strict: Raise the logger's errors. If False, the Trainer turns an error into a warning and disables the logger.
-            Default: False.
+        log_model: Upload checkpoints that are on disk: ``"all"`` uploads each one once it is saved; True uploads the
+            kept ones, at the end of a fit at the latest. Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
         **kwargs: Arguments of ``Task.init``, such as ``task_type`` and ``output_uri``.
 
     Raises:
@@ -155,7 +153,6 @@ def _make_gentle(task_class: Any) -> None:
 
 
 def _untag(task: Any) -> None:
-    """Remove the tag that marks a task as failed."""
     tags = task.get_tags() or []
     if FAILED in tags:
         task.set_tags([tag for tag in tags if tag != FAILED])

@@ -18,9 +18,9 @@ OLD_NAMES = {"project_name": "project", "experiment_name": "name", "save_dir": "
 class CometLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to Comet or writes them to archives.
 
-    Install with ``pip install comet_ml``. Rank zero begins an experiment when something is first logged or
-    ``experiment`` is read. The experiment stays open after a successful fit, so later fits continue it; `finish` ends
-    it. A process has one experiment at a time, so a second logger ends the experiment of the first.
+    Install with ``pip install comet_ml``. Rank zero begins an experiment on first use. The experiment stays open after
+    a successful fit, so later fits continue it; `finish` ends it. A process has one experiment at a time, so a second
+    logger ends that of the first.
 
     Offline, an archive is written each time the experiment ends; ``comet upload`` sends it.
 
@@ -34,10 +34,9 @@ class CometLogger(ServiceLogger):
             ``COMET_START_MODE``, or ``"get_or_create"``.
         online: Whether data is sent; False only writes archives. Default: ``COMET_START_ONLINE``, or True.
         prefix: Text before every metric's name, as ``prefix_name``. Default: none.
-        log_model: Upload checkpoints: ``"all"`` uploads each one once it is saved; True uploads the kept ones, at the
-            end of a fit at the latest; False uploads none. Checkpoints at a URL are skipped. Default: False.
-        strict: Raise the logger's errors. If False, the Trainer turns an error into a warning and disables the logger.
-            Default: False.
+        log_model: Upload checkpoints that are on disk: ``"all"`` uploads each one once it is saved; True uploads the
+            kept ones, at the end of a fit at the latest. Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
         experiment_config: A ``comet_ml.ExperimentConfig``, instead of ``kwargs``. Default: built from ``kwargs``.
         **kwargs: Arguments of ``comet_ml.ExperimentConfig``, such as ``name``, ``tags`` and ``offline_directory``.
 

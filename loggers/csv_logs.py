@@ -32,8 +32,7 @@ class CSVLogger(DirectoryLogger):
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         flush_logs_every_n_steps: Number of buffered rows, or of steps that they span, at which they are written. A
             killed process loses the buffered rows. Default: 100.
-        strict: Raise the logger's errors. If False, the Trainer turns an error into a warning and disables the logger.
-            Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
 
     Raises:
         TypeError, ValueError: If an argument is invalid.
@@ -77,8 +76,7 @@ class CSVLogger(DirectoryLogger):
         """Add one row.
 
         Args:
-            metrics: Values by name: a number, a tensor with one element, or a dict of them, whose columns are named
-                ``name/key``.
+            metrics: Numbers or tensors by name; a dict of them adds columns named ``name/key``.
             step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:

@@ -91,8 +91,7 @@ class Logger(ABC):
     below the ``@property`` of ``experiment``, because user code reads it on every rank.
 
     Attributes:
-        strict: Raise the logger's errors. If False, the Trainer turns an error into a warning and disables the logger.
-            Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
 
     Example:
         >>> from treadle.loggers import Logger

@@ -28,8 +28,7 @@ NAME_TAG = "mlflow.runName"
 class MLFlowLogger(Logger):
     """Logger that sends metrics, hyperparameters and checkpoints to MLflow (``pip install mlflow``).
 
-    Rank zero begins a run when something is first logged, or when `experiment`, `run_id` or `experiment_id` is read.
-    Later fits continue the same run.
+    Rank zero begins a run on first use. Later fits continue the same run.
 
     Args:
         experiment_name: Experiment of the run; created if missing. Default: ``"treadle_logs"``.
@@ -38,15 +37,13 @@ class MLFlowLogger(Logger):
             ``MLFLOW_TRACKING_URI``, or files in ``save_dir``.
         tags: Tags of the run by name. Default: none.
         save_dir: Directory for files if no address is set. Default: ``./mlruns``.
-        log_model: Upload checkpoints as artifacts: ``"all"`` uploads each one once it is saved; True uploads the kept
-            ones, at the end of a fit at the latest; False uploads none. Checkpoints at a URL are skipped. Default:
-            False.
+        log_model: Upload checkpoints that are on disk: ``"all"`` uploads each one once it is saved; True uploads the
+            kept ones, at the end of a fit at the latest. Default: False.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         artifact_location: Location of the artifacts of a new experiment. Default: chosen by MLflow.
         run_id: ID of the run to continue. Default: a new run.
         synchronous: Whether each call waits until its values are written. Default: MLflow's own setting.
-        strict: Raise the logger's errors. If False, the Trainer turns an error into a warning and disables the logger.
-            Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
 
     Raises:
         ModuleNotFoundError: If a required package is not installed.
@@ -96,7 +93,6 @@ class MLFlowLogger(Logger):
         self._reset()
 
     def _reset(self) -> None:
-        """Reset the state that belongs to an open run."""
         self._client = None
         self._running = False
         self._last_step = -1
@@ -181,7 +177,6 @@ class MLFlowLogger(Logger):
         return str(experiment.experiment_id)
 
     def _continue(self, client: Any) -> None:
-        """Load the run to continue, and update its tags and its name."""
         run = client.get_run(self._version)
         self._experiment_id = run.info.experiment_id
         self._params = dict(run.data.params)
@@ -191,7 +186,6 @@ class MLFlowLogger(Logger):
             client.update_run(self._version, name=self._run_name)
 
     def _write(self, **batch: list[Any]) -> None:
-        """Send metrics or parameters to MLflow, and set the run's status to running."""
         client = self.experiment
         if not self._running:
             client.update_run(self._version, status="RUNNING")
@@ -206,7 +200,7 @@ class MLFlowLogger(Logger):
         """Record metrics. Characters that MLflow does not accept are removed from their names, with a warning.
 
         Args:
-            metrics: Values by name: a number, a tensor with one element, or a dict of them, recorded as ``name/key``.
+            metrics: Numbers or tensors by name; a dict of them is recorded as ``name/key``.
             step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:

@@ -23,9 +23,8 @@ class NeptuneLogger(ServiceLogger):
 
     Neptune's service has ended. This class accepts the arguments of Lightning's ``NeptuneLogger``.
 
-    Rank zero begins a run when something is first logged or ``experiment`` is read. The run is closed after each fit,
-    validation, test or prediction, and reopened when something is logged again. NaN is skipped with a warning. Only the
-    paths of checkpoints are recorded.
+    Rank zero begins a run on first use. The run is closed after each stage and reopened on the next use. NaN is skipped
+    with a warning. Only the paths of checkpoints are recorded.
 
     Args:
         api_key: API key of GoodSeed; with a key, runs are also sent to GoodSeed by default. Default:
@@ -36,8 +35,7 @@ class NeptuneLogger(ServiceLogger):
         log_model_checkpoints: Record the paths of the latest and the best checkpoint, and the best score. Checkpoints
             at a URL are skipped. Default: True.
         prefix: Text before the path of every metric and hyperparameter, as ``prefix/path``. Default: ``"training"``.
-        strict: Raise the logger's errors. If False, the Trainer turns an error into a warning and disables the logger.
-            Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
         **neptune_run_kwargs: Arguments of ``neptune.init_run``: ``with_id`` (a run to continue), ``mode`` (``"async"``
             or ``"sync"`` with an ``api_key``; ``"offline"``, which only writes local files; ``"debug"``, which stores
             nothing), ``custom_id`` (the ID of the run), ``tags``, ``description``, ``capture_stdout``, ...; and

@@ -18,9 +18,9 @@ OLD_NAMES = ("experiment_name", "notes", "logdir")
 class SwanLabLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to SwanLab or writes them to files.
 
-    Install with ``pip install swanlab``. Rank zero begins a run when something is first logged or ``experiment`` is
-    read. The run stays open after a successful fit, so later fits continue it; `finish` ends it. A run that you have
-    already started is used, unless ``id`` or ``SWANLAB_RUN_ID`` selects another run.
+    Install with ``pip install swanlab``. Rank zero begins a run on first use. The run stays open after a successful
+    fit, so later fits continue it; `finish` ends it. A run that you have already started is used, unless ``id`` or
+    ``SWANLAB_RUN_ID`` selects another run.
 
     SwanLab keeps the first value of a metric for each step and ignores later ones.
 
@@ -31,15 +31,14 @@ class SwanLabLogger(ServiceLogger):
         description: Description of the run. Default: none.
         log_dir: Directory for SwanLab's files. Default: ``save_dir/swanlog``.
         mode: ``"online"``, ``"offline"`` (only files; ``swanlab sync`` sends them), ``"local"`` (files for the
-            dashboard, which needs ``swanlab[dashboard]``) or ``"disabled"``. Default: ``SWANLAB_MODE``, or online.
+            dashboard) or ``"disabled"``. Default: ``SWANLAB_MODE``, or online.
         save_dir: Directory for ``swanlog`` if ``log_dir`` is not set. Default: the working directory.
         tags: Tags of the run. Default: none.
         id: ID of the run; online, an existing run with this ID is continued. Default: ``SWANLAB_RUN_ID``, or a new one.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Save checkpoints with the run: ``"all"`` saves each one once it is on disk; True saves the kept ones,
-            at the end of a fit at the latest; False saves none. Checkpoints at a URL are skipped. Default: False.
-        strict: Raise the logger's errors. If False, the Trainer turns an error into a warning and disables the logger.
-            Default: False.
+        log_model: Save checkpoints on disk with the run: ``"all"`` saves each one once it exists; True saves the kept
+            ones, at the end of a fit at the latest. Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
         **kwargs: Arguments of ``swanlab.init``, such as ``group`` and ``job_type``.
 
     Raises:

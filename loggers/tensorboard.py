@@ -34,8 +34,7 @@ class TensorBoardLogger(DirectoryLogger):
         default_hp_metric: Whether `log_hyperparams` without metrics records ``hp_metric`` = -1. Default: True.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         sub_dir: Directory below ``version_N`` for the files. Default: none.
-        strict: Raise the logger's errors. If False, the Trainer turns an error into a warning and disables the logger.
-            Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
         **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``, such as ``max_queue`` (events) and
             ``flush_secs`` (seconds).
 
@@ -97,8 +96,7 @@ class TensorBoardLogger(DirectoryLogger):
         """Record metrics as scalars.
 
         Args:
-            metrics: Values by name: a number, a tensor with one element, or a dict of them, whose entries share one
-                chart.
+            metrics: Numbers or tensors by name; the entries of a dict of them share one chart.
             step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:

@@ -13,19 +13,16 @@ from ._services import ServiceLogger, check_options
 class TrackioLogger(ServiceLogger):
     """Logger that writes metrics, hyperparameters and checkpoints to Trackio (``pip install trackio``).
 
-    Rank zero begins a run when something is first logged or ``experiment`` is read. The run is closed after each fit,
-    validation, test or prediction, and reopened when something is logged again. Trackio turns storage errors into
-    warnings, even with ``strict``.
+    Rank zero begins a run on first use. The run is closed after each stage and reopened on the next use. Trackio turns
+    storage errors into warnings, even with ``strict``.
 
     Args:
         project: Project of the run. Default: ``"treadle_logs"``.
         name: Name of the run, which is also its ``version``. Default: generated.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Copy checkpoints to Trackio's artifacts: ``"all"`` copies each one once it is saved; True copies the
-            kept ones, at the end of a fit at the latest; False copies none. Checkpoints at a URL are skipped. Default:
-            False.
-        strict: Raise the logger's errors. If False, the Trainer turns an error into a warning and disables the logger.
-            Default: False.
+        log_model: Copy checkpoints on disk to Trackio's artifacts: ``"all"`` copies each one once it is saved; True
+            copies the kept ones, at the end of a fit at the latest. Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
         **kwargs: Arguments of ``trackio.init``, such as ``space_id`` and ``server_url``; ``resume="allow"`` continues
             the latest run of this name, if there is one. Without ``resume``, the logger begins a new run.
 

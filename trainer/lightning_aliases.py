@@ -70,7 +70,6 @@ class LightningAliases:
 
     @property
     def _accelerator_connector(self) -> SimpleNamespace:
-        """Attributes, such as the devices, that libraries look up here."""
         device = self._trainer.strategy.root_device
         devices = [
             torch.device(device.type, index) if device.index is not None else device for index in self.device_ids
@@ -170,22 +169,22 @@ class LightningAliases:
 
     @property
     def num_val_batches(self) -> list[int | None]:
-        """Numbers of batches of the validation dataloaders on this process; None if unknown."""
+        """Number of batches of each validation dataloader on this process; None if unknown."""
         return self._get_lengths("val")
 
     @property
     def num_test_batches(self) -> list[int | None]:
-        """Numbers of batches of the test dataloaders on this process; None if unknown."""
+        """Number of batches of each test dataloader on this process; None if unknown."""
         return self._get_lengths("test")
 
     @property
     def num_predict_batches(self) -> list[int | None]:
-        """Numbers of batches of the predict dataloaders on this process; None if unknown."""
+        """Number of batches of each predict dataloader on this process; None if unknown."""
         return self._get_lengths("predict")
 
     @property
     def num_sanity_val_batches(self) -> list[int | None]:
-        """Numbers of batches of the validation dataloaders in the sanity check; None if unknown."""
+        """Number of batches of each validation dataloader in the sanity check; None if unknown."""
         most = self._trainer.num_sanity_val_steps
         lengths = self._get_lengths("val")
         return lengths if most == -1 else [most if length is None else min(most, length) for length in lengths]
@@ -196,7 +195,7 @@ class LightningAliases:
 
     @property
     def train_dataloader(self) -> Any:
-        """The user's training dataloader, or a `CombinedLoader` of several; None if there is none yet."""
+        """The user's training dataloader, or a `CombinedLoader` of several; None if there is none."""
         sources = self._trainer.sources
         if sources is None or (self._trainer.stage != "fit" and not sources.has_train):
             return None
@@ -226,7 +225,7 @@ class LightningAliases:
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """Latest values sent to the loggers, by name."""
+        """Latest values for the loggers, by name."""
         return tensors_by_name(self._trainer.logbook.logged_values)
 
     @property

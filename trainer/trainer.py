@@ -147,13 +147,10 @@ class Trainer(LightningAliases):
         history: Curves of the logged values, and the time spent in each activity; see `History`.
         should_stop: Set it to True to end the run after an optimizer step, once ``min_epochs`` and ``min_steps`` are
             reached.
-        interrupted: Whether Ctrl-C ended the last stage.
-        sanity_checking: Whether the sanity check before training is running.
         decided: Settings that the latest ``fit`` announced, as text; "" before the first ``fit``.
 
     Raises:
-        TypeError: If a flag does not exist.
-        TypeError, ValueError: If a flag's value is invalid or cannot be applied.
+        TypeError, ValueError: If a flag does not exist, or its value is invalid or cannot be applied.
         SystemExit: If the constructor has run the script again, once per device.
 
     Example:
@@ -362,7 +359,7 @@ class Trainer(LightningAliases):
             datamodule: Data module to use instead of dataloaders.
             ckpt_path: Checkpoint to resume from: a path; ``"last"``, the latest intact one; ``"best"``; or ``"auto"``:
                 ``"last"`` if this run has a checkpoint, else a fresh start. Default: a fresh start.
-            weights_only: Accepted for compatibility with Lightning; code in a checkpoint never runs.
+            weights_only: Ignored; code in a checkpoint never runs.
             schedule: Source of the learning rates and schedule after a resume: ``"saved"`` (the checkpoint) or
                 ``"script"`` (``configure_optimizers``, advanced to the checkpoint's step). Default: the saved ones,
                 with a warning if those of the script differ.
@@ -427,7 +424,7 @@ class Trainer(LightningAliases):
         """Run the test and return the logged values.
 
         Args:
-            model: Task to test. Default: the task of the last stage, with the weights of its best checkpoint, if any.
+            model: Task to test. Default: see `validate`.
             dataloaders: See `validate`.
             ckpt_path: See `validate`.
             verbose: Print the values. Default: True.
@@ -455,10 +452,8 @@ class Trainer(LightningAliases):
         """Run the prediction and return the results of ``predict_step``.
 
         Args:
-            model: Task to predict with. Default: the task of the last stage, with the weights of its best checkpoint,
-                if any.
-            dataloaders: One dataloader, several (the result is then a list of lists), or a data module. Default: those
-                of the last stage's data module if ``model`` is None, else those of the task.
+            model: Task to predict with. Default: see `validate`.
+            dataloaders: See `validate`. With several, the result is a list of lists.
             datamodule: See `validate`.
             return_predictions: False discards the results. Default: True.
             ckpt_path: See `validate`.

@@ -119,7 +119,6 @@ def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: 
 
 
 def _check_optimizer(value: Any) -> Optimizer:
-    """Return the value if it is an optimizer; raise a TypeError otherwise."""
     if isinstance(value, Optimizer):
         return value
     raise TypeError(
@@ -137,7 +136,6 @@ def _parse_dict(config: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedu
 
 
 def _parse_scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
-    """Return a scheduler, or the dict that describes it, as a `SchedulerConfig`."""
     if not isinstance(value, Mapping):
         return SchedulerConfig(scheduler=value, monitor=monitor)
     valid = [field.name for field in fields(SchedulerConfig)]

@@ -25,39 +25,30 @@ class TransferHooks:
     """Hooks that move a batch to the device. Those of a data module take precedence over those of a task."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change the batch on the host, before it is moved to the device. Default: no change.
+        """Return the batch to move to the device, changed on the host. Default: no change.
 
         Args:
             batch: Batch from the dataloader.
             dataloader_idx: Index among the validation, test or predict dataloaders; 0 in training.
-
-        Returns:
-            The batch to transfer.
         """
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move the batch to the device.
+        """Move the batch to the device and return it.
 
         Args:
             batch: Batch on the host.
             device: Device of this process.
             dataloader_idx: Index among the validation, test or predict dataloaders; 0 in training.
-
-        Returns:
-            The batch on the device.
         """
         return move_data_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change the batch on the device, after it is moved there. Default: no change.
+        """Return the batch for the step, changed on the device. Default: no change.
 
         Args:
             batch: Batch on the device.
             dataloader_idx: Index among the validation, test or predict dataloaders; 0 in training.
-
-        Returns:
-            The batch for the step.
         """
         return batch
 
@@ -125,7 +116,6 @@ class DataModule(HyperparametersMixin, TransferHooks):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """Return the sizes of the datasets as text."""
         names = ("Train", "Validation", "Test", "Predict")
         pairs = zip(names, LOADERS, strict=True)
         return "\n".join(f"{{{name} dataloader: {', '.join(_describe_sizes(self, method))}}}" for name, method in pairs)
@@ -166,10 +156,9 @@ class DataModule(HyperparametersMixin, TransferHooks):
             val_dataset: Datasets for validation, in the same forms. Default: none.
             test_dataset: Datasets for testing, in the same forms. Default: none.
             predict_dataset: Datasets for prediction, in the same forms. Default: none.
-            batch_size: Batch size of each dataloader; also passed to ``__init__`` if it accepts this argument. Default:
-                1.
-            num_workers: Worker processes of each dataloader; also passed to ``__init__`` if it accepts this argument.
-                Default: 0.
+            batch_size: Batch size of each dataloader; also an argument of ``__init__``, if it has one. Default: 1.
+            num_workers: Worker processes of each dataloader; also an argument of ``__init__``, if it has one. Default:
+                0.
             kwargs: Further arguments of ``__init__``.
         """
 

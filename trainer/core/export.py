@@ -81,8 +81,7 @@ class Exports(nn.Module):
             file_path: Path or URL of the ``.pt2`` file, which ``torch.export.load`` loads; None writes no file.
                 Default: None.
             input_sample: See `to_onnx`.
-            kwargs: Keyword arguments of ``torch.export.export``, such as ``dynamic_shapes={"x": {0:
-                torch.export.Dim.AUTO}}``.
+            kwargs: Keyword arguments of ``torch.export.export``, such as ``dynamic_shapes``.
 
         Raises:
             ValueError: If the task or an argument does not allow the export, or the program's output shapes differ from
@@ -174,7 +173,6 @@ class Exports(nn.Module):
 
 
 def _write(file_path: str | Path, write: Callable[[str], object]) -> None:
-    """Write a file to a path or URL atomically."""
     target = absolute(file_path)
     make_parent(target)
     write_atomically(target, write)
@@ -206,7 +204,6 @@ def _readable_properties(task: nn.Module) -> Iterator[None]:
 
 
 def _refuse_shards(task: nn.Module, method: str) -> None:
-    """Raise a ValueError if the task is sharded or has parameters on the meta device."""
     if any(is_sharded(parameter) or parameter.is_meta for parameter in task.parameters()):
         raise ValueError(
             f"{method}: this {type(task).__name__} is sharded or not built yet, so no process holds the full model. "
@@ -216,7 +213,6 @@ def _refuse_shards(task: nn.Module, method: str) -> None:
 
 
 def _prepare_arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments for ``forward``, on the task's device."""
     sample = task.example_input_array if sample is None else sample
     if sample is None:
         argument = "example_inputs" if method == "to_torchscript" else "input_sample"
@@ -230,7 +226,6 @@ def _prepare_arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, 
 
 
 def _collect_tensors(output: Any) -> list[Tensor]:
-    """Return the tensors in a model's output, which may be nested."""
     tensors: list[Tensor] = []
     apply_to_collection(output, Tensor, tensors.append)
     return tensors

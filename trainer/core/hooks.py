@@ -119,7 +119,7 @@ class TaskHooks:
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Run before a step's gradients are reset. Does not run with manual optimization.
+        """Run before an optimizer's gradients are reset. Does not run with manual optimization.
 
         Args:
             optimizer: Optimizer whose gradients are reset.
@@ -149,7 +149,7 @@ class TaskHooks:
         Args:
             batch: The batch.
             batch_idx: Index of the batch in its dataloader.
-            dataloader_idx: Index of the dataloader. Default: 0.
+            dataloader_idx: Index of the dataloader.
         """
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -159,7 +159,7 @@ class TaskHooks:
             outputs: Result of ``validation_step``.
             batch: The batch.
             batch_idx: Index of the batch in its dataloader.
-            dataloader_idx: Index of the dataloader. Default: 0.
+            dataloader_idx: Index of the dataloader.
         """
 
     def on_test_start(self) -> None:
@@ -180,7 +180,7 @@ class TaskHooks:
         Args:
             batch: The batch.
             batch_idx: Index of the batch in its dataloader.
-            dataloader_idx: Index of the dataloader. Default: 0.
+            dataloader_idx: Index of the dataloader.
         """
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -190,7 +190,7 @@ class TaskHooks:
             outputs: Result of ``test_step``.
             batch: The batch.
             batch_idx: Index of the batch in its dataloader.
-            dataloader_idx: Index of the dataloader. Default: 0.
+            dataloader_idx: Index of the dataloader.
         """
 
     def on_predict_start(self) -> None:
@@ -211,7 +211,7 @@ class TaskHooks:
         Args:
             batch: The batch.
             batch_idx: Index of the batch in its dataloader.
-            dataloader_idx: Index of the dataloader. Default: 0.
+            dataloader_idx: Index of the dataloader.
         """
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -221,7 +221,7 @@ class TaskHooks:
             outputs: Result of ``predict_step``.
             batch: The batch.
             batch_idx: Index of the batch in its dataloader.
-            dataloader_idx: Index of the dataloader. Default: 0.
+            dataloader_idx: Index of the dataloader.
         """
 
     # How evaluation sets and restores modes. Overriding one replaces what the loop does; `super()` has Lightning's
@@ -235,7 +235,7 @@ class TaskHooks:
         self._set_mode(training=False)
 
     def on_validation_model_train(self) -> None:
-        """Set training mode after validation. Without an override, each module returns to its earlier mode instead."""
+        """Set training mode after validation. Without an override, each module returns to its earlier mode."""
         self._set_mode(training=True)
 
     def on_test_model_eval(self) -> None:
@@ -243,7 +243,7 @@ class TaskHooks:
         self._set_mode(training=False)
 
     def on_test_model_train(self) -> None:
-        """Set training mode after testing. Without an override, each module returns to its earlier mode instead."""
+        """Set training mode after testing. Without an override, each module returns to its earlier mode."""
         self._set_mode(training=True)
 
     def on_predict_model_eval(self) -> None:
@@ -257,12 +257,12 @@ class TaskHooks:
         """Add plain data or tensors to a checkpoint.
 
         Args:
-            checkpoint: Entries of the checkpoint, by name.
+            checkpoint: Entries of the checkpoint.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the entries that `on_save_checkpoint` added to a checkpoint.
 
         Args:
-            checkpoint: Entries of the checkpoint, by name.
+            checkpoint: Entries of the checkpoint.
         """

@@ -100,7 +100,10 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """Copy of `hparams` as of the last call of `save_hyperparameters`; empty before the first call."""
+        """Hyperparameters as of the last call of `save_hyperparameters`; empty before the first call.
+
+        In-place changes of tensors and arrays are included.
+        """
         return _take_snapshot(self.__dict__.get("_hparams_initial", AttributeDict()))
 
     def stored_hparams(self) -> Stored:
@@ -142,7 +145,6 @@ class HyperparametersMixin:
 
 
 def _classify(whole: Any) -> tuple[str, str]:
-    """Return the kind and the class name of the one object that holds all hyperparameters."""
     kind = type(whole)
     if dataclasses.is_dataclass(whole) and not isinstance(whole, type):
         return "dataclass", class_name(kind)
@@ -168,7 +170,6 @@ def _take_snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
 
 
 def _select_arguments(instance: Any, arguments: dict[str, Any] | None, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the arguments that ``names`` lists, or all arguments if it is empty."""
     if arguments is None:
         raise ValueError(
             f"save_hyperparameters was called outside of {type(instance).__name__}.__init__. Call it in __init__, or "

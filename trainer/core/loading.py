@@ -160,7 +160,7 @@ def load_checkpoint(
 
     Args:
         checkpoint_path: A Treadle checkpoint, or another source of weights that `load_weights` accepts.
-        map_location: Device of the weights, in a form that ``torch.load`` accepts. Default: the CPU.
+        map_location: Device of the weights, in a form of ``torch.load`` that selects one device. Default: the CPU.
         weights_only: Ignored; code in a file never runs.
         sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
 
@@ -226,7 +226,6 @@ def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[s
 
 
 def _edit_weights(task: TaskModule, source: Opened, saved: OpenCheckpoint, checkpoint: dict[str, Any]) -> Opened:
-    """Call the task's ``on_load_checkpoint`` and return the weights to load, with the hook's edits."""
     weights = HookedWeights(read_weights(saved))
     checkpoint["state_dict"] = weights.offered
     task.on_load_checkpoint(checkpoint)
@@ -364,7 +363,6 @@ def _merge_arguments(
 def _rebuild_arguments(
     cls: type[Any], saved: Mapping[str, Any], document: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the saved arguments for the constructor, and the reasons for those that cannot be rebuilt."""
     arguments = signature(cls).arguments
     rebuilt: dict[str, Any] = {}
     lost: dict[str, str] = {}
@@ -453,7 +451,6 @@ def _parse_csv(text: str) -> dict[str, Any]:
 
 
 def _parse_value(word: str) -> Any:
-    """Parse a number, a list or another literal; return any other text unchanged."""
     named = {"None": None, "True": True, "False": False, "": None}
     if word in named:
         return named[word]

@@ -39,7 +39,7 @@ class Signature:
     """Arguments that a callable accepts.
 
     Attributes:
-        arguments: Arguments by name, in order.
+        arguments: Arguments by name.
         open: Whether the callable also accepts keyword arguments that are not listed.
         positional: Names that may be passed by position, or must be if ``*args`` follows them.
         by_place_only: Number of arguments that must be passed by position.
@@ -207,7 +207,6 @@ _SPHINX = re.compile(r"^\s*:param\s+(?:[\w.\[\]]+\s+)?(\w+):\s*(.*)$")
 
 
 def _parse_arguments(text: str) -> list[tuple[str, str]]:
-    """Return the names and descriptions in the argument sections of a docstring."""
     entries: list[tuple[list[str], list[str]]] = []
     inside, indent = False, 0
     for line in text.splitlines():

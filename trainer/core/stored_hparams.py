@@ -180,7 +180,6 @@ class _Flattener:
         return flattened
 
     def data(self, value: Any, place: tuple[str, ...]) -> Any:
-        """Return a value as data, or raise `_NoData`."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, enum.Enum):
@@ -297,8 +296,8 @@ def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: boo
 
     Args:
         value: Stored form of the argument.
-        annotation: Annotation of the argument. A dataclass is built only if it names the class or a base class.
-        default: Default of the argument, whose class is treated as if the annotation named it.
+        annotation: Annotation of the argument. A dataclass is built only if this or ``default`` allows its class.
+        default: Default of the argument.
         home: Name of the module that defines the constructor's class, which is also searched for enum classes.
         from_text: Whether the data comes from a text file, so that the annotation determines the types. Default: False.
 
@@ -312,8 +311,6 @@ def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: boo
 
 
 class _Rebuilder:
-    """Converter of stored data to the original values."""
-
     def __init__(self, home: str, from_text: bool) -> None:
         self.home = home
         self.from_text = from_text

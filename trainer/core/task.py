@@ -84,7 +84,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             kwargs: Not used by the Trainer.
 
         Returns:
-            The loss as a tensor with one element, or a dict with it. With ``automatic_optimization=False``, any value.
+            The loss as a tensor with one element, or a dict with it as ``"loss"``. With
+            ``automatic_optimization=False``, any value.
         """
         raise NotImplementedError
 
@@ -438,8 +439,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Return the task, built from the hyperparameters in a checkpoint and with its weights.
 
         Args:
-            checkpoint_path: Path or URL of a Treadle checkpoint, a Lightning ``.ckpt``, or another source of weights
-                that `load_weights` accepts.
+            checkpoint_path: Treadle checkpoint, Lightning ``.ckpt``, or another source of weights that `load_weights`
+                accepts.
             map_location: Device of the task; see `load_checkpoint`. Default: the CPU.
             hparams_file: Path of a logger's ``hparams.yaml`` or ``.csv``, which replaces the saved hyperparameters.
             strict: Whether the weights must match exactly. Default: the task's ``strict_loading``.

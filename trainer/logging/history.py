@@ -21,7 +21,7 @@ MOST_POINTS = 4096
 
 
 class Curve:
-    """Values of one metric over the optimizer steps. A long curve keeps fewer points.
+    """Values of one metric over the optimizer steps. A long curve drops points to limit its memory.
 
     Attributes:
         steps: Optimizer steps of the points.
@@ -92,7 +92,7 @@ class History(Mapping[str, Curve]):
 
     Attributes:
         rates: Learning rates, under the names of `LearningRateMonitor`.
-        throughput: Samples per second of training over all processes, without validations and checkpoints.
+        throughput: Training samples per second over all processes. Validations and checkpoints do not count.
         spent: Seconds by activity, such as ``"training"`` and ``"validation"``.
         waits: Seconds by activity in which the process waited for batches; ``spent`` includes them.
     """
@@ -184,7 +184,6 @@ class History(Mapping[str, Curve]):
         self._switch(self._part)
 
     def _switch(self, part: str | None) -> None:
-        """Add the elapsed time to the current activity, and switch to another."""
         current_time, waited = time.perf_counter(), self._cursor.waited
         if self._part is not None:
             self.spent[self._part] = self.spent.get(self._part, 0.0) + current_time - self._since

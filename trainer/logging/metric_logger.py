@@ -59,7 +59,7 @@ class Logbook:
     Attributes:
         callback_values: The latest reduced values, by name.
         bar_values: The latest reduced values for the progress bar, by name.
-        logged_values: The latest values sent to the loggers, by name.
+        logged_values: The latest values for the loggers, by name.
         evaluated: Number of batches processed from each validation dataloader within ``fit``.
         newest: Names of the epoch values in the latest `update_epoch`, with and without the suffix ``_epoch``.
         watch: Names and step of the latest validation within ``fit``.
@@ -153,7 +153,7 @@ class Logbook:
 
         Args:
             metrics: Values logged in training.
-            newer: Names whose values are kept instead. Default: none.
+            newer: Names of newer values, which are kept. Default: none.
         """
         for entry, value in metrics.step_values(self.data_world):
             name = entry.label("step")
@@ -165,7 +165,7 @@ class Logbook:
                     self.logged_values[name] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, because a scheduler or a monitoring callback may need a value before it is logged again."""
+        """Return the state to save in checkpoints."""
         values, watch = dict(self.callback_values), self.watch.state_dict()
         return {"values": values, "watch": watch, "evaluated": list(self.evaluated)}
 
@@ -181,7 +181,7 @@ class Logbook:
         self.evaluated = list(state_dict.get("evaluated", ()))
 
     def note_epoch(self, step: int) -> None:
-        """Add the epoch's values to the history, before a checkpoint is saved.
+        """Add the epoch's values to the history.
 
         Args:
             step: Number of optimizer steps.
@@ -313,7 +313,7 @@ class Logbook:
     def directory(self, root: str) -> str:
         """Return the run's folder. Call it on rank zero only.
 
-        If no logger has a folder, one is created below ``root``, if possible.
+        If no logger has a folder, this is one below ``root``, or ``root`` itself.
 
         Args:
             root: The Trainer's ``default_root_dir``.

@@ -141,7 +141,6 @@ class Steps:
                     hook(outputs, batch, index)
 
     def _optimize(self, index: int, loss: Tensor, batch: Any) -> None:
-        """Agree across ranks, clip, step and reset gradients; then step the schedulers with the interval "step"."""
         accumulation, optimizer, progress, hooks = self.accumulation, self.optimizer, self.progress, self.hooks
         self.agreement.next_place = progress.step + 1, progress.epoch, index
         if accumulation.always_agree or accumulation.watches_gradients or accumulation.unfinished:

@@ -100,13 +100,11 @@ class ClosureSteps(Steps):
         return results
 
     def _replay_batches(self, micro_batches: list[tuple[Any, Any]]) -> Iterator[Any]:
-        """Yield the group's batches for another closure call."""
         for batch, micro in micro_batches:
             self.cursor.micro, self.metrics.weight = micro, micro.samples
             yield batch
 
     def _forward_and_backward(self, batch: Any, index: int, last: bool) -> tuple[Any, Tensor]:
-        """Add the gradients of one micro-batch, and return the result of ``training_step`` and its loss."""
         accumulation, hooks = self.accumulation, self.hooks
         with accumulation.accumulate(self.model):
             output = self.step(batch, index) if self.takes_index else self.step(batch)

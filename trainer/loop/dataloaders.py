@@ -159,7 +159,6 @@ class Sources:
         return other
 
     def _find(self, kind: str) -> Any:
-        """Return the passed dataloader or the one that a hook returns; None if there is neither."""
         if self.passed_loaders.get(kind) is not None:
             return self.passed_loaders[kind]
         method = f"{kind}_dataloader"
@@ -170,7 +169,6 @@ class Sources:
         return None
 
     def _prepare(self, kind: str, source: Any, number: int) -> Loader:
-        """Prepare a dataloader and limit its number of batches."""
         if self._watch is not None:
             self._watch(kind, source)
         for single_source in source.flattened if isinstance(source, CombinedLoader) else [source]:
@@ -191,7 +189,6 @@ class Sources:
         return loader
 
     def _choose_transfer(self, number: int) -> Callable[[Any], Any] | None:
-        """Return a function that moves a batch with the user's transfer hooks; None if no such hook is overridden."""
         owners = [owner for owner in (self.datamodule, self.task) if owner is not None]
         # Each hook separately: a data module may augment while the task moves.
         chosen = [next((o for o in owners if _overrides(o, name)), None) for name in _TRANSFER]

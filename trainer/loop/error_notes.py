@@ -55,7 +55,7 @@ _RUN_CODES = {FitLoop.run.__code__, EvaluationLoop.run.__code__}
 
 
 def annotate(error: BaseException, trainer: Trainer) -> None:
-    """Add notes to an error: the position of the run, and the cause if torch's message does not state it."""
+    """Add notes to an error: the position of the run, and explanations of some of torch's messages."""
     if isinstance(error, KeyboardInterrupt):
         return  # see `RunSummary.announce_interrupt`
     world = trainer.accelerator.world
@@ -85,7 +85,6 @@ def place(trainer: Trainer, stage: str, error: BaseException) -> str:
 
 
 def _describe_batch(next_batch: int, within_fit: bool, frames: Sequence[FrameType]) -> Iterator[str]:
-    """Yield descriptions of the validation within ``fit`` and of the batch in which the error occurred, if any."""
     codes = [frame.f_code for frame in frames]
     kind = ""
     if within_fit and EvaluationLoop.run.__code__ in codes:
@@ -110,7 +109,6 @@ def _describe_batch(next_batch: int, within_fit: bool, frames: Sequence[FrameTyp
 
 
 def _describe_signature(method: str, trainer: Trainer) -> Iterator[str]:
-    """Yield the signature of a hook, if a user-defined override does not accept the arguments it is called with."""
     name = method.rpartition(".")[2]
     owners = ((trainer.task, TaskModule), (trainer.datamodule, DataModule), *((c, Callback) for c in trainer.callbacks))
     for owner, base in owners:
@@ -122,7 +120,6 @@ def _describe_signature(method: str, trainer: Trainer) -> Iterator[str]:
 
 
 def _describe_mismatch(error: BaseException, task: nn.Module) -> str:
-    """Return the dtypes and devices of the task's innermost module in the traceback and of its local tensors."""
     names = {id(module): name for name, module in task.named_modules()}
     task_frames = [frame for frame in _iterate_frames(error) if id(frame.f_locals.get("self")) in names]
     if not task_frames:

@@ -149,7 +149,6 @@ class EvaluationLoop:
         return Evaluation(_split_by_loader(values, len(self.loaders)), predictions)
 
     def _run_loader(self, number: int) -> list[Any]:
-        """Process the batches of one dataloader, and return the predictions, if they are collected."""
         trainer, task, metrics, loader = self.trainer, self.task, self.metrics, self.loaders[number]
         metrics.suffix = f"/dataloader_idx_{number}" if len(self.loaders) > 1 else ""
         step = trainer.accelerator.local_method(task, f"{self.name}_step")
@@ -179,7 +178,6 @@ class EvaluationLoop:
         raise _LeftEarly  # raised outside of the loop: a traceback would keep the iterator alive
 
     def _check_empty(self, index: int, loader: Loader) -> None:
-        """Raise a ValueError if a dataloader yielded no batch on any process; within ``fit``, warn instead."""
         trainer = self.trainer
         if trainer.accelerator.world.all(index < 0):
             reason = explain_empty(loader, trainer.world_size)
@@ -202,7 +200,6 @@ class EvaluationLoop:
         return False
 
     def _end_epoch(self, counts: list[int]) -> dict[str, float]:
-        """Call the epoch-end hooks, send logged values to the loggers, and return the epoch's values."""
         trainer, metrics = self.trainer, self.metrics
         metrics.suffix = ""
         metrics.between_batches(True)

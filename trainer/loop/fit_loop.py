@@ -132,7 +132,6 @@ class FitLoop:
         return 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step
 
     def _is_finished(self) -> bool:
-        """Return whether training is complete, or all processes agree to stop."""
         if self._is_complete():
             return True
         return self._agree_to_stop()
@@ -145,7 +144,6 @@ class FitLoop:
         return stop
 
     def _may_stop(self, requested: bool) -> bool:
-        """Return whether to stop now: a stop is requested, and the minimum epochs and steps are reached."""
         trainer, progress = self.trainer, self.progress
         return requested and progress.epoch >= trainer.min_epochs and progress.step >= (trainer.min_steps or 0)
 
@@ -197,7 +195,6 @@ class FitLoop:
             progress.next_epoch()
 
     def _reload(self) -> None:
-        """Call the dataloader hooks again, and use the dataloaders that they return."""
         sources = self.trainer.sources
         assert sources is not None
         self.progress.loaded = self.progress.epoch
@@ -211,7 +208,6 @@ class FitLoop:
         return explain_empty(self.loader, self.trainer.world_size)
 
     def _wants_to_stop(self) -> bool:
-        """Return whether this process requests a stop, because ``should_stop`` is set or ``max_time`` has elapsed."""
         return self.trainer.should_stop or self._is_late()
 
     def _is_late(self) -> bool:

@@ -148,7 +148,6 @@ class Fit:
         return reloads
 
     def _check_validation(self) -> None:
-        """Warn about a dataloader without a validation step, or a validation step without a dataloader."""
         task, loaders = self.task, self.sources.evaluation("val")
         name = type(task).__name__
         has_step = overrides(task, "validation_step")
@@ -223,7 +222,6 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
 
 
 def _why_endless(trainer: Trainer) -> str:
-    """Return the reason why the number of optimizer steps is infinite, and the fix."""
     why = "the training dataloader has no length" if trainer.max_epochs != -1 else "max_epochs=-1"
     unlimited = f"{why} and max_steps={trainer.max_steps}"
     return f"trainer.estimated_stepping_batches is infinite, because {unlimited}. Set max_steps."
@@ -295,7 +293,6 @@ def _warn_of_evaluation_mode(task: TaskModule) -> None:
 
 
 def _is_frozen(part: torch.nn.Module) -> bool:
-    """Return whether a module has parameters and all of them are frozen."""
     parameters = list(part.parameters())
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 

@@ -23,7 +23,7 @@ _TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer")
 class Hooks:
     """Functions to call for each hook name, in order: ``for hook in hooks.on_train_start: hook()``.
 
-    Callbacks come first; then the task; then the callbacks with ``after_task``, which use logged values.
+    Callbacks without ``after_task`` come first, then the task, then the other callbacks, which use logged values.
 
     Args:
         trainer: The running Trainer.
@@ -34,7 +34,7 @@ class Hooks:
         without_loader_index: Hooks of evaluation batches without an argument ``dataloader_idx``, by name.
 
     Raises:
-        ValueError: If the task or a callback defines a hook of Lightning that is never called.
+        ValueError: If the task or a callback defines certain hooks of Lightning that Treadle never calls.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, callbacks: Iterable[Callback]) -> None:
@@ -55,7 +55,6 @@ class Hooks:
             setattr(self, name, (*before, *task_hooks, *after))
 
     def _bind(self, callback: Callback, name: str, trainer: Trainer, task: TaskModule) -> Hook:
-        """Return a callback's hook with Trainer and task as its first arguments."""
         return partial(self._fit_arguments(getattr(callback, name), name, 2), trainer, task)
 
     def _fit_arguments(self, hook: Hook, name: str, bound: int = 0) -> Hook:
@@ -76,7 +75,7 @@ class Hooks:
             loaders: Number of dataloaders.
 
         Raises:
-            ValueError: If a hook does not accept ``dataloader_idx``.
+            ValueError: If there are several dataloaders and a hook does not accept ``dataloader_idx``.
         """
         for name in (f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
             if loaders > 1 and (hook := self.without_loader_index.get(name)) is not None:

@@ -104,7 +104,6 @@ class ManualSteps(Steps):
             hook()
 
     def _count_steps(self) -> tuple[list[int], list[int]]:
-        """Return the number of steps that each optimizer took, and of those that a float16 overflow prevented."""
         return [optimizer.steps_taken for optimizer in self.optimizers], [
             optimizer.skipped for optimizer in self.optimizers
         ]

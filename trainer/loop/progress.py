@@ -30,7 +30,7 @@ class Progress:
         batches: Number of micro-batches done in all epochs, on this process.
         samples: Number of training samples processed, over all processes.
         validated: Value of ``batches`` when a validation was last due.
-        skipped: Number of optimizer steps that a value that is not finite prevented.
+        skipped: Number of optimizer steps skipped because of values that are not finite.
         seconds: Training time in seconds, for ``max_time``.
         loaded: Index of the epoch in which the dataloaders were last created.
         phase: Current phase of the loop; see `Phase`.
@@ -58,17 +58,17 @@ class Progress:
 
     @property
     def in_step(self) -> bool:
-        """True while a step processes its micro-batches, when the run cannot be saved."""
+        """True while a step processes its micro-batches."""
         return self.phase is Phase.IN_STEP
 
     @property
     def step_is_unfinished(self) -> bool:
-        """True if the last step is taken, but its validation and checkpoints still follow."""
+        """True between a step and the checkpoints that follow it."""
         return self.phase is Phase.STEP_TAKEN or self.phase is Phase.ENDING_STEP
 
     @property
     def epoch_is_trained(self) -> bool:
-        """True if no step of the epoch follows, and its validation is done."""
+        """True if no further step of the epoch follows."""
         return self.phase is Phase.EPOCH_TRAINED or self.phase is Phase.EPOCH_END
 
     @property

@@ -107,7 +107,6 @@ class RunSummary:
         return f"{format_count(int(steps), 'optimizer step')}, {epoch}{done}"
 
     def _describe_manual_steps(self) -> str:
-        """Return the number of batches and the limits of the run as text, for manual optimization."""
         trainer = self.trainer
         batches, epochs = trainer.num_training_batches, trainer.max_epochs
         per_epoch = "the dataloader has no length" if batches is None else f"{format_count(batches, 'batch')} per epoch"
@@ -203,7 +202,7 @@ def _describe_best(callback: ModelCheckpoint) -> str:
 
 
 def describe_results(stage: str, metrics: Iterable[dict[str, float]]) -> str:
-    """Return the values that an evaluation logged as text, one per line.
+    """Return a text with the values that an evaluation logged, one per line.
 
     Args:
         stage: Name of the stage.

@@ -76,7 +76,7 @@ class Stage:
         self.failure: BaseException | None = None
 
     def run(self, work: Callable[[TaskModule, Hooks, Sources], Any] | None) -> Any:
-        """Set up the stage, run it, tear it down, even after an error, and return the result of ``work``.
+        """Run the stage with its setup and teardown, and return the result of ``work``.
 
         Args:
             work: Function that runs the stage; None ends it after the tuning searches.
@@ -120,7 +120,6 @@ class Stage:
                 mark_stage(running=False)
 
     def _set_up(self) -> tuple[Hooks, Sources]:
-        """Attach task and data, resolve the checkpoint, and call ``prepare_data`` and ``setup``."""
         trainer, task, datamodule = self.trainer, self.task, self.datamodule
         accelerator = trainer.accelerator
         task.trainer = trainer
@@ -186,7 +185,6 @@ class Stage:
                 RunSummary(trainer).announce_interrupt(self.name, place)
 
     def _clean_up(self) -> None:
-        """Call the ``teardown`` hooks and release resources."""
         trainer, failure = self.trainer, self.failure
         errors: list[Exception] = []
         owners = () if self.datamodule is None else (self.datamodule.teardown,)
@@ -220,7 +218,6 @@ class Stage:
             trainer.preemption.agree()  # about a signal that arrived after the last step
 
     def _note_in_teardown(self, what: str, error: Exception) -> None:
-        """Add an error of the teardown to the notes of the first error."""
         if self.failure is not None:
             self.failure.add_note(f"in the teardown after this error, {what} raised {type(error).__name__}: {error}")
 

@@ -99,7 +99,6 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
 
 
 def _iterate_monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool]]:
-    """Yield, for each monitored value, its owner, its name, and whether its absence is an error."""
     watching: list[EarlyStopping | ModelCheckpoint] = [*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks]
     for callback in watching:
         if callback.monitor is not None:
@@ -110,6 +109,5 @@ def _iterate_monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool]]:
 
 
 def _join_first(names: list[str]) -> str:
-    """Return the first names, and the number of the remaining ones, as text."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"

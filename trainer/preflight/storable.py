@@ -21,7 +21,7 @@ _TRAINER_ENTRIES = ("progress", "logged", "metrics", "callbacks")
 
 
 def check_storable(trainer: Trainer, task: TaskModule) -> None:
-    """Encode the state that a checkpoint of this run holds, without writing it.
+    """Check that the state that this run saves in checkpoints can be encoded.
 
     State that exists only later, such as that of optimizers, is checked at the first save.
 

@@ -93,7 +93,6 @@ class Profiled:
         setattr(owner, name, value)
 
     def _measure_method(self, find: Callable[..., Any], model: Any, name: str) -> Any:
-        """Return a measured step; this replaces ``Accelerator.method``."""
         return measured(self.profiler, _STEPS.get(name, name), find(model, name))
 
     def _measure_optimizers(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
