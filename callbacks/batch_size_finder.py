@@ -100,8 +100,8 @@ class BatchSizeFinder(Callback):
         """Search for the largest size that fits, and return it. With ``"binsearch"``, ``margin`` may reduce the result.
 
         Args:
-            fits: Function that tries a size. It returns None if memory ran out, otherwise the largest batch size that
-                the data allows.
+            fits: Function that tries a size and returns None if memory ran out, otherwise the largest size that the
+                data allows.
             limit: The largest size to try.
 
         Raises:

@@ -43,8 +43,8 @@ class EarlyStopping(Callback):
     """Callback that stops the run when ``monitor`` has not improved for ``patience`` checks.
 
     All processes stop after the same step, once the Trainer's ``min_epochs`` and ``min_steps`` are reached. A run that
-    is resumed after the stop remains stopped, unless the current arguments, such as a larger ``patience``, would not
-    have stopped it.
+    is resumed from a checkpoint saved after the stop remains stopped, unless the current arguments, such as a larger
+    ``patience``, would not have stopped it.
 
     Args:
         monitor: Name of the logged value.

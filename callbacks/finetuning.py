@@ -85,9 +85,6 @@ class BaseFinetuning(Callback):
 
         Args:
             pl_module: The task.
-
-        Raises:
-            NotImplementedError: If the method is not overridden.
         """
         raise NotImplementedError(f"{type(self).__name__} must define freeze_before_training(pl_module).")
 
@@ -98,9 +95,6 @@ class BaseFinetuning(Callback):
             pl_module: The task.
             epoch: Index of the epoch.
             optimizer: One of the task's optimizers.
-
-        Raises:
-            NotImplementedError: If the method is not overridden.
         """
         raise NotImplementedError(f"{type(self).__name__} must define finetune_function(pl_module, epoch, optimizer).")
 

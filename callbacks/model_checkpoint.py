@@ -221,8 +221,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
 
-        If the record belongs to another directory, which was not moved to ``dirpath``, only its best checkpoint is
-        restored.
+        If it belongs to another directory, which was not moved to ``dirpath``, only its best checkpoint is restored.
         """
         self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
         self._save_requested = state_dict["wanted"]
@@ -335,26 +334,24 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._save_last(trainer, exception)
 
     def save_now(self, trainer: Trainer) -> str:
-        """Save the run as ``last.ckpt`` if one is kept, otherwise as ``preempted.ckpt``. Must be called on all ranks.
+        """Save the run as ``last.ckpt`` if one is kept, otherwise as ``preempted.ckpt``, and return the path.
+
+        Must be called on all ranks.
 
         Args:
             trainer: The Trainer.
-
-        Returns:
-            The checkpoint's path.
         """
         self._complete_job(trainer, wait=True)
         path = os.path.join(self._directory, self.CHECKPOINT_NAME_PREEMPTED + self.FILE_EXTENSION)
         return self._save_as(path, trainer)
 
     def save_interrupted(self, trainer: Trainer) -> str:
-        """Save the run under the name that ``save_on_exception`` uses. Must be called on all ranks.
+        """Save the run under the name that ``save_on_exception`` uses, and return the path.
+
+        Must be called on all ranks.
 
         Args:
             trainer: The Trainer.
-
-        Returns:
-            The checkpoint's path.
         """
         self._complete_job(trainer, wait=True)
         return self._save_as(None, trainer)

@@ -15,13 +15,12 @@ MODES = ("min", "max")
 
 
 class LatestValidation:
-    """Record of the names that the latest validation logged, and of the optimizer step of that validation.
+    """Names that the latest validation logged, and the optimizer step of that validation.
 
     A checkpoint of later weights must not be ranked by these values.
 
     Attributes:
         step: Number of optimizer steps taken before the latest validation; None before the first validation.
-        names: Names that the latest validation logged.
 
     Example:
         >>> from treadle.callbacks import LatestValidation
@@ -93,7 +92,7 @@ def read_monitored_metric(
     Args:
         trainer: The Trainer.
         name: The logged name.
-        consumer: Description of the object that needs the value, for messages, such as ``"the scheduler's monitor"``.
+        consumer: Description of the object that needs the value, such as ``"the scheduler's monitor"``.
         strict: Raise an error if the name was never logged. Otherwise, return None. Default: True.
         keep: Names for which the value of a training step is ignored. Default: none.
 
@@ -159,9 +158,9 @@ def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: 
 
     Args:
         trainer: The Trainer.
-        name: The name that was never logged.
+        name: The name.
         consumer: Description of the object that needs the value, such as ``"the scheduler's monitor"``.
-        logged: Names that were logged, for the message.
+        logged: Names that were logged.
     """
     names = sorted(logged)
     validation = "" if trainer.has_validation else " This run has no validation."

@@ -12,9 +12,9 @@ class OnExceptionCheckpoint(ModelCheckpoint):
     """Callback that saves the run as of the last completed step, but only when an error or a signal ends ``fit``.
 
     The callback works like ``ModelCheckpoint(save_on_exception=True)`` with a constant name, so an older checkpoint of
-    this name is replaced. The run cannot be saved after every error. After a signal other than Ctrl-C, such as SIGTERM,
-    only the first callback that saves full checkpoints saves the run. If it is this callback, the checkpoint is named
-    ``preempted.ckpt``. To resume from the latest checkpoint, call ``fit(ckpt_path="auto")``.
+    this name is replaced. After a signal other than Ctrl-C, such as SIGTERM, only the first callback that saves full
+    checkpoints saves the run. If it is this callback, the checkpoint is named ``preempted.ckpt``. To resume from the
+    latest checkpoint, call ``fit(ckpt_path="auto")``.
 
     Args:
         dirpath: Directory of the checkpoint, or its URL.

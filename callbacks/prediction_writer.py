@@ -104,8 +104,7 @@ class BasePredictionWriter(Callback):
         Args:
             trainer: The Trainer.
             pl_module: The task.
-            predictions: Results of ``predict_step`` for each batch, in host memory; with several dataloaders, a list of
-                such lists.
+            predictions: Results of ``predict_step``, in host memory; with several dataloaders, a list of such lists.
             batch_indices: For each dataloader and each batch, the indices that `write_on_batch_end` receives.
         """
 

@@ -28,7 +28,7 @@ def lerp(share: float) -> Average:
     """Return an averaging function that moves the average toward the current value.
 
     Args:
-        share: Fraction of the distance to the current value that the average moves in each update, from 0 to 1.
+        share: Fraction of the distance that the average moves in each update, from 0 to 1.
     """
     return lambda averages, current, count: torch._foreach_lerp_(averages, current, share)
 
@@ -239,8 +239,7 @@ def _can_swap_data(tensor: Tensor, average: Tensor) -> bool:
 def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bool) -> torch.device | None:
     """Return the device of the averages; None means the device of the weights.
 
-    With ``strict``, an error is raised if the averages cannot be on ``device``. Otherwise, they are on the device of
-    the weights.
+    With ``strict``, raise an error if the averages cannot be on ``device``.
     """
     strategy = trainer.accelerator.strategy
     if (local_steps := getattr(strategy, "local_steps", None)) is not None:

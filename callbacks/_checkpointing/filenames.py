@@ -45,8 +45,8 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
     """Raise an error if the directory or the file name of checkpoints is invalid.
 
     Args:
-        dirpath: The ``dirpath`` argument of `ModelCheckpoint`, or None.
-        filename: The ``filename`` argument of `ModelCheckpoint`, or None.
+        dirpath: Argument of `ModelCheckpoint`.
+        filename: Argument of `ModelCheckpoint`.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -81,9 +81,6 @@ class CheckpointFilenames:
     """File names of the checkpoints of one `ModelCheckpoint`.
 
     Attributes:
-        template: Template of ranked checkpoints.
-        template_of_last: Template of the name of ``last.ckpt``.
-        extension: Extension of each name, such as ``".ckpt"``.
         separator: Text between a name and its version.
         equals: Text between a field's name and its value; None omits the name.
     """
@@ -105,7 +102,7 @@ class CheckpointFilenames:
         Args:
             values: Values for the fields of the template, by name.
             template: Template to fill in. Default: the attribute ``template``.
-            version: Number in a suffix such as ``-v1``. Default: None, which adds no suffix.
+            version: Number in a suffix such as ``-v1``. Default: no suffix.
 
         Raises:
             ValueError: If a value cannot be written in its field's format.

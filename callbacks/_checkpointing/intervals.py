@@ -69,9 +69,9 @@ def check_triggers(steps: int | None, interval: timedelta | None, epochs: int | 
     """Raise a ValueError if more than one trigger is set, or if a number of steps or epochs is invalid.
 
     Args:
-        steps: The ``every_n_train_steps`` argument of `ModelCheckpoint`.
-        interval: The parsed ``train_time_interval`` argument.
-        epochs: The ``every_n_epochs`` argument.
+        steps: The argument ``every_n_train_steps``.
+        interval: The parsed argument ``train_time_interval``.
+        epochs: The argument ``every_n_epochs``.
     """
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None:

@@ -17,13 +17,12 @@ class PrunedParameter:
     """Parameter that is or will be pruned.
 
     For a parameter ``weight``, torch stores the trained values as ``weight_orig`` and the mask as a buffer
-    ``weight_mask``, and sets ``weight`` to their product before each forward pass. In this form, the module's state
-    dict contains only the pruned ``weight``.
+    ``weight_mask``, and sets ``weight`` to their product before each forward pass.
 
     Args:
         module: Module that directly contains the parameter.
         name: Name of the parameter in the module, such as ``"weight"``.
-        path: Name of the module in the model, such as ``"encoder.0"``; "" for the model itself.
+        path: Name of the module in the model; "" for the model itself.
         keep_first: Whether to keep the current value as the initial value.
 
     Attributes:
@@ -95,7 +94,7 @@ class PrunedParameter:
         """Restore the state that `get_state` returned. Its tensors may be read lazily.
 
         Args:
-            saved: The saved state; None if the checkpoint does not contain this parameter.
+            saved: The saved state.
 
         Raises:
             ValueError: If ``saved`` is None.

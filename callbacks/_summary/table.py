@@ -29,8 +29,7 @@ class Part:
         lazy: Whether the module also has lazy parameters, which are not counted.
         local: Number of parameters that this process holds.
         frozen: Whether the module has parameters and all of them are frozen.
-        flops: Number of FLOPs in the run with the example input; None if they were not counted.
-        in_size: Shapes of the inputs in the first call; ``"?"`` if unknown.
+        flops: Number of FLOPs in the run with the example input, or None.
     """
 
     name: str
@@ -53,7 +52,7 @@ class Summary:
         measured: Whether the model was successfully run with its example input.
         total_parameters, trainable_parameters: Number of parameters over all processes, without lazy parameters. A
             shared parameter counts once.
-        model_size: Size of the counted parameters, over all processes, in MB (1,000,000 bytes).
+        model_size: Size of the counted parameters in MB (1,000,000 bytes).
         total_training_modes: Number of modules in ``"train"`` and in ``"eval"`` mode, not counting the model itself.
         total_flops: Number of FLOPs in the run with the example input; 0 if they were not counted.
 
@@ -171,10 +170,9 @@ def summarize(
 ) -> Summary:
     """Return a summary of a model's modules.
 
-    If the model has an ``example_input_array``, the model is run once with this input, in evaluation mode, to record
-    shapes and count FLOPs. If the run fails, a warning is issued. The input may be a single argument, a list or tuple
-    of arguments, or a dict of arguments by name. The RNG state and the modules' modes are restored afterwards. A model
-    with lazy parameters or buffers is not run.
+    If the model has an ``example_input_array``, it is run once with this input, in evaluation mode, to record shapes
+    and count FLOPs. If the run fails, a warning is issued. The input may be a single argument, a list or tuple of
+    arguments, or a dict of arguments by name. A model with lazy parameters or buffers is not run.
 
     Args:
         module: The model.

@@ -17,8 +17,8 @@ class Throughput:
     Call `update` once the device has finished its work, for example after ``torch.cuda.synchronize()``.
 
     Args:
-        available_flops: Peak FLOPs per second of one device. If set, ``device/mfu``, the achieved fraction of this
-            peak, is computed from the measured FLOPs. Default: None.
+        available_flops: Peak FLOPs per second of one device, for ``device/mfu``, the achieved fraction of this peak.
+            Default: None.
         world_size: Number of devices. With several devices, rates are returned per device (``device/...``) and for all
             devices. Default: 1.
         window_size: Number of measurements that a rate covers, at least 2. Default: 100.
@@ -127,7 +127,7 @@ class Throughput:
 
 
 def measure_flops(model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Any] | None = None) -> int:
-    """Return the number of FLOPs of a forward pass and, with ``loss_fn``, of the backward pass.
+    """Return the number of FLOPs of a forward pass and, with ``loss_fn``, of the loss and the backward pass.
 
     On the meta device, this takes almost no time or memory:
 
@@ -140,8 +140,7 @@ def measure_flops(model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Call
     Args:
         model: The model. Its gradients are restored afterwards.
         forward_fn: Function that runs the model.
-        loss_fn: Function that computes a loss from the result of ``forward_fn``. If it is passed, the loss and the
-            backward pass are counted, too. Default: None.
+        loss_fn: Function that computes a loss from the result of ``forward_fn``. Default: None.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -28,8 +28,8 @@ class DrawnBar(ProgressBar):
 
     Args:
         refresh_rate: Rate of redraws, in a unit that subclasses define; 0 draws and prints nothing.
-        leave: Leave the bar of each epoch on the screen, not only the last one.
-        line_every: Minimum number of seconds between the lines that are printed if no bar can be drawn.
+        leave: Leave the bar of each epoch on the screen.
+        line_every: Minimum number of seconds between printed lines.
     """
 
     _calls_itself = "the progress bar"

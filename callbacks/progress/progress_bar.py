@@ -65,19 +65,11 @@ class ProgressBar(BestEffortCallback):
     # -- methods that may be overridden --------------------------------------------------------------------------
 
     def disable(self) -> None:
-        """Stop drawing. Runs in ``setup`` on every process except rank zero.
-
-        Raises:
-            NotImplementedError: If the subclass does not override this method.
-        """
+        """Stop drawing. Runs in ``setup`` on every process except rank zero."""
         raise NotImplementedError(f"{type(self).__name__} must define disable(), which stops drawing.")
 
     def enable(self) -> None:
-        """Start drawing again.
-
-        Raises:
-            NotImplementedError: If the subclass does not override this method.
-        """
+        """Start drawing again."""
         raise NotImplementedError(f"{type(self).__name__} must define enable(), which starts drawing again.")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -197,8 +189,6 @@ class ProgressBar(BestEffortCallback):
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
     """Return the version of the first logger, if any, under the name ``v_num``.
-
-    A version that is a string is shortened to its last four characters.
 
     Args:
         trainer: The Trainer.

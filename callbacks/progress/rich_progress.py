@@ -62,7 +62,7 @@ class RichProgressBar(DrawnBar):
 
     Args:
         refresh_rate: Maximum number of redraws per second, limited to ten; 0 draws and prints nothing. Default: 100.
-        leave: Leave the bar of each epoch on the screen, not only the last one. Default: False.
+        leave: Leave the bar of each epoch on the screen. Default: False.
         theme: Styles of the columns. Default: a `RichProgressBarTheme` with its default values.
         console_kwargs: Arguments of ``rich.console.Console``. Unless they contain ``file`` or ``stderr``, the console
             writes to standard error. Default: None.

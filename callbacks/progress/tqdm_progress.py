@@ -34,7 +34,7 @@ class TQDMProgressBar(DrawnBar):
         refresh_rate: Minimum number of batches between redraws, which the environment variable ``TQDM_MINITERS`` can
             increase; 0 draws and prints nothing. Default: 1.
         process_position: Number of rows to leave free above the bar. Default: 0.
-        leave: Leave the bar of each epoch on the screen, not only the last one. Default: False.
+        leave: Leave the bar of each epoch on the screen. Default: False.
         line_every: Minimum number of seconds between the lines that are printed if no bar can be drawn. Default: 10.0.
 
     Attributes:
