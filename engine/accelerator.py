@@ -90,8 +90,7 @@ class Accelerator(Process):
 
     Args:
         device_placement: Whether to move models and batches to the device. Default: True.
-        split_batches: Whether the ``batch_size`` of a prepared loader is the global batch size, not the one per
-            process. Default: False.
+        split_batches: Whether ``batch_size`` is the global batch size, not the one per process. Default: False.
         mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"``, or any name that `Precision` accepts. Default: ``"no"``.
         gradient_accumulation_steps: Number of micro-batches per optimizer step. Default: 1.
         cpu: Same as ``accelerator="cpu"``.
@@ -101,15 +100,14 @@ class Accelerator(Process):
         fsdp_plugin: Accelerate's equivalent of ``strategy=FSDP(...)``.
         torch_tp_plugin: Not supported; must be None.
         megatron_lm_plugin: Not supported; must be None.
-        rng_types: Accepted for compatibility with Accelerate: None or ``["generator"]``, which have the same effect.
+        rng_types: None or ``["generator"]``, which have the same effect.
         log_with: A tracker's name (``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"``, ``"aim"``, ``"clearml"``,
             ``"comet_ml"``, ``"swanlab"``, ``"trackio"``, or a registered one), ``"all"`` for the installed built-in
             trackers, a logger of `treadle.loggers`, a `GeneralTracker`, or a list of these. Default: none.
         project_dir: Directory for the files of the run. Default: none.
         project_config: Settings of directories and checkpoint names.
         gradient_accumulation_plugin: Further settings of gradient accumulation.
-        step_scheduler_with_optimizer: Set to False for schedulers that the loop steps once per epoch. They are then not
-            wrapped. Default: True.
+        step_scheduler_with_optimizer: Set to False for schedulers that the loop steps once per epoch. Default: True.
         kwargs_handlers: At most one each of `AutocastKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`,
             `DistributedDataParallelKwargs` and `ProfileKwargs`.
         dynamo_backend: The ``torch.compile`` backend for prepared models. Default: models are not compiled.
@@ -135,7 +133,7 @@ class Accelerator(Process):
         unknown: Any other argument raises a TypeError.
 
     Attributes:
-        models, optimizers, schedulers, loaders: The prepared objects, in the order in which they were prepared.
+        models, optimizers, schedulers, loaders: The prepared objects, in the order of preparation.
         tracking: The trackers that ``log_with`` named.
         rng: The RNG state that ranks share, and the stream from which the order of the data is drawn.
         watchdog: Monitor that ends the run if a rank hangs, or None.
@@ -421,7 +419,7 @@ class Accelerator(Process):
 
         Args:
             optimizer: The user's optimizer.
-            device_placement: Accepted for compatibility with Accelerate; it has no effect.
+            device_placement: No effect.
 
         Returns:
             The optimizer to call in the loop.
@@ -491,7 +489,7 @@ class Accelerator(Process):
 
         Raises:
             TypeError: If ``loader`` is not iterable, or is already sharded.
-            ValueError: If loaders or settings differ between ranks, or a setting of the loader is not supported.
+            ValueError: If loaders or settings differ between ranks, or are not supported.
         """
         if isinstance(loader, Loader):
             return loader
@@ -577,10 +575,8 @@ class Accelerator(Process):
 
         A rank that runs out of batches waits at the end of the context. Each step of the remaining ranks uses the mean
         of their gradients. At the end, all ranks get the parameters, buffers, optimizer states and schedules of the
-        rank that took the most steps. Prepared DataLoaders keep all ranks in step, so they do not need this context.
-
-        Only replicated models support this. With sharded models, and with some settings of DDP, the context warns and
-        has no effect.
+        rank that took the most steps. Prepared DataLoaders do not need this context. With sharded models, and with some
+        settings of DDP, the context warns and has no effect.
 
         Args:
             joinables: Prepared models. Optimizers have no effect.
@@ -626,7 +622,7 @@ class Accelerator(Process):
         return self.strategy.method(model, name)
 
     def local_method(self, model: nn.Module, name: str) -> Callable[..., Any]:
-        """Return method ``name`` of a prepared model, run in the run's precision, for evaluation.
+        """Return method ``name`` of a prepared model, in the run's precision, for evaluation.
 
         Without a sharding strategy, one rank may call the method alone.
 
@@ -638,8 +634,6 @@ class Accelerator(Process):
 
     def check_replicas(self, model: nn.Module | None = None, *, buffers: bool = False) -> None:
         """Check that all processes hold the same replicated parameters, bit for bit. Call it on all processes.
-
-        With ``TREADLE_DEBUG=1``, this check also runs periodically after optimizer steps.
 
         Args:
             model: One prepared model. Default: all of them.
@@ -718,8 +712,6 @@ class Accelerator(Process):
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
         """Return a context for the forward and backward pass of one micro-batch, and for the optimizer's ``step``.
 
-        In the last micro-batch of a group, the backward pass reduces the gradients, and the optimizer then steps.
-
         Args:
             models: The prepared models whose gradients are reduced only in the last micro-batch of a group, if the
                 strategy permits this. For other models, they are reduced in every micro-batch.
@@ -795,7 +787,7 @@ class Accelerator(Process):
             norm_type: The p of the p-norm; ``inf`` is the maximum norm. Default: 2.
 
         Returns:
-            The norm before clipping (0-d tensor); None inside a group, before the gradients are complete.
+            The norm before clipping (0-d tensor); None before the end of a group.
         """
         if not self.accumulation.sync_gradients:
             return None
@@ -845,7 +837,7 @@ class Accelerator(Process):
         Args:
             finite: Whether to check that losses and gradients are finite. With float16, the loss scaler checks the
                 gradients.
-            at_once: Read the values in the same step on accelerators too, which waits for the device.
+            at_once: Read the votes in the same step, which waits for the device.
         """
         self.accumulation.agree_on_steps(finite=finite, at_once=at_once)
 
@@ -913,7 +905,7 @@ class Accelerator(Process):
             named: Further objects, matched by these names.
 
         Raises:
-            TypeError: If an object lacks one of the two methods.
+            TypeError: If an object lacks one of these methods.
             ValueError: If another object is registered under one of the names.
         """
         self.checkpointer.register(objects, named)
@@ -922,8 +914,8 @@ class Accelerator(Process):
         """Call ``hook(models, weights, output_dir)`` before `save_state` writes.
 
         The hook is called on all ranks. ``models`` and ``weights`` are lists of the prepared models and of their state
-        dicts, as returned by `get_state_dict`. State dicts that the hook removes from ``weights`` are not saved. Files
-        that it writes to ``output_dir`` become part of the checkpoint.
+        dicts; see `get_state_dict`. State dicts that the hook removes from ``weights`` are not saved. Files that it
+        writes to ``output_dir`` become part of the checkpoint.
 
         Args:
             hook: The function to call.
@@ -961,12 +953,12 @@ class Accelerator(Process):
         """Save all prepared and registered objects, and every process's RNG state. Call it on all processes.
 
         Args:
-            output_dir: The checkpoint directory, or a URL such as ``s3://bucket/run/last``. The checkpoint appears
-                under this name once it is complete. May be omitted with
-                ``ProjectConfiguration(automatic_checkpoint_naming=True)`` and a ``project_dir``.
+            output_dir: The checkpoint directory, or a URL such as ``s3://bucket/run/last``. An earlier checkpoint there
+                remains until the new one is complete. Default: a new one, if ``automatic_checkpoint_naming`` and
+                ``project_dir`` are set.
             safe_serialization: Must be True; there is no other format.
             info: Plain data, such as numbers and names, that `load_state` returns.
-            parts: Further states by name, each saved in its own files.
+            parts: Further states by name.
             weights_only: Save only the models, ``parts`` and ``info``. Default: False.
             trainable_only: Omit frozen weights (``requires_grad=False``). The checkpoint can be loaded into a model
                 with the same frozen weights. Default: False.
@@ -1028,17 +1020,16 @@ class Accelerator(Process):
         An accumulation group in progress is discarded.
 
         Args:
-            input_dir: A checkpoint directory, its URL, or an `OpenCheckpoint`. May be omitted with
-                ``automatic_checkpoint_naming`` and a ``project_dir``, in which case the latest checkpoint that can be
-                loaded is used.
+            input_dir: A checkpoint directory, its URL, or an `OpenCheckpoint`. Default: the latest one that can be
+                loaded, if ``automatic_checkpoint_naming`` and ``project_dir`` are set.
             load_kwargs: Must be empty; loading has no options.
             models: Restore the models. Default: True.
             state: Restore everything else. Default: True.
-            strict: False loads the entries that fit from the state of another model or optimizer, and reports those
-                that do not. Default: the model's ``strict_loading`` if it has one, else True.
+            strict: False loads only the entries that fit, and reports the others. Default: the model's
+                ``strict_loading`` if it has one, else True.
             schedule: The source of learning rates and schedules: ``"saved"`` for the checkpoint, or ``"script"`` for
-                the prepared optimizers and schedulers, advanced by the same number of steps. Default: the saved ones,
-                with a warning if those of the script differ.
+                the prepared optimizers and schedulers, advanced by the same number of steps. Default: ``"saved"``, with
+                a warning if those of the script differ.
             finish_epoch: If the state was saved after the last batch of an epoch whose length is known, start the next
                 epoch. The returned ``epoch`` is then the new one, unless ``info`` held a different ``epoch``. If False,
                 the first pass over the loader is empty, for loops that resume in the saved epoch. Default: True.
@@ -1072,7 +1063,7 @@ class Accelerator(Process):
 
         Args:
             model: A prepared model.
-            keep_fp32_wrapper: Accepted for compatibility with Accelerate; it has no effect.
+            keep_fp32_wrapper: No effect.
             keep_torch_compile: Return the compiled form of the module, if that form was prepared. Default: True.
         """
         module = self.strategy.unwrap(model)
@@ -1099,7 +1090,7 @@ class Accelerator(Process):
         return True
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write data, such as a state dict or nested numbers, to a file on rank zero, which may call this method alone.
+        """Write data, such as a state dict, to a file on rank zero, which may call this method alone.
 
         With ``ProjectConfiguration(save_on_each_node=True)``, local rank zero of each machine writes the file. A write
         to a path or URL is atomic. Files in torch's format can be read with ``torch.load(f, weights_only=True)``.
@@ -1131,15 +1122,14 @@ class Accelerator(Process):
 
         Args:
             model: The model, prepared or not.
-            save_directory: The directory, created if it does not exist, or a URL. It must not be a checkpoint. Files of
-                an earlier save, in either format, are deleted once the new ones are complete.
+            save_directory: The directory or URL, which must not be a checkpoint. Files of an earlier save are deleted
+                once the new ones are complete.
             max_shard_size: The largest size of a file: a number of bytes, or text such as ``"500MB"`` or ``"2GiB"``. A
                 single, larger tensor gets a file of its own. Default: ``"10GB"``.
-            safe_serialization: False writes ``pytorch_model.bin``, or several such files and their index, in torch's
-                format. Default: True.
+            safe_serialization: False writes torch's format, such as ``pytorch_model.bin``. Default: True.
 
         Raises:
-            ValueError: If ``max_shard_size`` is not a valid size, or ``save_directory`` is a checkpoint.
+            ValueError: If ``max_shard_size`` or ``save_directory`` is invalid.
             TypeError: If the model's state contains something that cannot be exported.
             OSError, RuntimeError: If a file cannot be written.
         """
@@ -1199,8 +1189,7 @@ class Accelerator(Process):
 
         Args:
             name: The tracker's ``name``, such as ``"wandb"``.
-            unwrap: Return the object that the tracker writes with. On processes where the tracker does not run, its
-                methods have no effect. Default: False.
+            unwrap: Return the object that the tracker writes with. Default: False.
 
         Raises:
             ValueError: If no started tracker has this name.
@@ -1224,7 +1213,7 @@ class Accelerator(Process):
         """Finish saves and trackers, and wait for all processes. You may create another Accelerator afterwards.
 
         Raises:
-            ValueError: If gradients of the last step were not finite, which accelerators report one step later.
+            ValueError: If gradients of the last step were not finite.
             Exception: The error of an asynchronous save, if it failed.
         """
         self.finish_saving()
@@ -1288,7 +1277,7 @@ class Accelerator(Process):
             loader.close()
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether a device map spread ``model`` over devices or offloaded it, so that it cannot be prepared.
+        """Return whether a device map spread ``model`` over devices or offloaded it.
 
         Args:
             model: The model to check.

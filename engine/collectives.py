@@ -1,4 +1,4 @@
-"""Collectives on nested values, such as gather, reduce and broadcast, and the split of inputs over processes."""
+"""Collectives on nested values, and the split of inputs over processes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,7 @@ debug_mode = DebugMode()
 
 
 def check_equal_shapes(name: str, value: Any, world: World) -> None:
-    """Check in debug mode that all ranks pass tensors of the same shapes to the call ``name``.
-
-    Raises:
-        ShapesDiffer: On every rank, if the tensors differ in number, shape or dtype.
-    """
+    """Check in debug mode that all ranks pass tensors of the same shapes to the call ``name``."""
     if debug_mode.enabled and world.size > 1:
         _check_forms(name, value, world)
 
@@ -48,8 +44,7 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     """Concatenate the tensors of all processes along dimension 0, in rank order; the numbers of rows may differ.
 
     A 0-d tensor counts as one row. Each part of ``value`` without tensors becomes one list over all processes, except
-    fields of a dataclass, which are kept unchanged. If ``empty``, this process contributes no rows, and ``value`` only
-    defines the structure. With ``sync_grads``, gradients flow back; see `Accelerator.gather`.
+    fields of a dataclass. If ``empty``, this process contributes no rows. For ``sync_grads``, see `Accelerator.gather`.
 
     Raises:
         TypeError: If the value holds no tensor.
@@ -91,7 +86,7 @@ def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
     """Resize tensors that repeat one value ``batch_size`` times so that they have one row per current sample.
 
     Scripts gather ``loss.repeat(batch_size)`` for a mean over the samples and rely on Accelerate to cut the rows of a
-    short last batch. Tensors whose rows differ are unchanged, because a row may be, for example, a token.
+    short last batch.
     """
 
     def resize(tensor: Tensor) -> Tensor:
@@ -115,7 +110,7 @@ class _AllGather(torch.autograd.Function):
     """Autograd function that stacks the tensors of all processes.
 
     The gradient of each tensor is the sum over the losses of all processes, because DDP and FSDP average the
-    parameters' gradients over the processes.
+    parameters' gradients.
     """
 
     @staticmethod
@@ -130,11 +125,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
-    """Stack the tensors of all processes along a new first dimension. With a world size of one, return the value.
-
-    Raises:
-        ShapesDiffer: On every process, if the tensors differ in number, shape or dtype.
-    """
+    """Stack the tensors of all processes along a new first dimension. With a world size of one, return the value."""
     if world.size == 1:
         return value
     local_forms: list[str] = []
@@ -157,7 +148,7 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
 
 
 def describe_no_tensor(value: Any) -> str:
-    """Return the type of a value without tensors, for an error message, such as ``"a dict without tensors"``."""
+    """Return the type of a value without tensors, such as ``"a dict without tensors"``."""
     is_container = isinstance(value, Iterable) and not isinstance(value, str | bytes)
     return f"{name_type(value)}{' without tensors' * is_container}"
 
@@ -193,7 +184,7 @@ def _map_leaves(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[An
 
 
 def with_items(value: Any, items: dict[Any, Any]) -> Any:
-    """Return a copy of the mapping ``value``, with its class and other attributes, that holds ``items``."""
+    """Return a copy of the mapping ``value`` that holds ``items``."""
     copied = copy.copy(value)
     for key, item in items.items():
         copied[key] = item
@@ -224,13 +215,7 @@ def gather_objects(value: Any, world: World) -> list[Any]:
 
 
 def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
-    """Reduce every tensor in a nested value over the processes; see `Accelerator.reduce`.
-
-    Raises:
-        ValueError: If the reduction is unknown.
-        DistributedOperationException: On every process, if the tensors of the processes differ in number, shape or
-            dtype.
-    """
+    """Reduce every tensor in a nested value over the processes; see `Accelerator.reduce`."""
     choose("reduction", reduction, REDUCTIONS)
     if world.size > 1 and world.debug is None and reduction != "none":
         _check_forms("reduce", value, world)  # otherwise gloo returns what was in memory, and NCCL hangs
@@ -259,13 +244,7 @@ def _check_forms(name: str, value: Any, world: World) -> None:
 
 
 def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, pad_first: bool) -> Any:
-    """Pad every tensor in a nested value along ``dim`` to the length of the longest tensor over all processes.
-
-    Tensors without this dimension are unchanged.
-
-    Raises:
-        ShapesDiffer: On every process, if the tensors differ in number or in their number of dimensions.
-    """
+    """Pad tensors to the length of the longest tensor; see `Accelerator.pad_across_processes`."""
     if world.size == 1:
         return value
     tensors: list[Tensor] = []
@@ -303,12 +282,7 @@ def _has_dimension(tensor: Tensor, dim: int) -> bool:
 
 
 def broadcast(value: Any, world: World, source: int) -> Any:
-    """Return ``value`` with its tensors replaced by those of rank ``source``; all ranks need the same structure.
-
-    Raises:
-        ValueError: If no process has this rank.
-        DistributedOperationException: On every process, if the tensors differ in number, shape or dtype.
-    """
+    """Return ``value`` with its tensors replaced by those of rank ``source``; all ranks need the same structure."""
     check_process(source, world.size, "from_process")
     if world.size > 1 and world.debug is None:
         _check_forms("broadcast", value, world)
@@ -329,13 +303,9 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
     Shares are contiguous, in the order of the ranks. Their sizes differ by at most one. With ``apply_padding``, all
     shares have the same size: the last input is repeated at the end.
 
-    Args:
-        inputs: A list, tuple, range, tensor, NumPy array, pandas data frame, or map-style dataset of torch or Hugging
-            Face, or a dict or named tuple of these with equal lengths. Any other iterable, such as an iterator, is read
-            to its end by every process, and the share is then a list.
-        rank: The rank of this process.
-        size: The world size.
-        apply_padding: Give every process the same number of inputs. Default: False.
+    ``inputs`` is a list, tuple, range, tensor, NumPy array, pandas data frame, or map-style dataset of torch or Hugging
+    Face, or a dict or named tuple of these with equal lengths. Any other iterable, such as an iterator, is read to its
+    end by every process, and the share is then a list.
 
     Raises:
         TypeError: If ``inputs`` cannot be split or has no order.

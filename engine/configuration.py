@@ -1,4 +1,4 @@
-"""Configuration objects of an `Accelerator`, named as in Accelerate, and the checks of its arguments."""
+"""Configuration objects of an `Accelerator`, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class DataLoaderConfiguration:
     Args:
         split_batches: Whether ``batch_size`` is the global batch size. It must then be divisible by the number of
             processes that the data is sharded over. Default: False.
-        dispatch_batches: Accepted but has no effect. Each rank reads its own share.
-        even_batches: Accepted but has no effect. No sample counts twice.
+        dispatch_batches: No effect; each rank reads its own share.
+        even_batches: No effect; no sample counts twice.
         use_seedable_sampler: Let torch's ``RandomSampler`` draw the order of each epoch from a seed plus the epoch's
             number. The seed is ``data_seed``, else that of torch's generator when the loader is prepared. Default:
-            False; each epoch continues the RNG state of the previous one, as in a plain loop.
+            False.
         data_seed: Seed of the order of samples. Default: the order is drawn from rank zero's RNG state.
-        non_blocking: Accepted but has no effect. Batches are copied to a CUDA device asynchronously where possible.
-        use_stateful_dataloader: Accepted but has no effect. Every prepared loader has ``state_dict``.
+        non_blocking: No effect; copies to a CUDA device are asynchronous where possible.
+        use_stateful_dataloader: No effect; every prepared loader has a state.
 
     Example:
         >>> from treadle.engine import Accelerator, DataLoaderConfiguration
@@ -125,7 +125,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: Number of micro-batches per optimizer step. Default: 1.
-        adjust_scheduler: Accepted but has no effect.
+        adjust_scheduler: No effect.
         sync_with_dataloader: Whether the end of a loader ends a group. If False, a group continues in the loader's next
             epoch. Default: True.
         sync_each_batch: Reduce gradients in every micro-batch, which saves memory if the model is sharded. Default:
@@ -291,15 +291,13 @@ class TorchDynamoPlugin(KwargsHandler):
 
     Args:
         backend: A backend of ``torch.compile``; ``"no"`` disables compilation. Default: ``"no"``.
-        mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or another mode of ``torch.compile``.
+        mode: A mode of ``torch.compile``, such as ``"max-autotune"``.
         fullgraph: Raise an error if the model cannot be compiled into one graph.
         dynamic: Compile for varying shapes. Default: torch decides.
         options: Dict of options that torch passes to the backend.
         disable: Disable compilation, for testing.
         use_regional_compilation: Compile each repeated block of the model separately, which takes less time if the
-            blocks are alike. An Accelerator then compiles only the items of ``nn.ModuleList`` objects, if there are
-            any. By default, the Trainer compiles blocks separately if many of them are alike, and an Accelerator
-            compiles the whole model.
+            blocks are alike. Default: only the Trainer does so, if many blocks are alike.
 
     Example:
         >>> from treadle.engine import Accelerator, TorchDynamoPlugin
@@ -333,11 +331,9 @@ class TorchDynamoPlugin(KwargsHandler):
     def compile_parts(self, model: nn.Module, strategy: Strategy) -> None:
         """Compile the submodules that the steps of ``model`` call.
 
-        If neither this plugin nor the user compiles the model, the compilations of an earlier run are undone.
-
         Args:
             model: A module whose ``forward`` is not called.
-            strategy: The strategy, which determines the submodules that are compiled as a unit.
+            strategy: The strategy, which selects the submodules.
 
         Raises:
             ValueError: If both ``torch.compile`` and this plugin configure compilation.
@@ -362,7 +358,7 @@ class TorchDynamoPlugin(KwargsHandler):
         compile_modules(parts, users or self._make_compiler, options, hooks_outside=hooks_outside)
 
     def uses_cuda_graphs(self, device: torch.device) -> bool:
-        """Return whether the compiled code replays CUDA graphs, which write into the same memory in each replay.
+        """Return whether the compiled code replays CUDA graphs.
 
         Args:
             device: The device of the model.
@@ -387,7 +383,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 class _Refused:
-    """Base class of Accelerate classes that can be imported but raise an error when they are instantiated."""
+    """Base class of Accelerate classes that raise an error when they are instantiated."""
 
     instead: ClassVar[str]
 
@@ -490,12 +486,7 @@ _HANDLERS: dict[str, type] = {
 
 
 def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
-    """Return the handlers by kind (autocast, scaler, group, profile, replicas), with None for a missing handler.
-
-    Raises:
-        ValueError: If two handlers are of one kind.
-        TypeError: If ``handlers`` is not an iterable of handlers.
-    """
+    """Return the handlers by kind (autocast, scaler, group, profile, replicas), with None for a missing handler."""
     kinds = _HANDLERS
     if handlers is not None and not isinstance(handlers, Iterable):
         raise TypeError(
@@ -524,12 +515,7 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
 def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> None:
     """Raise an error for arguments that an Accelerator does not support.
 
-    ``unknown`` are keyword arguments that are not in the Accelerator's signature, whose names are ``valid``.
-    ``plugins`` are arguments for which only None is accepted.
-
-    Raises:
-        TypeError: If an argument does not exist.
-        ValueError: If a plugin is not None.
+    ``unknown`` are arguments that do not exist, and ``plugins`` are arguments for which only None is accepted.
     """
     if unknown:
         name = next(iter(unknown))
@@ -560,11 +546,7 @@ def resolve_group(handler: InitProcessGroupKwargs | None, limit: float | None) -
 
 
 def merge_group(options: dict[str, Any], strategy: Any) -> dict[str, Any]:
-    """Return the options of `open_world` together with those that were passed to the strategy.
-
-    Raises:
-        ValueError: If ``options`` and the strategy set one option to different values.
-    """
+    """Return the options of `open_world` and of the strategy. Raise a ValueError if they contradict each other."""
     of_strategy = getattr(strategy, "group_options", {})
     for name, value in of_strategy.items():
         if options[name] not in (None, value):
@@ -607,12 +589,7 @@ def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batc
 def resolve_project(
     config: ProjectConfiguration | None, directory: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
-    """Return the project configuration, with ``directory`` set in it.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``directory`` differs from the directory of ``config``.
-    """
+    """Return the project configuration, with ``directory`` set in it. Raise a ValueError if the directories differ."""
     check_optional_type("project_config", config, ProjectConfiguration)
     if directory is not None:
         check_path("project_dir", directory)

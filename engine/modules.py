@@ -1,4 +1,4 @@
-"""Compilation of modules in place, which keeps their classes and the names in their state dicts."""
+"""Compilation of modules in place, and contexts in which modules are called."""
 
 from __future__ import annotations
 
@@ -22,14 +22,9 @@ def compile_modules(
 ) -> None:
     """Compile each of ``modules`` in place, so that calling the module runs compiled code.
 
-    Modules of the same kind share compiled code. Modules that the user has compiled are left unchanged.
-
-    Args:
-        modules: The modules to compile.
-        compiler: ``torch.compile`` with its arguments already bound.
-        options: A value that identifies the compilation settings; modules already compiled with equal settings are
-            skipped. None means that the user chose the settings, so `forget` keeps the compilation.
-        hooks_outside: Compile only ``forward`` and run the hooks uncompiled, for hooks that exchange parameters.
+    Modules of the same kind share compiled code. Modules that the user has compiled are left unchanged. ``options``
+    identifies the settings; None means that the user chose them, so `forget` keeps the compilation. With
+    ``hooks_outside``, only ``forward`` is compiled, for hooks that exchange parameters.
     """
     shared: dict[Any, Callable[..., Any]] = {}
     for module in modules:
@@ -80,7 +75,7 @@ def list_compiled_names(model: nn.Module) -> list[str]:
 
 
 def describe_compilations(since: float) -> str:
-    """Describe the graphs compiled since a time: their number, the number of recompilations, and the first reason.
+    """Describe the graphs that torch has compiled since a time.
 
     Args:
         since: A time as returned by ``time.time()``, in seconds.
@@ -125,7 +120,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copy_function(function: Any, name: str) -> Callable[..., Any]:
-    """Return a copy of ``function`` with its own code object. torch limits the number of graphs per code object."""
+    """Return a copy of ``function`` with its own code object, because torch limits the graphs per code object."""
     return FunctionType(function.__code__.replace(co_name=f"{function.__name__}_{name}"), function.__globals__)
 
 
@@ -151,7 +146,6 @@ def _bind_forward(module: nn.Module, compiled: Callable[..., Any]) -> Callable[.
 
 
 def _note_first_call(module: nn.Module, call: Any, options: Any) -> Callable[..., Any]:
-    """Return a wrapper of ``call`` whose first call marks the module as used."""
 
     def first(*args: Any, **kwargs: Any) -> Any:
         module._compiled_call_impl = call
@@ -165,8 +159,8 @@ def _note_first_call(module: nn.Module, call: Any, options: Any) -> Callable[...
 class CompiledBatches:
     """Factory of the contexts in which batches run compiled code.
 
-    The short last batch of an epoch runs uncompiled if no existing graph fits it. If it ran compiled, torch would
-    compile a graph for arbitrary sizes, and use it for the full batches that follow.
+    The short last batch of an epoch runs uncompiled if no existing graph fits it. Otherwise, torch would compile a
+    graph for arbitrary sizes, and use it for the full batches that follow.
     """
 
     def __init__(self, graphs: bool) -> None:
@@ -174,7 +168,7 @@ class CompiledBatches:
         self._in_short_batch = False
 
     def __call__(self, is_short: bool) -> AbstractContextManager[Any]:
-        """Return the context for one batch. A validation batch's context may be nested in that of a training batch."""
+        """Return the context for one batch, which may be nested in that of another batch."""
         if self._graphs:
             torch.compiler.cudagraph_mark_step_begin()
         if is_short:
@@ -214,7 +208,7 @@ def evaluation_mode(module: nn.Module, enter: Callable[[], Any] | None = None) -
 
     Args:
         module: The module to evaluate.
-        enter: Function that sets the modes when the context is entered. Default: ``module.eval``.
+        enter: Function that sets the modes. Default: ``module.eval``.
     """
     modes = {part: part.training for part in module.modules()}
     (enter or module.eval)()

@@ -1,4 +1,4 @@
-"""Local operations on tensors nested in collections: apply a function, slice, concatenate and convert."""
+"""Local operations on tensors nested in collections."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Rebuild ``data``, replacing each item for which ``test_type`` holds with ``func(item, *args, **kwargs)``.
+    """Rebuild ``data``, replacing each selected item with ``func(item, *args, **kwargs)``.
 
     Args:
         func: The function to apply.
@@ -92,7 +92,7 @@ def send_to_device(
         tensor: A value, or values nested in lists, tuples and mappings.
         device: The target device.
         non_blocking: Copy pinned tensors asynchronously. Default: False.
-        skip_keys: Keys of mappings whose values are not moved. Mappings with a ``to`` method ignore this setting.
+        skip_keys: Keys of mappings whose values are not moved.
     """
     skip = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
     if isinstance(tensor, Mapping) and not hasattr(tensor, "to"):
@@ -112,7 +112,7 @@ def _list_tensors(data: Any) -> list[Tensor]:
 
 
 def find_batch_size(data: Any) -> int | None:
-    """Return the size of dimension 0 of the first tensor that has one; None if all tensors are 0-d.
+    """Return the size of dimension 0 of the first tensor that has one, or None.
 
     Args:
         data: Tensors in a nested structure.
@@ -129,7 +129,7 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor in ``data``; None if it contains no tensor.
+    """Return the device of the first tensor in ``data``, or None.
 
     Args:
         data: Tensors in a nested structure.
@@ -228,8 +228,7 @@ def extract_model_from_parallel(
     Args:
         model: A module returned by `prepare`, compiled or not.
         keep_fp32_wrapper: Accepted for compatibility with Accelerate; unused.
-        keep_torch_compile: Return the result of ``torch.compile`` if the user compiled the module; if False, return the
-            module that was compiled. Default: True.
+        keep_torch_compile: Return the compiled form of the module, if there is one. Default: True.
         recursive: Accepted for compatibility with Accelerate; unused.
     """
     unwrapped = SingleDevice().unwrap(model)

@@ -141,16 +141,15 @@ class Process:
         """Concatenate the tensors of all processes along dimension 0, on every process.
 
         With ``sync_grads=True``, a loss can be computed on the whole global batch, as contrastive losses (SimCLR, CLIP)
-        require. Gradients flow back to the process that each row came from, and DDP and FSDP average the parameters'
-        gradients over the processes. If every process computes the loss on the whole gathered batch, the gradient
-        therefore equals that of a single process with this batch. Do not multiply the loss by the world size.
+        require. If every process does so, the gradient of a step with DDP or FSDP equals that of a single process with
+        this batch. Do not multiply the loss by the world size.
 
         Args:
-            tensor: A tensor, or tensors nested in dicts, lists, tuples or dataclasses. The number of rows may differ
-                between processes. A 0-d tensor counts as one row.
-            sync_grads: Let gradients flow back through the operation. All processes must then use the result in their
-                loss. With tensor parallelism, ranks that share a sample contribute it once. Default: False, and the
-                result has no gradient.
+            tensor: A tensor, or tensors nested in dicts, lists, tuples or dataclasses. The numbers of rows may differ.
+                A 0-d tensor counts as one row.
+            sync_grads: Let gradients flow back to the process that each row came from. All processes must then use the
+                result in their loss. With tensor parallelism, ranks that share a sample contribute it once. Default:
+                False, and the result has no gradient.
 
         Raises:
             TypeError: If ``tensor`` contains no tensor.
@@ -166,7 +165,7 @@ class Process:
     def gather_object(self, value: Any) -> list[Any]:
         """Return a list of all processes' values, on every process. Lists and tuples are concatenated.
 
-        Results that were computed from the shares of `split_between_processes` are returned in the order of its inputs.
+        Results for the shares of `split_between_processes` are in the order of its inputs.
 
         Args:
             value: Any object that can be pickled.
@@ -176,14 +175,13 @@ class Process:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather results of the current batch from all processes, each sample once, in the order of the global batch.
 
-        A 0-d tensor, such as a batch's mean loss, becomes one entry per process that had samples. Batches may differ in
-        size, so a mean over the entries is not the mean over the samples. Gather ``(loss, len(batch))`` and compute a
+        A 0-d tensor, such as a batch's mean loss, becomes one entry per process that had samples. If batches differ in
+        size, a mean over the entries is not the mean over the samples. Then gather ``(loss, len(batch))`` and compute a
         weighted mean, or gather ``loss.repeat(len(batch))``.
 
         Args:
-            input_data: Tensors in a nested structure, each 0-d or with any number of rows (such as samples or tokens);
-                or other objects.
-            use_gather_object: Gather the value as objects even if it contains tensors. Default: False.
+            input_data: Tensors in a nested structure, or other objects.
+            use_gather_object: Gather the value as objects. Default: False.
 
         Returns:
             The structure with tensors concatenated along dimension 0. A list, as from `gather_object`, if the value
@@ -220,8 +218,7 @@ class Process:
 
         Raises:
             ValueError: If ``reduction`` is unknown.
-            DistributedOperationException: On every process, if the tensors of the processes differ in number, shape or
-                dtype.
+            DistributedOperationException: On every process, if the tensors of the processes are not compatible.
         """
         return collectives.reduce(tensor, self.world, reduction, scale)
 
@@ -247,8 +244,7 @@ class Process:
         results to the number of inputs.
 
         Args:
-            inputs: The inputs to divide, such as a list, a tensor, or a dict of these. See
-                `treadle.engine.collectives.split`.
+            inputs: The inputs, such as a list, a tensor, or a dict of these.
             apply_padding: Repeat the last input at the end, so that all shares have the same length. Default: False.
 
         Yields:
@@ -294,7 +290,7 @@ class Process:
         return _run_if(function, self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function so that it runs only on local rank zero of each machine, and returns None on other ranks.
+        """Decorate a function so that it runs only on local rank zero, and returns None on other ranks.
 
         Args:
             function: The function to decorate.
@@ -402,8 +398,8 @@ def _run_if(function: Callable[..., Any], chosen: bool) -> Callable[..., Any]:
 class PartialState(Process):
     """Rank, world size and collectives of this process, for inference and other scripts without an Accelerator.
 
-    Any number of instances may exist; they share one process group. Without arguments, the constructor uses an existing
-    process group if there is one. Otherwise, it connects the processes that a launcher started.
+    Instances share one process group. The constructor uses an existing process group, or connects the processes that a
+    launcher started.
 
     Args:
         cpu: Compute on the CPU even if there is a GPU. Default: False.
@@ -412,7 +408,7 @@ class PartialState(Process):
 
     Raises:
         TypeError: If a keyword argument is unknown, or if ``timeout`` has the wrong type.
-        ValueError: If a value is not supported, or if the launcher's environment variables are incomplete or invalid.
+        ValueError: If a value or the launcher's environment is invalid.
 
     Example:
         >>> import treadle
@@ -628,7 +624,6 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Reset the plugin, ``sync_gradients`` and the running loaders, which apply without an Accelerator."""
         GradientState._plugin, GradientState._sync_without_accelerator = None, True
         for loader in list_running_loaders():
             remove_running_loader(loader)
@@ -717,7 +712,7 @@ class GradientState:
     def remainder(self) -> int:
         """Number of samples in the global batch during the last batch of a prepared loader; else -1.
 
-        During an iteration over a sharded loader without an Accelerator, this is the ``remainder`` of that loader.
+        For a sharded loader without an Accelerator, this is the ``remainder`` of that loader.
         """
         accelerator, running = self._resolve(), get_running_loader()
         micro = None if accelerator is None else accelerator.cursor.micro

@@ -1,4 +1,4 @@
-"""Quantization by torchao: int8 or int4 weights for inference, and float8 matrix products for training."""
+"""Quantization by torchao, for inference and for training."""
 
 from __future__ import annotations
 
@@ -47,9 +47,6 @@ class WeightQuantizer:
     def select(self, model: nn.Module) -> dict[str, nn.Linear]:
         """Return the ``nn.Linear`` layers to round, by name.
 
-        Layers that share their weight with another module, instances of subclasses of ``nn.Linear``, and, with int4,
-        layers of some sizes are excluded.
-
         Raises:
             ValueError: If ``skip`` names a module that the model does not have.
         """
@@ -73,7 +70,7 @@ class WeightQuantizer:
         return self.bits == "int8" or part.in_features % GROUP == part.out_features % 16 == 0
 
     def round(self, layer: nn.Linear) -> None:
-        """Round the weight of ``layer``, one of those that `select` returned, in place."""
+        """Round the weight of ``layer`` in place."""
         from torchao.quantization import quantize_
 
         quantize_(layer, self._make_config(layer.weight.device))
@@ -94,7 +91,7 @@ def convert_to_float8(model: nn.Module, device: torch.device) -> None:
     """Convert linear layers so that their forward and backward matrix products are computed in float8.
 
     Layers whose sizes are not multiples of 16, instances of subclasses of ``nn.Linear``, and ``model`` itself are not
-    converted. If no layer can be converted, this function warns.
+    converted.
 
     Raises:
         ModuleNotFoundError: If torchao is not installed.

@@ -79,8 +79,7 @@ class Draw(NamedTuple):
 class RandomStream:
     """Random stream from which only the order of data is drawn, with its own copy of the RNG state.
 
-    All ranks of a run start from rank zero's state, so they draw the same order of samples, regardless of the random
-    numbers that their models draw. Generators of devices are not included.
+    The ranks draw the same order of samples from it, regardless of the random numbers that their models draw.
 
     Args:
         state: A state that `random_state` returned.
@@ -103,7 +102,7 @@ class RandomStream:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Return a context in which the process's generators draw from this stream. Contexts may be nested."""
+        """Return a context in which the process's generators draw from this stream."""
         if self._lent:
             yield
             return
@@ -149,14 +148,14 @@ class RandomStream:
 
 
 class ProcessStream(RandomStream):
-    """Stream that uses the process's own generators, so that one process draws the same numbers as a plain loop."""
+    """Stream that uses the process's own generators, as a plain loop does."""
 
     def __init__(self) -> None:
         pass
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Return a context that has no effect, because the process's generators are the stream."""
+        """Return a context that has no effect."""
         yield
 
     def get_state(self) -> State:
@@ -186,7 +185,7 @@ def are_equal(first: State, second: State) -> bool:
 
 
 def seed_from(state: State, purpose: int | str) -> int:
-    """Return a 63-bit seed derived from a stream's state and a purpose, without drawing from the stream."""
+    """Return a 63-bit seed for a purpose, derived from a stream's state without drawing from it."""
     digest = hashlib.sha256(state["torch"].numpy().tobytes() + str(purpose).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 

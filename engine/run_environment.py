@@ -40,7 +40,7 @@ def _find_version(package: str) -> str:
 
 @functools.cache
 def processor() -> str:
-    """Return the processor's name and the number of cores that this process may use, as text."""
+    """Return the processor's name and the number of cores that this process may use."""
     return f"{name_processor()}, {supervisor.cpus()} cores"
 
 

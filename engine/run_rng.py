@@ -22,11 +22,7 @@ class RunRng:
     """Initial RNG state of a run, the same on all ranks, and the stream from which the order of samples is drawn.
 
     With a world size of one and no seed for the data, the order of samples is drawn from the process's own generators,
-    as in a plain loop. Otherwise, the order is drawn from a separate stream.
-
-    Args:
-        world: All processes.
-        strategy: The strategy, which determines the processes that work on different data.
+    as in a plain loop. Otherwise, it is drawn from a separate stream.
 
     Attributes:
         stream: The stream from which the order of samples is drawn; None until `start`.
@@ -41,7 +37,7 @@ class RunRng:
         self._ranks_differ = False
 
     def start(self, data_seed: int | None = None) -> RandomStream:
-        """Start the stream for the order of the data, and copy rank zero's RNG state; see `Accelerator.start_order`."""
+        """Start the stream for the order of the data; see `Accelerator.start_order`."""
         with isolated_random_state():
             if data_seed is not None:
                 seed_everything(data_seed)

@@ -86,7 +86,7 @@ class GeneralTracker:
 
         Args:
             values: The values, by name.
-            step: The step that the values belong to, or None.
+            step: The step, or None.
             kwargs: Further arguments from `Accelerator.log`.
         """
 
@@ -127,7 +127,7 @@ class LoggerTracker(GeneralTracker):
 
         Args:
             values: The values, by name.
-            step: The step that the values belong to, or None.
+            step: The step, or None.
             kwargs: Further arguments of the logger's ``log_metrics``.
         """
         self.logger.log_metrics(values, step, **kwargs)
@@ -174,7 +174,7 @@ class TensorBoardTracker(LoggerTracker):
 
         Args:
             values: Batches of images by name.
-            step: The step that the images belong to.
+            step: The step.
             kwargs: Further arguments of ``add_images``.
         """
         for name, images in values.items():
@@ -206,7 +206,7 @@ class WandBTracker(RunTracker):
 
         Args:
             values: Lists of images by name.
-            step: The step that the images belong to.
+            step: The step.
             kwargs: Further arguments of ``wandb.Image``.
         """
         import wandb
@@ -228,9 +228,9 @@ class WandBTracker(RunTracker):
         Args:
             table_name: The name of the table.
             columns: The names of the columns.
-            data: The rows, each a list of values.
+            data: The rows.
             dataframe: A pandas data frame, instead of ``columns`` and ``data``.
-            step: The step that the table belongs to.
+            step: The step.
             kwargs: Further arguments of ``wandb.log``.
 
         Raises:
@@ -248,7 +248,7 @@ class MLflowTracker(LoggerTracker):
 
     Args:
         experiment_name: The project's name, passed to `Accelerator.init_trackers`.
-        logging_dir: A local directory for the runs. Default: that of `treadle.loggers.MLFlowLogger`.
+        logging_dir: A local directory for the runs.
         kwargs: Further arguments of `treadle.loggers.MLFlowLogger`.
     """
 
@@ -293,7 +293,7 @@ class AimTracker(RunTracker):
 
         Args:
             values: Images by name, each an image or a tuple of an image and a caption.
-            step: The step that the images belong to.
+            step: The step.
             kwargs: ``{"aim_image": {...}, "track": {...}}`` with further arguments of ``aim.Image`` and ``Run.track``.
         """
         import aim
@@ -327,7 +327,7 @@ class CometMLTracker(RunTracker):
 
 
 class ClearMLTracker(RunTracker):
-    """Tracker for a task of ClearML. A task that the script has created is used and not closed at the end.
+    """Tracker for a task of ClearML. A task that the script has created is used and not closed.
 
     Args:
         run_name: The name of the project and of the task, unless ``CLEARML_PROJECT`` and ``CLEARML_TASK`` are set.
@@ -360,8 +360,8 @@ class ClearMLTracker(RunTracker):
         """Upload one image per name.
 
         Args:
-            values: Images by name, each an array or a PIL image.
-            step: The step that the images belong to.
+            values: Images by name.
+            step: The step.
             kwargs: Further arguments of ``Logger.report_image``.
         """
         for name, image in values.items():
@@ -381,9 +381,9 @@ class ClearMLTracker(RunTracker):
         Args:
             table_name: The name of the table.
             columns: The names of the columns. Default: the first row of ``data``.
-            data: The rows, each a list of values.
+            data: The rows.
             dataframe: A pandas data frame, instead of ``columns`` and ``data``.
-            step: The step that the table belongs to.
+            step: The step.
             kwargs: Further arguments of ``Logger.report_table``.
 
         Raises:
@@ -426,7 +426,7 @@ class SwanLabTracker(RunTracker):
 
         Args:
             values: Lists of images by name.
-            step: The step that the images belong to.
+            step: The step.
             kwargs: Further arguments of ``Run.log``.
         """
         import swanlab
@@ -462,8 +462,8 @@ _registered: dict[str, type[GeneralTracker]] = {}
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Register a tracker class, which ``Accelerator(log_with=tracker_class.name)`` then instantiates.
 
-    The class is called with the name of the project, with the logging directory if ``requires_logging_directory`` is
-    True, and with its ``init_kwargs`` as keyword arguments.
+    The class is called with the project's name, the logging directory if ``requires_logging_directory`` is True, and
+    its ``init_kwargs``.
 
     Args:
         tracker_class: A subclass of `GeneralTracker` with the class attributes ``name`` and
@@ -504,9 +504,9 @@ def tracker_sources(log_with: Any, project: ProjectConfiguration) -> dict[str, S
         project: The directories of the run.
 
     Raises:
-        ValueError: If a name is unknown, or if a tracker needs a directory and none is set.
+        ValueError: If a name is unknown, or a directory is missing.
         ModuleNotFoundError: If the package of a tracker is not installed.
-        TypeError: If an object in ``log_with`` is not a tracker.
+        TypeError: If an object is not a tracker.
     """
     sources: dict[str, Source] = {}
     for entry in [log_with] if isinstance(log_with, str) or not isinstance(log_with, list | tuple) else log_with:

@@ -1,4 +1,4 @@
-"""State of metric objects in the middle of an epoch: save, restore and split it."""
+"""Functions that save and restore the state of metric objects in the middle of an epoch."""
 
 from __future__ import annotations
 
