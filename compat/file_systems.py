@@ -10,15 +10,11 @@ if TYPE_CHECKING:
 
 
 def get_filesystem(path: str | Path, **kwargs: Any) -> AbstractFileSystem:
-    """Return the file system of a path or URL, such as ``"s3://bucket/key"``.
+    """Return fsspec's file system of a path or URL, such as ``"s3://bucket/key"``.
 
     Args:
         path: Path or URL of a file or folder.
-        **kwargs: Arguments of fsspec's file system, such as credentials.
-
-    Raises:
-        ValueError: If fsspec does not support the protocol.
-        ImportError: If the protocol's package is not installed.
+        **kwargs: Arguments of the file system, such as credentials.
     """
     from fsspec.core import url_to_fs  # installed with torch
 

@@ -1,4 +1,4 @@
-"""Lightning's category of warnings about something that may be intended. Treadle issues none, but libraries do."""
+"""Lightning's category of warnings about something that may be intended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ def disable_possible_user_warnings(module: str = "") -> None:
     """Ignore warnings of category `PossibleUserWarning`.
 
     Args:
-        module: Regular expression that matches the beginning of the name of the module that warns. Default: all
-            modules.
+        module: Regular expression for the beginning of the warning module's name. Default: all modules.
     """
     warnings.filterwarnings("ignore", category=PossibleUserWarning, module=module)

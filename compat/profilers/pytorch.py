@@ -18,8 +18,6 @@ __all__ = ["PyTorchProfiler", "RegisterRecordFunction"]
 class RegisterRecordFunction:
     """Context manager that records each call of a submodule as a profiler range with the submodule's class and name.
 
-    A `PyTorchProfiler` creates such ranges itself, unless ``record_module_names=False``.
-
     Args:
         model: Model whose submodules are recorded.
     """
