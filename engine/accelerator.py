@@ -687,7 +687,7 @@ class Accelerator(Process):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """True if the last optimizer step was skipped because gradients overflowed or were not finite."""
+        """True if the last call of an optimizer's ``step`` skipped the step, such as after a float16 overflow."""
         return self.accumulation.optimizer_step_was_skipped
 
     @property
