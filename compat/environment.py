@@ -187,10 +187,7 @@ def _query_gpus(field: str) -> list[str]:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return False if there are several GPUs and one is of NVIDIA's RTX 40 series, which cannot exchange data directly.
-
-    Otherwise, including without a driver, return True.
-    """
+    """Return False if there are several GPUs and the name of one contains ``RTX 40``, otherwise True."""
     try:
         names, count = get_gpu_info()
     except (OSError, subprocess.CalledProcessError):  # no driver is installed, so there is no objection

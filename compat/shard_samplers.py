@@ -171,9 +171,6 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
         num_processes: Number of ranks that share the stream. Default: 1.
         process_index: Rank of the share. Default: 0.
         split_batches: Whether ``batch_size`` is the global batch size. Default: False.
-
-    Raises:
-        ValueError: With ``split_batches``, if the batch size is not a multiple of ``num_processes``.
     """
 
     def __init__(

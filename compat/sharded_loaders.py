@@ -89,9 +89,6 @@ class DataLoaderAdapter:
         dataset: Dataset of the wrapped dataloader.
         use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``. Default: False.
         batch_sampler, kwargs: Arguments of the dataloader.
-
-    Raises:
-        ModuleNotFoundError: If ``use_stateful_dataloader`` is True and torchdata is not installed.
     """
 
     def __init__(
@@ -190,7 +187,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _set_sampler_epoch(sampler: Any, epoch: int) -> bool:
-    """Set the epoch of a batch sampler and its inner samplers, and return whether any of them has ``set_epoch``."""
+    """Set the epoch of a batch sampler and its inner samplers, and return whether any has ``set_epoch``."""
     found = False
     for holder in (sampler, getattr(sampler, "sampler", None)):
         if holder is not None and hasattr(holder, "set_epoch"):
@@ -204,15 +201,13 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     """Dataloader that yields one rank's batches, moved to ``device`` unless it is None.
 
     Args:
-        dataset: The dataset.
+        dataset, use_stateful_dataloader, kwargs: See `DataLoaderAdapter`.
         device: Device to which batches are moved. Default: None, which leaves them in place.
         rng_types: RNG states that all ranks copy from rank zero before each pass; see `synchronize_rng_states`.
         synchronized_generator: Generator to which ``"generator"`` in ``rng_types`` refers.
         skip_batches: Number of batches to skip in each pass. Default: 0.
-        use_stateful_dataloader: See `DataLoaderAdapter`. Default: False.
         torch_device_mesh: Accepted and ignored.
         iteration: Number of the first epoch. Default: 0.
-        kwargs: Arguments of the ``DataLoader``.
     """
 
     def __init__(
@@ -287,19 +282,14 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     All ranks must iterate together.
 
     Args:
-        dataset: The dataset, which rank zero reads.
+        dataset, use_stateful_dataloader, kwargs: See `DataLoaderAdapter`.
         split_batches: Whether to split each batch of the dataloader among the ranks. Otherwise, one batch per rank is
             concatenated and the result is split. Default: False.
         skip_batches: Number of batches to skip in each pass. Default: 0.
-        use_stateful_dataloader: See `DataLoaderAdapter`. Default: False.
         slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` returns rows of a batch. Default:
             `slice_tensors`.
         torch_device_mesh: Device mesh of the ranks, without a dimension ``"tp"``. Default: None.
         iteration: Number of the first epoch. Default: 0.
-        kwargs: Arguments of the ``DataLoader``.
-
-    Raises:
-        ValueError: If the mesh has a dimension ``"tp"``.
     """
 
     def __init__(
@@ -413,14 +403,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """Dataloader that skips its first batches, which are still read; see `skip_first_batches`.
-
-    Args:
-        dataset: The dataset.
-        skip_batches: Number of batches to skip. Default: 0.
-        use_stateful_dataloader: See `DataLoaderAdapter`. Default: False.
-        kwargs: Arguments of the ``DataLoader``.
-    """
+    """Dataloader that reads but skips its first ``skip_batches`` batches; see `DataLoaderAdapter`."""
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any

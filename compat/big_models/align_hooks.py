@@ -47,7 +47,7 @@ _CAST_LAYERS = (
 
 @dataclass(frozen=True)
 class _MappedPiece:
-    """Tensor that is looked up in a mapping at each access, so that changes to the mapping change the weights."""
+    """Tensor that is looked up in a mapping at each access, so that the mapping can change."""
 
     weights: Mapping[str, Tensor]
     name: str
@@ -238,12 +238,8 @@ def attach_execution_device_hook(
 ) -> None:
     """Add an `AlignDevicesHook` to ``module`` and each of its submodules that has weights but no hook.
 
-    Args:
-        module: The module.
-        execution_device: The device on which the modules run.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Names of classes of modules whose submodules do not get hooks. Default: none.
-        tied_params_map: See `set_module_tensor_to_device`.
+    Submodules of modules whose classes ``preload_module_classes`` names get no hooks. The other arguments are those of
+    `AlignDevicesHook`.
     """
     if not hasattr(module, "_hf_hook") and module.state_dict():
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
@@ -267,18 +263,9 @@ def attach_align_device_hook(
 ) -> None:
     """Add an `AlignDevicesHook` to ``module`` and each of its submodules that owns tensors directly.
 
-    Args:
-        module: The module.
-        execution_device: See `AlignDevicesHook`.
-        offload: See `AlignDevicesHook`.
-        weights_map: Values of offloaded weights by names that begin with ``module_name``. Default: the current values,
-            kept on the CPU.
-        offload_buffers: See `AlignDevicesHook`.
-        module_name: The module's name in ``weights_map``. Default: ``""``, for no prefix.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Names of classes whose modules load all offloaded weights of their submodules when
-            called. With ``offload``, these submodules get no hooks. Default: none.
-        tied_params_map: See `set_module_tensor_to_device`.
+    ``module_name`` is the prefix of names in ``weights_map``. With ``offload``, modules whose classes
+    ``preload_module_classes`` names load all weights of their submodules, which get no hooks. The other arguments are
+    those of `AlignDevicesHook`.
     """
     whole = offload and type(module).__name__ in (preload_module_classes or ())
     prefix = f"{module_name}." if module_name else ""
@@ -320,20 +307,8 @@ def attach_align_device_hook_on_blocks(
 ) -> None:
     """Add hooks of class `AlignDevicesHook` to the named blocks of a model, or to the whole model.
 
-    If ``execution_device`` or ``offload`` is a dict, its keys name the blocks.
-
-    Args:
-        module: The model.
-        execution_device: The device on which the model runs, or a dict of devices by block name. None is only valid
-            without offloading.
-        offload: See `AlignDevicesHook`; a bool, or a dict of bools by block name. If both arguments are dicts, only the
-            blocks that both contain are used. Default: False.
-        weights_map: See `attach_align_device_hook`.
-        offload_buffers: See `AlignDevicesHook`.
-        module_name: Name of ``module`` and prefix of block names. Default: ``""``, for no prefix.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: See `attach_align_device_hook`. Used only for named blocks.
-        tied_params_map: See `set_module_tensor_to_device`.
+    The arguments are those of `attach_align_device_hook`. If ``execution_device`` or ``offload`` is a dict, its keys
+    name the blocks. If both are dicts, only the blocks that both contain are used.
     """
     shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     away: dict[str, Any] = {"weights_map": weights_map, "offload_buffers": offload_buffers, **shared}
@@ -418,14 +393,9 @@ def attach_layerwise_casting_hooks(
 ) -> None:
     """Add a `LayerwiseCastingHook` to each linear, convolution and transposed convolution layer that is not skipped.
 
-    Args:
-        module: The model.
-        storage_dtype: See `LayerwiseCastingHook`.
-        compute_dtype: See `LayerwiseCastingHook`.
-        skip_modules_pattern: One or more regular expressions for names of modules to skip, with their submodules.
-            Default: none.
-        skip_modules_classes: Classes of modules to skip, with their submodules. Default: none.
-        non_blocking: Whether to cast asynchronously, if possible. Default: False.
+    Modules of ``skip_modules_classes``, and those whose names contain a match of a regular expression in
+    ``skip_modules_pattern``, are skipped with their submodules. The other arguments are those of
+    `LayerwiseCastingHook`.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else [*(skip_modules_pattern or ())]
 

@@ -91,14 +91,7 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and tensor of each parameter, then of each buffer.
-
-    Args:
-        module: The module.
-        include_buffers: Whether to yield buffers. Default: True.
-        recurse: Whether to include submodules. Default: False.
-        remove_non_persistent: Whether to exclude non-persistent buffers. Default: False.
-    """
+    """Yield the name and tensor of each parameter, then of each buffer unless ``include_buffers`` is False."""
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
         left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else ()
@@ -106,13 +99,7 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of a module's non-persistent buffers, which are not in the state dict.
-
-    Args:
-        module: The module.
-        recurse: Whether to include submodules. Default: False.
-        fqns: Whether names are relative to ``module`` instead of the buffer's submodule. Default: False.
-    """
+    """Return the names of a module's non-persistent buffers, relative to their submodules unless ``fqns`` is True."""
     modules = module.named_modules() if recurse else [("", module)]
     return {
         f"{path}.{name}" if fqns and path else name
@@ -190,12 +177,8 @@ def get_max_layer_size(
 ) -> tuple[int, list[str]]:
     """Return the size of the largest layer in bytes, and the names of all layers of that size.
 
-    A layer is a tensor, a module without submodules, or a module of a class that must not be split.
-
-    Args:
-        modules: Pairs of a name and a module or tensor.
-        module_sizes: The return value of `compute_module_sizes`.
-        no_split_module_classes: Names of classes that must not be split.
+    A layer is a tensor, a module without submodules, or a module of a class in ``no_split_module_classes``.
+    ``module_sizes`` is the return value of `compute_module_sizes`.
     """
     layers: list[str] = []
 
@@ -336,12 +319,8 @@ def _get_offload_hook(module: nn.Module) -> Any:
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
     """Move a module's tensors to a device within a ``with`` block, then move them back or offload them again.
 
-    If the module has offloaded tensors, these are moved. Otherwise, its direct parameters are moved.
-
-    Args:
-        module: The module.
-        execution_device: The device. Default: None, which moves only offloaded tensors, to the device on which the
-            module runs.
+    If the module has offloaded tensors, these are moved, by default to the device on which the module runs. Otherwise,
+    its direct parameters are moved if ``execution_device`` is set.
     """
     hook = _get_offload_hook(module)
     if hook is not None:
@@ -393,11 +372,7 @@ def get_state_dict_from_offload(
 ) -> dict[str, Any]:
     """Replace a module's entries in a state dict with the module's current tensors, and return the state dict.
 
-    Args:
-        module: The module.
-        module_name: The full name of any of its tensors, such as ``"encoder.weight"`` for the module ``encoder``.
-        state_dict: The state dict, which is modified in place.
-        device_to_put_offload: The device for offloaded values. Default: the CPU.
+    ``module_name`` is the full name of any of its tensors, such as ``"encoder.weight"`` for the module ``encoder``.
     """
     prefix = module_name[: module_name.rfind(".") + 1]
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
@@ -433,16 +408,7 @@ def load_state_dict(
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Load the weights in an offload folder into a model on the CPU.
-
-    Args:
-        model: The model.
-        index: The folder's index: each tensor's dtype and shape, by name. None loads nothing.
-        offload_folder: A folder that `offload_state_dict` wrote.
-
-    Raises:
-        ValueError: If a weight does not fit its index entry or the model.
-    """
+    """Load the weights that the index of an offload folder lists into a model on the CPU."""
     for name, info in (index or {}).items():
         weight = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", info)
         set_module_tensor_to_device(model, name, "cpu", value=weight)

@@ -25,11 +25,7 @@ def offload_weight(
 ) -> MutableMapping[str, Any] | None:
     """Write a tensor's bytes to ``offload_folder/weight_name.dat``, and return ``index``.
 
-    Args:
-        weight: The tensor.
-        weight_name: The tensor's name.
-        offload_folder: An existing folder.
-        index: An index, to which the tensor's dtype and shape are added. Default: None.
+    If ``index`` is not None, the tensor's dtype and shape are added to it.
     """
     plain = weight.detach().to("cpu").contiguous()
     plain.reshape(-1).view(torch.uint8).numpy().tofile(Path(offload_folder) / f"{weight_name}.dat")
@@ -39,11 +35,7 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
-    """Load a tensor with the dtype and shape in ``weight_info`` from a file that `offload_weight` wrote.
-
-    Raises:
-        ValueError: If the file's size does not match the dtype and shape.
-    """
+    """Load a tensor with the dtype and shape in ``weight_info`` from a file that `offload_weight` wrote."""
     dtype, shape = getattr(torch, weight_info["dtype"]), torch.Size(weight_info["shape"])
     size, needed = os.path.getsize(weight_file), shape.numel() * dtype.itemsize
     if size != needed:
@@ -118,9 +110,6 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         index: Tensors on disk: for each name, a dict with ``"dtype"`` and ``"shape"``, or with ``"safetensors_file"``
             and optional ``"weight_name"`` and ``"dtype"``. Default: the folder's index.
         device: The device for tensors from safetensors files. Default: the CPU.
-
-    Raises:
-        ValueError: If none of ``state_dict``, ``save_folder`` and ``index`` is passed.
     """
 
     def __init__(

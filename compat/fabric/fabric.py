@@ -203,30 +203,16 @@ class Fabric:
             return pickle.loads(path.read_bytes())
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the local rank zero of each machine.
-
-        Args:
-            *args: Arguments of ``print``.
-            **kwargs: Keyword arguments of ``print``.
-        """
+        """Print on the local rank zero of each machine."""
         if self.local_rank == 0:
             print(*args, **kwargs)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank has called this method.
-
-        Args:
-            name: Accepted and ignored.
-        """
+        """Wait until every rank has called this method."""
         self._accelerator.wait_for_everyone()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank ``src`` on every rank.
-
-        Args:
-            obj: The object, picklable if there are several processes.
-            src: The rank to send from. Default: 0.
-        """
+        """Return the object of rank ``src`` on every rank."""
         return self._accelerator.world.broadcast(obj, src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
@@ -284,12 +270,7 @@ class Fabric:
         return world if group is None or world.size == 1 else world.of_group(group)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """Return a context for a ``with`` block that rank zero runs before the other ranks.
-
-        Args:
-            local: Whether local rank zero runs the block first on each machine, instead of global rank zero. Default:
-                False.
-        """
+        """Return a context for a block that rank zero runs first; with ``local``, local rank zero of each machine."""
         accelerator = self._accelerator
         return accelerator.local_main_process_first() if local else accelerator.main_process_first()
 
@@ -344,14 +325,7 @@ class Fabric:
         return FabricModule(prepared, accelerator.strategy.unwrap(prepared), accelerator)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Prepare optimizers whose model has been set up.
-
-        Args:
-            *optimizers: The optimizers.
-
-        Returns:
-            The prepared optimizer, or a tuple of several.
-        """
+        """Return one or several optimizers, whose model has been set up, prepared."""
         if not optimizers:
             raise ValueError("setup_optimizers was called without an optimizer. Pass at least one.")
         prepared = tuple(map(self._setup_optimizer, optimizers))
@@ -446,12 +420,7 @@ class Fabric:
         return norm
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Return a context in which gradients are not reduced over the ranks, for accumulation.
-
-        Args:
-            module: A model that has been set up.
-            enabled: Whether to skip the reduction. Default: True.
-        """
+        """Return a context in which gradients are not reduced over the ranks, for accumulation."""
         wrapper = getattr(module, "_orig_mod", module)
         if not isinstance(wrapper, FabricModule):
             raise TypeError(
@@ -465,11 +434,7 @@ class Fabric:
         return self._accelerator.autocast()
 
     def to_device(self, obj: Any) -> Any:
-        """Return a model, a tensor or a nested structure of tensors on the device.
-
-        Args:
-            obj: The object. A model is moved in place.
-        """
+        """Return a model, moved in place, a tensor or a nested structure of tensors on the device."""
         return obj.to(self.device) if isinstance(obj, nn.Module) else move_data_to_device(obj, self.device)
 
     # -- building models -----------------------------------------------------------------------------------------
@@ -607,14 +572,7 @@ class Fabric:
         *,
         weights_only: bool | None = None,
     ) -> None:
-        """Load the state of one model or optimizer from a file that contains nothing else.
-
-        Args:
-            path: Path or URL of the file.
-            obj: The model or optimizer to restore in place.
-            strict: Whether a model's keys must match those in the file. Default: True.
-            weights_only: See `load`.
-        """
+        """Load the state of one model or optimizer from a file that contains nothing else; see `load`."""
         self._restore(obj, self._read(path, weights_only), strict)
 
     def _read(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
@@ -638,13 +596,7 @@ class Fabric:
     # -- callbacks and loggers -----------------------------------------------------------------------------------
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of every callback that has it.
-
-        Args:
-            hook_name: The method's name.
-            *args: Arguments of the method.
-            **kwargs: Keyword arguments. Each callback receives those that its method accepts.
-        """
+        """Call a method of every callback that has it, with the keyword arguments that it accepts."""
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if method is None:
@@ -672,22 +624,11 @@ class Fabric:
         return self._loggers[0]
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Log a number to all loggers.
-
-        Args:
-            name: The metric's name.
-            value: A number, or a one-element tensor.
-            step: The step of the value. Default: None, which lets each logger choose the step.
-        """
+        """Log a number to all loggers."""
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers to all loggers; see `log`.
-
-        Args:
-            metrics: Numbers or one-element tensors by name.
-            step: The step of the values. Default: None.
-        """
+        """Log numbers to all loggers; see `log`."""
         numbers = apply_to_collection(dict(metrics), Tensor, lambda tensor: tensor.item())
         for logger in self._loggers:
             logger.log_metrics(metrics=numbers, step=step)

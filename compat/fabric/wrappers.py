@@ -35,8 +35,8 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class FabricModule(nn.Module):
     """Model whose ``forward`` runs with the precision and the strategy of a `Fabric`.
 
-    Attributes and methods that ``nn.Module`` does not have are those of the user's model. Mark other methods than
-    ``forward`` and the steps, such as ``training_step``, with `mark_forward_method` if they call layers.
+    It has the attributes of the user's model. Mark a method that calls layers with `mark_forward_method`, unless it is
+    ``forward`` or a step, such as ``training_step``.
 
     Args:
         forward_module: The prepared model.
@@ -130,7 +130,7 @@ class FabricModule(nn.Module):
 
 
 def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method so that calling a layer, which would run without the strategy and precision, raises an error."""
+    """Wrap a method so that calling a layer raises an error."""
 
     def refuse(*_: Any) -> None:
         raise RuntimeError(
@@ -151,16 +151,13 @@ def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) ->
 
 
 class FabricDataLoader:
-    """Dataloader that `Fabric.setup_dataloaders` returns. It shards the samples and moves batches to the device.
-
-    It has the attributes of the user's dataloader.
+    """Dataloader that `Fabric.setup_dataloaders` returns, with the attributes of the user's dataloader.
 
     Args:
         loader: The user's dataloader, which is not changed.
         world: The ranks among which samples are distributed.
         device: Device to which batches are moved; None to leave them in place.
-        shared: Whether to distribute samples among the ranks. An ``IterableDataset``, or a dataloader that already
-            selects a rank's share, is never distributed again.
+        shared: Whether to distribute samples among the ranks; see `Fabric.setup_dataloaders`.
     """
 
     def __init__(self, loader: Any, world: World, device: torch.device | None, shared: bool) -> None:
@@ -250,20 +247,12 @@ def _find_seed() -> int:
 
 
 def is_wrapped(obj: object) -> bool:
-    """Return whether an object is a model or dataloader that a `Fabric` has set up, or a prepared optimizer.
-
-    Args:
-        obj: Any object.
-    """
+    """Return whether an object is a model or dataloader that a `Fabric` has set up, or a prepared optimizer."""
     return isinstance(getattr(obj, "_orig_mod", obj), FabricModule | PreparedOptimizer | FabricDataLoader)
 
 
 def unwrap(obj: Any) -> Any:
-    """Return the model, optimizer or dataloader inside an object that `Fabric` returned.
-
-    Args:
-        obj: The object that `Fabric` returned. Any other object is returned unchanged.
-    """
+    """Return the model, optimizer or dataloader inside an object that `Fabric` returned, or any other object."""
     obj = getattr(obj, "_orig_mod", obj)
     if isinstance(obj, FabricModule):
         return obj._original_module
