@@ -159,8 +159,8 @@ def _note_first_call(module: nn.Module, call: Any, options: Any) -> Callable[...
 class CompiledBatches:
     """Factory of the contexts in which batches run compiled code.
 
-    The short last batch of an epoch runs uncompiled if no existing graph fits it. Otherwise, torch would compile a
-    graph for arbitrary sizes, and use it for the full batches that follow.
+    The short last batch of an epoch runs uncompiled if no existing graph fits it. If it ran compiled, torch would
+    compile a graph for arbitrary sizes, and use it for the full batches that follow.
     """
 
     def __init__(self, graphs: bool) -> None:

@@ -23,8 +23,8 @@ STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1,
 def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -> float:
     """Estimate the duration of a collective in seconds, from the time at which all ``ranks`` are ready.
 
-    ``size`` is the size of the full tensor in bytes, such as the output of an all-gather. Rank ``r`` is on machine ``r
-    // gpu.per_machine``.
+    Rank ``r`` is on machine ``r // gpu.per_machine``. ``size`` is the size of the full tensor in bytes, such as the
+    output of an all-gather.
     """
     count = len(ranks)
     if count == 1:

@@ -31,7 +31,7 @@ class Schedule:
         samples: Number of samples per epoch.
         per_epoch: Number of optimizer steps per epoch.
         rates: Learning rates at evenly spaced steps of the run.
-        words: Text that replaces ``rates`` if it is empty.
+        words: Text shown if ``rates`` is empty.
     """
 
     steps: int | None = None

@@ -137,7 +137,10 @@ class Preemption:
 
     @contextmanager
     def catching_interrupts(self) -> Iterator[None]:
-        """Return a context that handles Ctrl-C like other signals. After Ctrl-C, its end raises KeyboardInterrupt."""
+        """Return a context that handles Ctrl-C like other signals.
+
+        After Ctrl-C, its end raises KeyboardInterrupt, unless the script has set a handler for Ctrl-C.
+        """
         self.interrupts = True
         try:
             yield
