@@ -79,10 +79,6 @@ class Accelerator(str, metaclass=_Kind):
     def parse_devices(cls, devices: Devices) -> list[int]:
         """Return the indices of the devices that a value of ``Trainer(devices=...)`` selects.
 
-        Args:
-            devices: A number of devices, a list of indices, a string such as ``"2"`` (a number) or ``"0,2"`` (indices),
-                or -1 or ``"auto"`` for all devices.
-
         Raises:
             ValueError, TypeError: If the value is invalid.
         """
@@ -153,10 +149,6 @@ def get_nvidia_gpu_stats(device: torch.device | str | int) -> dict[str, float]:
 
     Returns:
         Values by name and unit, such as ``"utilization.gpu (%)"``; 0.0 for a value that the device does not report.
-
-    Raises:
-        FileNotFoundError: If ``nvidia-smi`` is not installed.
-        subprocess.SubprocessError: If ``nvidia-smi`` fails.
     """
     program = shutil.which("nvidia-smi")
     if program is None:

@@ -49,10 +49,7 @@ def get_parameters_from_modules(
 ) -> set[nn.Parameter]:
     """Return the set of parameters of modules that are passed, or that a regular expression selects by name.
 
-    Args:
-        modules: The modules, a regular expression for their full names, or None for no modules.
-        model: The model in which names are looked up.
-        device: Device to which modules that are selected by name are moved.
+    Modules that are selected by their full names in ``model`` are moved to ``device``.
     """
     if isinstance(modules, str):
         pattern = re.compile(modules)
@@ -65,10 +62,7 @@ def ensure_weights_retied(
 ) -> Callable[[nn.Module], nn.Module]:
     """Return a function that calls ``param_init_fn`` and then ties the module's tied weights again.
 
-    Args:
-        param_init_fn: Function that initializes a module.
-        model: The model, whose ``_tied_weights_keys`` names the tied weights.
-        device: Accepted and ignored.
+    ``model._tied_weights_keys`` names the tied weights.
     """
     names: Iterable[str] = getattr(model, "_tied_weights_keys", None) or ()  # type: ignore[assignment]
     first: dict[int, Tensor | None] = {id(model.get_parameter(name)): None for name in names}
@@ -90,9 +84,7 @@ def ensure_weights_retied(
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Tensor]) -> None:
     """Replace the parameters of an optimizer in place.
 
-    Args:
-        optimizer: The optimizer.
-        mapping: New parameters, keyed by the ``data_ptr`` methods of the old parameters.
+    ``mapping`` contains the new parameters, keyed by the ``data_ptr`` methods of the old ones.
 
     Raises:
         KeyError: If a parameter of the optimizer has no replacement.
@@ -109,11 +101,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Shard a model with the accelerator's FSDP and return it; see `Accelerator.prepare_model`.
-
-    Raises:
-        ValueError: If the accelerator does not shard models, or cannot prepare the model.
-    """
+    """Shard a model with the accelerator's FSDP and return it; see `Accelerator.prepare_model`."""
     _check_sharded(accelerator)
     return accelerator.prepare_model(model)  # type: ignore[no-any-return]
 
@@ -122,12 +110,6 @@ def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
 ) -> nn.Module:
     """Load rank zero's full state into a sharded model, and return the model. Must be called on all ranks.
-
-    Args:
-        accelerator: The accelerator that sharded the model.
-        model: The sharded model.
-        full_sd: Full state of the model, ignored on ranks other than zero.
-        cpu_offload: Accepted and ignored.
 
     Raises:
         ValueError: If the accelerator does not shard models.
@@ -158,18 +140,14 @@ def save_fsdp_model(
     """Write a sharded model's weights in Accelerate's format. Must be called on all ranks.
 
     Args:
-        fsdp_plugin: Plugin whose ``state_dict_type`` selects the format: the full state in ``pytorch_model_fsdp.bin``,
-            or shards in a folder ``pytorch_model_fsdp_0`` of ``torch.distributed.checkpoint``. None means shards with
-            ``fsdp_version=2``, otherwise the full state.
+        fsdp_plugin: Plugin whose ``state_dict_type`` selects one file with the full state, or a folder of shards. None
+            means shards with ``fsdp_version=2``, otherwise the full state.
         accelerator: The accelerator that sharded the model.
         model: The sharded model.
         output_dir: The folder, which is created if it is missing.
         model_index: Index of the model in the names of files and folders. Default: 0.
-        adapter_only: Whether to omit parameters that are not trainable. Buffers are written. Default: False.
+        adapter_only: Whether to omit parameters that are not trainable. Default: False.
         use_dcp: Must be True (default), unless the full state is written.
-
-    Raises:
-        ValueError: If the format is not supported.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -190,11 +168,8 @@ def load_fsdp_model(
 ) -> Any:
     """Load weights that were saved by `save_fsdp_model` into a sharded model. Must be called on all ranks.
 
-    ``input_dir`` is the folder. The other arguments are those of `save_fsdp_model`. With ``adapter_only``, weights that
-    are missing in the checkpoint are kept.
-
-    Returns:
-        The missing and unexpected keys, as ``Module.load_state_dict`` returns them.
+    The arguments are those of `save_fsdp_model`. With ``adapter_only``, weights that are missing in the checkpoint are
+    kept. The missing and unexpected keys are returned.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -221,7 +196,7 @@ def save_fsdp_optimizer(
 ) -> None:
     """Write the state of a sharded model's optimizer to a file or folder. Must be called on all ranks.
 
-    ``optimizer`` is the prepared optimizer of ``model``. The other arguments are those of `save_fsdp_model`.
+    The arguments are those of `save_fsdp_model`.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -242,11 +217,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load the optimizer state that `save_fsdp_optimizer` wrote. Must be called on all ranks.
-
-    ``input_dir`` is the folder, and ``adapter_only`` is ignored. The other arguments are those of
-    `save_fsdp_optimizer`.
-    """
+    """Load the optimizer state that `save_fsdp_optimizer` wrote. Must be called on all ranks."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_optimizer_state_dict,

@@ -10,10 +10,7 @@ import torch
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
     """Return a gradient scaler for this machine's accelerator, or for CUDA if the machine has none.
 
-    Args:
-        distributed_type: ``DistributedType.FSDP`` for a scaler that checks the shards of all ranks for overflow.
-            Default: None.
-        **kwargs: Arguments of ``torch.amp.GradScaler``, except ``device``.
+    With ``DistributedType.FSDP``, it checks the shards of all ranks for overflow.
     """
     if getattr(distributed_type, "value", distributed_type) == "FSDP":
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

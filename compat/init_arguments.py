@@ -55,15 +55,10 @@ def _read_frame(frame: FrameType) -> tuple[Any, dict[str, Any]]:
 def collect_init_args(
     frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Return the arguments of the nested ``__init__`` calls around a frame, from the innermost to the outermost call.
+    """Append the arguments of the nested ``__init__`` calls around a frame to ``path_args``, and return it.
 
-    A call counts if its method refers to ``__class__``, as ``super()`` does.
-
-    Args:
-        frame: Frame in which the search starts.
-        path_args: List to which the arguments of each call are appended as a dict. It is returned.
-        inside: Whether ``frame`` is inside such a call. By default, the search first skips frames until it reaches one.
-        classes: Classes whose ``__init__`` counts. Default: all.
+    The innermost call comes first. A call counts if its method refers to ``__class__``, as ``super()`` does, and its
+    object is of one of ``classes``, if any. Unless ``inside`` is True, frames are skipped until the first such call.
     """
     current: FrameType | None = frame
     while current is not None and current.f_back is not None:
@@ -91,8 +86,8 @@ def save_hyperparameters(
         *args: Names of the arguments to save, or one object that holds all hyperparameters. Default: all arguments.
         ignore: Name or names to omit. Default: None.
         frame: The frame whose arguments are saved. Default: the caller's.
-        given_hparams: Values by name that are saved instead of a frame's arguments. Default: for a dataclass, the
-            fields that its ``__init__`` sets; otherwise None.
+        given_hparams: Values to save instead of a frame's arguments. Default: the fields of a dataclass, otherwise
+            None.
     """
     if dataclasses.is_dataclass(obj) and given_hparams is None:
         given_hparams = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
@@ -130,8 +125,7 @@ def lightning_hasattr(model: Any, attribute: str) -> bool:
 def lightning_getattr(model: Any, attribute: str) -> Any:
     """Return an attribute of a task, its data module, or the hyperparameters of either.
 
-    If several of these objects have the attribute, the data module precedes the task, and hyperparameters precede
-    attributes.
+    The data module precedes the task, and hyperparameters precede attributes.
 
     Raises:
         AttributeError: If none of these objects has the attribute.

@@ -31,9 +31,6 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     Returns:
         0-d tensors by name, such as ``"grad_2.0_norm/net.weight"``, with ``"grad_2.0_norm_total"``; empty without
         gradients.
-
-    Raises:
-        ValueError: If ``norm_type`` is not a number above 0.
     """
     order = float(norm_type)
     if order <= 0:

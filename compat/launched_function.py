@@ -18,9 +18,8 @@ class PrepareForLaunch:
         launcher: Function to run.
         distributed_type: A `DistributedType` or its value. With ``MULTI_*``, the rank is computed from the process's
             index and the environment variables ``NODE_RANK`` and ``NPROC``; other types set no rank. Default: ``"NO"``.
-        debug: Whether to connect the processes with gloo instead of setting the rank, through the file
-            ``ACCELERATE_DEBUG_RDV_FILE`` and with the world size ``WORLD_SIZE``, both environment variables. Default:
-            False.
+        debug: Whether to connect the processes with gloo instead, through the file ``ACCELERATE_DEBUG_RDV_FILE``.
+            Default: False.
     """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: Any = "NO", debug: bool = False) -> None:

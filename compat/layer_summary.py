@@ -31,8 +31,7 @@ class LayerSummary:
     """Summary of a layer: its class, its parameters, and the input and output shapes of its first call.
 
     Args:
-        module: The layer. A hook on it records the shapes and is then removed. The shapes of TorchScript modules stay
-            unknown.
+        module: The layer. A hook on it records the shapes. Those of TorchScript modules stay unknown.
     """
 
     def __init__(self, module: nn.Module) -> None:

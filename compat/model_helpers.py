@@ -41,8 +41,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """Return a copy of the model that shares its parameters and has each repeated block compiled separately.
 
     The repeated blocks are the items of lists for which `is_repeated_blocks` is True. Each remaining submodule is
-    compiled as a whole. Blocks of one class can share compiled code, which shortens the first step; see torch's
-    tutorial on regional compilation.
+    compiled as a whole. Blocks of one class can share compiled code; see torch's tutorial on regional compilation.
 
     Args:
         module: The model. Without repeated blocks, it is compiled as a whole.
@@ -70,12 +69,7 @@ def _compile_parts(module: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile each repeated block and each remaining submodule in place, and return the model; see `compile_regions`.
-
-    Args:
-        module: The model.
-        **compile_kwargs: Arguments of ``nn.Module.compile``.
-    """
+    """Compile each repeated block and each remaining submodule in place, and return the model."""
     if is_repeated_blocks(module):
         for block in module.children():
             block.compile(**compile_kwargs)
@@ -88,12 +82,7 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Return all modules of a model, or pairs of name and module. Each module follows its submodules.
-
-    Args:
-        model: The model.
-        return_fqns: Whether to return pairs of name and module. Default: False.
-    """
+    """Return all modules of a model, or pairs of name and module. Each module follows its submodules."""
     waiting, ordered = [("", model)], []
     while waiting:
         name, module = waiting.pop()
@@ -162,13 +151,9 @@ def move_to_device(state: Any, device: Any) -> Any:
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write an object on rank zero with ``torch.save`` or safetensors.
+    """Write an object with ``torch.save``, or a dict of tensors with safetensors, on rank zero.
 
-    Args:
-        obj: The object; for safetensors, a dict of tensors.
-        f: Path of the file, or an open binary file.
-        save_on_each_node: Whether to write on the local rank zero of every machine. Default: False.
-        safe_serialization: Whether to write safetensors. Default: False.
+    With ``save_on_each_node``, local rank zero of every machine writes.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
@@ -179,13 +164,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Load a ``torch.save`` file. By default, only tensors, NumPy arrays and plain values are unpickled.
-
-    Args:
-        f: Path of the file, or an open binary file.
-        map_location: See ``torch.load``.
-        **kwargs: Further arguments of ``torch.load``.
-    """
+    """Load a ``torch.save`` file. By default, only tensors, NumPy arrays and plain values are unpickled."""
     core = np._core.multiarray  # type: ignore[attr-defined]
     safe = [core._reconstruct, core.scalar, np.ndarray, np.dtype, codecs.encode, *_NUMPY_TYPES]
     with torch.serialization.safe_globals(safe):
@@ -198,11 +177,7 @@ _NUMPY_TYPES = [kind for kind in vars(np.dtypes).values() if isinstance(kind, ty
 def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
     """Write ``obj.state_dict()`` to ``path/custom_checkpoint_{index}.pkl`` on rank zero.
 
-    Args:
-        obj: An object with ``state_dict``.
-        path: Directory of the file.
-        index: The number in the file's name. Default: 0.
-        save_on_each_node: Whether to write on the local rank zero of every machine. Default: False.
+    With ``save_on_each_node``, local rank zero of every machine writes.
 
     Raises:
         TypeError: If the state contains values that `load_custom_state` could not load. No file is written.
@@ -225,11 +200,5 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
 
 
 def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
-    """Load the state that `save_custom_state` wrote. Only tensors, NumPy arrays and plain values are unpickled.
-
-    Args:
-        obj: An object with ``load_state_dict``.
-        path: Directory of the file.
-        index: The number in the file's name. Default: 0.
-    """
+    """Load the state that `save_custom_state` wrote. Only tensors, NumPy arrays and plain values are unpickled."""
     obj.load_state_dict(load(Path(path) / f"custom_checkpoint_{index}.pkl", map_location="cpu"))

@@ -20,7 +20,7 @@ __all__ = [
 
 
 def is_cuda_out_of_memory(exception: BaseException) -> bool:
-    """Return whether a CUDA device ran out of memory."""
+    """Return whether an error reports exhausted memory of a CUDA device."""
     text = str(exception)
     return isinstance(exception, torch.cuda.OutOfMemoryError) or (
         isinstance(exception, RuntimeError) and "CUDA" in text and "out of memory" in text
@@ -28,12 +28,12 @@ def is_cuda_out_of_memory(exception: BaseException) -> bool:
 
 
 def is_cudnn_snafu(exception: BaseException) -> bool:
-    """Return whether cuDNN reports "not supported", as it does if it cannot allocate a workspace."""
+    """Return whether an error is cuDNN's "not supported", as it is if cuDNN cannot allocate a workspace."""
     return isinstance(exception, RuntimeError) and "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED" in str(exception)
 
 
 def is_out_of_cpu_memory(exception: BaseException) -> bool:
-    """Return whether the host ran out of memory."""
+    """Return whether an error reports exhausted memory of the host."""
     return isinstance(exception, MemoryError) or (
         isinstance(exception, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(exception)
     )

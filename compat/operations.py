@@ -20,7 +20,7 @@ def gather(tensor: Any) -> Any:
         tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same structure on every rank.
 
     Returns:
-        The values, with the same structure as the input. Parts without tensors become lists of the values of all ranks.
+        The values, with the structure of the input. Parts without tensors become lists of all ranks' values.
 
     Raises:
         TypeError: If ``tensor`` contains no tensor.
@@ -49,7 +49,6 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         from_process: Rank that sends its tensors. Default: 0.
 
     Raises:
-        ValueError: If ``from_process`` is not a rank of the group.
         DistributedOperationException: On every rank, if the tensors differ in number, shape or dtype.
     """
     return collectives.broadcast(tensor, current_world(), from_process)
@@ -80,7 +79,6 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         scale: Factor by which the result is multiplied, except with ``"none"``. Default: 1.0.
 
     Raises:
-        ValueError: If ``reduction`` is unknown.
         DistributedOperationException: On every rank, if tensors that have to be reduced differ in number, shape or
             dtype.
     """
@@ -91,14 +89,13 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """Return tensors that are padded along ``dim`` to the greatest length of any rank.
 
     Args:
-        tensor: A tensor, or nested lists, tuples and dicts of tensors. Each rank needs the same number of tensors, with
-            the same numbers of dimensions.
+        tensor: A tensor, or nested lists, tuples and dicts of tensors.
         dim: The dimension to pad. Tensors without this dimension are unchanged. Default: 0.
         pad_index: The value to pad with. Default: 0.
         pad_first: Whether to pad at the beginning instead of the end. Default: False.
 
     Raises:
-        DistributedOperationException: On every rank, if the ranks' tensors do not fit together.
+        DistributedOperationException: On every rank, if the tensors differ in number or in their number of dimensions.
     """
     return collectives.pad_across_processes(tensor, current_world(), dim, pad_index, pad_first)
 

@@ -15,14 +15,9 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
-    """Return whether torchao should convert a module to float8.
+    """Return whether torchao should convert the module with the name ``fqn`` to float8.
 
     Modules in ``layers_to_filter``, and linear layers whose sizes are not multiples of 16, are not converted.
-
-    Args:
-        module: A module of the model.
-        fqn: Name of the module in the model.
-        layers_to_filter: Names of layers that keep their precision.
     """
     if isinstance(module, nn.Linear) and (module.in_features % 16 or module.out_features % 16):
         return False

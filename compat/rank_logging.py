@@ -58,13 +58,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         return (f"[RANK {rank}] {msg}" if size > 1 else msg), kwargs
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a warning only the first time that this `RankLogger` receives its text.
-
-        Args:
-            msg: The message, a format string for ``args``.
-            *args: Arguments of the message.
-            **kwargs: Keyword arguments of `log`.
-        """
+        """Log a warning, as `log` does, only the first time that this `RankLogger` receives its text."""
         text = str(msg) % args if args else str(msg)
         if text not in self._warned_texts:
             self._warned_texts.add(text)
@@ -78,7 +72,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 class _FallbackHandler(logging.StreamHandler[TextIO]):
-    """Handler for records that no other handler shows. The last resort of `logging` would hide those below WARNING."""
+    """Handler for records that no other handler shows, including those below WARNING."""
 
     def __init__(self, logger: logging.Logger) -> None:
         logging.Handler.__init__(self)
@@ -108,8 +102,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
     Args:
         name: The logger's name, such as ``__name__``.
-        log_level: The lowest level to log. Without another handler, records go to standard error. Default: the value of
-            ``ACCELERATE_LOG_LEVEL``, else the level of `logging`.
+        log_level: The lowest level to log. Default: the value of ``ACCELERATE_LOG_LEVEL``, else the level of `logging`.
     """
     logger = logging.getLogger(name)
     if log_level is None:
