@@ -247,7 +247,7 @@ def merge_fsdp_weights(
             unpickled, which may run code.
         output_path: The folder for the file, which is created if it is missing.
         safe_serialization: Whether to write ``model.safetensors`` instead of ``pytorch_model.bin``. Default: True.
-        remove_checkpoint_dir: Whether to delete the sharded checkpoint afterwards. Default: False.
+        remove_checkpoint_dir: Whether to delete ``checkpoint_dir`` afterwards. Default: False.
 
     Raises:
         ValueError: If the folder is not a checkpoint of a model's weights.

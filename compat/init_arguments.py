@@ -98,7 +98,6 @@ def save_hyperparameters(
 
 
 def _find_holders(model: Any, attribute: str) -> list[Any]:
-    """Return the holders of an attribute, in order: task, its hyperparameters, data module, its hyperparameters."""
     trainer = model.__dict__.get("_trainer")
     holders = []
     for owner in (model, None if trainer is None else trainer.datamodule):

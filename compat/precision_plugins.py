@@ -56,7 +56,7 @@ class MixedPrecision(_Named):
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
         device: Device for `forward_context`, such as ``"cuda"``. The Trainer ignores it.
-        scaler: Must be None, because a run with float16 creates its own gradient scaler.
+        scaler: Must be None, because a run creates its own gradient scaler.
     """
 
     names = ("16-mixed", "bf16-mixed")
@@ -105,7 +105,7 @@ class FSDPPrecision(_Named):
 
     Args:
         precision: ``"32-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``.
-        scaler: Must be None, because a run with float16 creates its own gradient scaler.
+        scaler: Must be None, because a run creates its own gradient scaler.
     """
 
     names = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")

@@ -568,8 +568,6 @@ def _copy_settings(dataloader: Any) -> dict[str, Any]:
 
 
 def _place_in_mesh(mesh: Any, rank: int) -> tuple[int, int]:
-    """Return the rank's index among the ranks that read different batches, and their number."""
-
     def measure(*names: str) -> int:
         return math.prod(mesh[name].size() for name in names if name in mesh.mesh_dim_names)
 

@@ -20,7 +20,7 @@ from .operations import gather_object
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Category that Accelerate's warning filters name. Treadle does not issue this warning."""
+    """Category that Accelerate's warning filters name. Treadle does not issue it."""
 
 
 def get_shape(data: Any) -> Any:
@@ -59,13 +59,9 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Append rows of zeros until the number of rows is a multiple of ``num_processes``.
+    """Append rows of zeros to nested tensors until the number of rows is a multiple of ``num_processes``.
 
-    Args:
-        tensor: A tensor, or tensors in nested dicts, lists and tuples, each with ``batch_size`` rows.
-        batch_size: The current number of rows.
-        num_processes: The divisor of the new number of rows.
-        dim: The dimension of the rows, not negative. Default: 0.
+    Each tensor has ``batch_size`` rows along the dimension ``dim``, which must not be negative.
     """
     missing = -batch_size % num_processes
 
@@ -77,10 +73,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """Return a copy, on every rank's device, of the tensor that exactly one rank passes.
-
-    Args:
-        tensor: The tensor on one rank, None on the other ranks.
+    """Return a copy, on every rank's device, of the tensor that exactly one rank passes. The other ranks pass None.
 
     Raises:
         ValueError: On every rank, if not exactly one rank passed a tensor.
@@ -99,9 +92,6 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a collective to compare tensor shapes across ranks first in debug mode; see `PartialState.debug`.
 
     If structures, shapes or device types differ, a `DistributedOperationException` is raised on every rank.
-
-    Args:
-        function: Collective whose first argument, or keyword argument ``tensor``, holds the tensors.
     """
 
     @wraps(function)
@@ -138,11 +128,7 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ConvertOutputsToFp32:
-    """Callable that runs a function and converts its half-precision outputs to float32.
-
-    Args:
-        model_forward: Function to run, such as a model's ``forward``.
-    """
+    """Callable that runs a function and converts its half-precision outputs to float32."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward

@@ -10,9 +10,5 @@ class PossibleUserWarning(UserWarning):
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Ignore warnings of category `PossibleUserWarning`.
-
-    Args:
-        module: Regular expression for the beginning of the warning module's name. Default: all modules.
-    """
+    """Ignore warnings of category `PossibleUserWarning`, by default from all modules."""
     warnings.filterwarnings("ignore", category=PossibleUserWarning, module=module)

@@ -35,7 +35,6 @@ class PruningCallback(Callback):
         ModuleNotFoundError: If Optuna is not installed.
         TypeError, ValueError: If an argument is invalid or, during training, if the value was never logged.
 
-
     Example:
         >>> import optuna
         >>> import torch
@@ -85,7 +84,7 @@ class PruningCallback(Callback):
 
     @property
     def state_key(self) -> str:
-        """See `Callback.state_key`. The name includes ``monitor``."""
+        """See `Callback.state_key`."""
         return f"PruningCallback(monitor={self.monitor!r})"
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,7 +117,6 @@ class PruningCallback(Callback):
             self._report(trainer)
 
     def _report(self, trainer: Trainer) -> None:
-        """Report a new value, and end the trial if the pruner requests it."""
         value = read_new_value(trainer, self.monitor, type(self).__name__)
         if value is None:
             return
@@ -137,7 +135,7 @@ class PruningCallback(Callback):
             self._prune(trainer)
 
     def _ask_pruner(self, trainer: Trainer, value: float, number: int) -> bool:
-        """Report a value to the trial on rank zero, and return whether to prune the trial."""
+        """Report a value to the trial on rank zero, and return whether to prune it."""
         self._trial.report(value, number)
         return bool(self._trial.should_prune())
 

@@ -135,12 +135,7 @@ class TransformersTask(TaskModule):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model and return its output. A single positional mapping is passed as keyword arguments.
-
-        Args:
-            args: A batch, or positional arguments of the model.
-            kwargs: Keyword arguments of the model.
-        """
+        """Call the model and return its output. A single positional mapping is passed as keyword arguments."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
             return self.model(**args[0])
         return self.model(*args, **kwargs)
@@ -218,7 +213,7 @@ class TransformersTask(TaskModule):
         Args:
             metrics: torchmetrics objects by name.
             logits: Tensor of shape ``[samples, classes]`` or ``[samples, tokens, classes]``.
-            batch: Keyword arguments of the model, such as ``input_ids`` and ``labels``.
+            batch: Keyword arguments of the model.
         """
         targets = self._select_targets(batch)
         if targets is None:
@@ -310,7 +305,6 @@ class TransformersTask(TaskModule):
         return {"scheduler": scheduler, "interval": "step"}
 
     def _iterate_trained(self) -> Iterator[tuple[nn.Parameter, bool]]:
-        """Yield each trainable parameter, and whether weight decay applies to it."""
         visited = set()
         for part in self.modules():
             is_norm = "norm" in type(part).__name__.lower()
@@ -373,7 +367,6 @@ def _describe_adapter(adapter: Any) -> dict[str, Any]:
 
 
 def _add_adapter(model: Any, adapter: dict[str, Any]) -> Any:
-    """Return the model with frozen weights and trainable adapters."""
     require("TransformersTask(adapter=...)", "peft", extra="transformers")
     from peft import PeftConfig, get_peft_model
 

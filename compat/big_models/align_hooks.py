@@ -169,7 +169,6 @@ class AlignDevicesHook(ModelHook):
         return move(args, device, ()), move(kwargs, device, self._get_skip_keys())
 
     def _read(self, loan: Loan) -> Tensor:
-        """Return an offloaded tensor's values, shared between modules if the tensor is tied."""
         device = self._get_device()
         if self.tied_params_map is None:
             return loan.read(device)

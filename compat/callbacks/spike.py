@@ -36,26 +36,22 @@ class SpikeDetection(Callback):
     """Callback that ends training with a `TrainingSpikeException` when a batch's loss spikes on any rank.
 
     The indices of that batch and of the previous one, which may have damaged the weights, are added to ``bad_batches``
-    and to a JSON file, which keeps earlier indices. A finite loss spikes if it is worse than the previous finite loss
-    and differs from the running mean by at least ``atol`` and by at least ``rtol`` times the mean. The callback waits
-    for the device in every batch; `SpikeWatch` waits less often.
+    and to a JSON file. A finite loss spikes if it is worse than the previous finite loss and differs from the running
+    mean by at least ``atol`` and by at least ``rtol`` times the mean. The callback waits for the device in every batch;
+    `SpikeWatch` waits less often.
 
     Args:
         mode: ``"min"`` (default) if a lower loss is better, or ``"max"``.
         window: Maximum number of previous batches in the running mean. Default: 10.
         warmup: Number of batches at the start of each epoch that never count as spikes. Default: 1.
-        atol: The minimum difference from the mean for a spike. Default: None, which accepts any difference.
-        rtol: The minimum difference from the mean for a spike, as a multiple of the mean. None accepts any difference.
-            Default: 2.0.
+        atol: The minimum difference from the mean for a spike. Default: None, any difference.
+        rtol: The minimum difference from the mean for a spike, as a multiple of the mean; None for any. Default: 2.0.
         exclude_batches_path: Path of the JSON file, which must end in ``.json``, or of a folder for
             ``skip_batches.json``. Default: the Trainer's ``default_root_dir``.
         finite_only: Whether a loss that is not finite counts as a spike. Default: True.
 
     Attributes:
         bad_batches: Indices of each spiking batch and of the batch before it.
-
-    Raises:
-        ValueError: If an argument is invalid.
     """
 
     exchanges = True

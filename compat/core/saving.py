@@ -59,12 +59,7 @@ def load_hparams_from_tags_csv(tags_csv: _File) -> dict[str, Any]:
 
 
 def save_hparams_to_tags_csv(tags_csv: _File, hparams: Mapping[str, Any] | Namespace) -> None:
-    """Write hyperparameters to a CSV file with the columns ``key`` and ``value``.
-
-    Args:
-        tags_csv: Path of the CSV file, in an existing folder.
-        hparams: Hyperparameters by name.
-    """
+    """Write hyperparameters to a CSV file with the columns ``key`` and ``value``, in an existing folder."""
     _check_folder(tags_csv)
     with open(tags_csv, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("key", "value"), *_as_mapping(hparams).items()])
@@ -73,9 +68,7 @@ def save_hparams_to_tags_csv(tags_csv: _File, hparams: Mapping[str, Any] | Names
 def load_hparams_from_yaml(config_yaml: _File, use_omegaconf: bool = True) -> Any:
     """Return the hyperparameters in a YAML file. If the file is missing, warn and return an empty dict.
 
-    Args:
-        config_yaml: Path of the YAML file. Tags in the file never run code.
-        use_omegaconf: Whether to return a ``DictConfig`` if it supports all values, instead of a dict. Default: True.
+    Tags in the file never run code. With ``use_omegaconf``, the result is a ``DictConfig`` if it supports all values.
 
     Raises:
         yaml.YAMLError: If the file is not valid YAML of plain data.
@@ -90,12 +83,9 @@ def load_hparams_from_yaml(config_yaml: _File, use_omegaconf: bool = True) -> An
 def save_hparams_to_yaml(
     config_yaml: _File, hparams: Mapping[str, Any] | Namespace, use_omegaconf: bool = True
 ) -> None:
-    """Write hyperparameters to a YAML file as plain data.
+    """Write hyperparameters to a YAML file in an existing folder, as plain data. ``use_omegaconf`` is ignored.
 
-    Args:
-        config_yaml: Path of the YAML file, in an existing folder.
-        hparams: Hyperparameters by name. A value that cannot be converted to plain data is written as text.
-        use_omegaconf: Accepted and ignored.
+    A value that cannot be converted to plain data is written as text.
     """
     _check_folder(config_yaml)
     text = yaml.safe_dump(plain(_as_mapping(hparams)), sort_keys=False, allow_unicode=True)

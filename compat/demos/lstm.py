@@ -73,7 +73,7 @@ class SequenceSampler(Sampler[list[int]]):
 
 
 class LightningLSTM(TaskModule):
-    """Task that trains a `SimpleLSTM` and passes the hidden state from batch to batch within an epoch."""
+    """Task that trains a `SimpleLSTM`, and passes the hidden state from batch to batch within an epoch."""
 
     def __init__(self, vocab_size: int = 33278) -> None:
         super().__init__()

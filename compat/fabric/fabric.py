@@ -159,18 +159,10 @@ class Fabric:
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Run a function on every process, and return its result. Without a function, return None.
 
-        Args:
-            function: The function, called as ``function(fabric, *args, **kwargs)``. Required if this call has to start
-                processes. Default: None.
-            *args: Further arguments of the function.
-            **kwargs: Further keyword arguments of the function.
-
-        Returns:
-            The function's result on this process; if this call started the processes, rank zero's, which must be
-            picklable.
+        The function is called as ``function(fabric, *args, **kwargs)``. It is required if this call has to start
+        processes. Its result on rank zero must then be picklable, and is returned.
 
         Raises:
-            TypeError: If ``function`` is invalid, or missing although processes must be started.
             ValueError: If this call cannot fork processes, for example because the session has used a GPU.
         """
         if function is None:
@@ -233,8 +225,8 @@ class Fabric:
         """Reduce tensors over the ranks. With several processes, inputs on this rank's device may be overwritten.
 
         Args:
-            data: A tensor or number, or a nested structure of them, with the same shapes on all ranks.
-            group: A torch process group that includes this rank. Default: all ranks.
+            data: See `all_gather`.
+            group: See `all_gather`.
             reduce_op: ``"mean"`` (default) or ``"avg"``, ``"sum"``, ``"max"``, ``"min"``, torch's ``ReduceOp`` of
                 these, or ``"none"`` for no reduction. With several processes, the mean of integers is float64.
 
@@ -307,16 +299,7 @@ class Fabric:
         return (prepared, *rest) if scheduler is None else (prepared, *rest, scheduler)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> Any:
-        """Return a prepared model. Create its optimizers afterwards, and pass them to `setup_optimizers`.
-
-        Args:
-            module: The model.
-            move_to_device: See `setup`. Default: True.
-            _reapply_compile: Accepted and ignored.
-
-        Raises:
-            ValueError: If the model is not supported or already set up.
-        """
+        """Return a prepared model. Create its optimizers afterwards, and pass them to `setup_optimizers`."""
         if is_wrapped(module):
             raise ValueError(f"this {type(unwrap(module)).__name__} is already set up. Set up each model only once.")
         accelerator = self._accelerator
@@ -364,14 +347,7 @@ class Fabric:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Run the backward pass of a loss.
-
-        Args:
-            tensor: The loss.
-            *args: Arguments of ``Tensor.backward``.
-            model: Accepted and ignored.
-            **kwargs: Keyword arguments of ``Tensor.backward``.
-        """
+        """Run the backward pass of a loss. The arguments are those of ``Tensor.backward``, and ``model`` is ignored."""
         run = Tensor.backward if args else None
         self._accelerator.backward(
             tensor, by=None if run is None else lambda loss, **more: run(loss, *args, **more), **kwargs
@@ -443,11 +419,7 @@ class Fabric:
         """Return a context in which models are created on the device, with parameters in the dtype of the precision.
 
         With a strategy that shards models, all ranks must enter it, and parameters are allocated when the model is set
-        up.
-
-        Args:
-            empty_init: Whether to leave parameters uninitialized, to load a checkpoint later. Default: None, which
-                means False.
+        up. With ``empty_init``, parameters are left uninitialized, to load a checkpoint later.
         """
         return self._accelerator.init_module(bool(empty_init))
 
@@ -483,7 +455,7 @@ class Fabric:
 
         Args:
             path: Path or URL of the file. A missing folder is created.
-            state: The objects by name. For an object with a ``state_dict``, its state is saved.
+            state: The objects by name. An object with ``state_dict`` is saved as its state.
             filter: Functions ``function(key, value)`` by name, which return whether to save an entry of the state.
                 Default: none.
 
@@ -635,13 +607,7 @@ class Fabric:
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-        """Seed the generators of Python, NumPy and torch, and return the seed; see `treadle.seed_everything`.
-
-        Args:
-            seed: The seed. Default: the environment variable ``PL_GLOBAL_SEED``, otherwise 0.
-            workers: Accepted and ignored, because dataloader workers are always seeded.
-            verbose: Accepted and ignored.
-        """
+        """See `treadle.seed_everything`. ``workers`` and ``verbose`` are ignored."""
         return seed_everything(seed, bool(workers), verbose)
 
 

@@ -78,11 +78,7 @@ class FabricModule(nn.Module):
         return apply_to_collection(output, Tensor, lambda t: t.to(default) if t.is_floating_point() else t)
 
     def mark_forward_method(self, method: MethodType | str) -> None:
-        """Make calls of a method run with the strategy and the precision, like those of ``forward``.
-
-        Args:
-            method: A method of the model, or its name.
-        """
+        """Make calls of a method, or of the method with this name, run with the strategy and the precision."""
         if not isinstance(method, MethodType | str):
             raise TypeError(
                 f"mark_forward_method takes a method or its name, not {name_type(method)}. Pass the method's name."
@@ -203,8 +199,6 @@ class FabricDataLoader:
 
 
 class _SharedSampler(DistributedSampler[Any]):
-    """Distributed sampler of the values that another sampler yields."""
-
     def __iter__(self) -> Iterator[Any]:
         yielded: Any = self.dataset
         yielded.values = list(yielded.sampler)
@@ -212,7 +206,6 @@ class _SharedSampler(DistributedSampler[Any]):
 
 
 def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
-    """Return a copy of a dataloader that reads this rank's share."""
     if loader.batch_sampler is not None and not hasattr(loader.batch_sampler, "sampler"):
         raise TypeError(
             f"{type(loader.batch_sampler).__name__} has no attribute 'sampler' to shard. Make it yield only this "
@@ -241,7 +234,6 @@ def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
 
 
 def _find_seed() -> int:
-    """Return the seed of the sample order."""
     seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
     return seed if seed < 2**32 else 0  # torch's own initial seed is larger
 

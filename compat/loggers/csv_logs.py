@@ -41,12 +41,7 @@ class ExperimentWriter:
         save_hparams_to_yaml(os.path.join(self.log_dir, self.NAME_HPARAMS_FILE), self.hparams)
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
-        """Add a row that `save` will write.
-
-        Args:
-            metrics_dict: Numbers or one-element tensors by name.
-            step: The step of the values. Default: the number of rows not yet saved.
-        """
+        """Add a row that `save` will write. The default step is the number of rows not yet saved."""
         self.metrics.append({**plain(metrics_dict), "step": len(self.metrics) if step is None else step})
 
     def save(self) -> None:

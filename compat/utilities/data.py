@@ -90,12 +90,6 @@ def has_len_all_ranks(
 ) -> bool:
     """Return whether a dataloader has a length. Must be called on all ranks.
 
-    Args:
-        dataloader: Dataloader of this rank.
-        strategy: The run's strategy.
-        allow_zero_length_dataloader_with_multiple_devices: Whether some ranks' dataloaders may be empty. Default:
-            False.
-
     Raises:
         RuntimeError: If this rank's dataloader is empty and that of another rank is not, unless this is allowed.
     """

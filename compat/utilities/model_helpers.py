@@ -15,13 +15,7 @@ __all__ = ["get_torchvision_model", "is_overridden"]
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
-    """Return whether an object overrides a method of its base class.
-
-    Args:
-        method_name: Name of the method.
-        instance: The object. None overrides no method.
-        parent: The base class. Default: `TaskModule`, `DataModule` or `Callback`, depending on the object's class.
-    """
+    """Return whether an object overrides a method of its base class, which is determined from the object by default."""
     if instance is None:
         return False
     if parent is None:

@@ -78,7 +78,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """See `Callback.state_key`. The name includes ``every_n_train_steps``."""
+        """See `Callback.state_key`."""
         return f"RayTrainReportCallback(every_n_train_steps={self.every_n_train_steps})"
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -150,7 +150,6 @@ class RayTrainReportCallback(ReportedCheckpoint):
         )
 
     def _choose_name(self, trainer: Trainer) -> str:
-        """Return an unused name for Ray's checkpoint."""
         from pyarrow.fs import FileType
 
         storage = self._storage
@@ -164,7 +163,6 @@ class RayTrainReportCallback(ReportedCheckpoint):
 
 
 def _get_storage() -> Any:
-    """Return the storage context that Ray uses for the run's checkpoints."""
     import ray.train
 
     try:
@@ -183,7 +181,7 @@ def _get_storage() -> Any:
 
 
 def _remove_unreported(storage: Any) -> None:
-    """Remove the checkpoints that this callback wrote to the run's folder but did not report to Ray."""
+    """Remove the checkpoints that this callback wrote but did not report to Ray."""
     import ray.train
     from pyarrow.fs import FileSelector
     from ray.train import CheckpointConsistencyMode

@@ -79,7 +79,7 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """See `Callback.state_key`. The name includes ``filename`` and ``on``."""
+        """See `Callback.state_key`."""
         return f"TuneReportCheckpointCallback(filename={self._filename!r}, on={sorted(self._on)})"
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
@@ -133,7 +133,6 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
             report(metrics, checkpoint=Checkpoint.from_directory(folder) if self._saves else None)
 
     def _select(self, values: dict[str, float]) -> dict[str, float]:
-        """Return the metrics to report, keyed by their reported names."""
         if not self._metrics:
             return values
         for name in sorted(set(self._metrics.values()) - set(values)):

@@ -41,8 +41,7 @@ class Fault:
     """Planned failure that happens once on each selected process.
 
     Args:
-        point: Point in the run, such as ``"backward:after"`` or ``"disk:*"``; docs/faults.md lists the points. Without
-            a moment, it is the moment before.
+        point: Point in the run, such as ``"backward:after"`` or ``"disk:*"``; docs/faults.md lists the points.
         action: Action to perform; docs/faults.md lists the actions. Default: ``"raise"``.
         rank: Rank on which the fault happens. Default: None, every rank.
         step: Optimizer step in which the fault happens, counted from 1, until the next step begins. Step 0 is
@@ -53,7 +52,6 @@ class Fault:
 
     Raises:
         TypeError, ValueError: If an argument is invalid.
-
 
     Example:
         >>> Fault("backward:after", "raise:ValueError", rank=1, step=3)

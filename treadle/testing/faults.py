@@ -40,7 +40,7 @@ _VARIABLE = "TREADLE_FAULTS"
 
 
 class FaultsNotFired(AssertionError):
-    """Error raised because a planned fault did not happen exactly once, so the test proves nothing."""
+    """Error raised because a planned fault did not happen exactly once."""
 
 
 class FaultPlan:
@@ -91,8 +91,8 @@ class FaultPlan:
         """Firings of this process or, with a record, of all processes.
 
         Raises:
-            ValueError: If the fault number or the point of a recorded firing does not occur in this plan. Other
-                differences are not detected.
+            ValueError: If a recorded firing has a fault number that this plan lacks, or a point that this fault does
+                not match. Other differences are not detected.
         """
         if self.record is None:
             return list(self._fired)
@@ -108,13 +108,9 @@ class FaultPlan:
         return firings
 
     def check(self, world_size: int = 1) -> None:
-        """Check that each fault happened exactly once on each selected rank, over all restarts.
+        """Raise `FaultsNotFired` unless each fault happened exactly once on each selected rank, over all restarts.
 
         Without a record, the plan knows only the faults that happened in this process.
-
-        Raises:
-            FaultsNotFired: If faults did not happen, happened more than once, or happened on a rank that was not
-                selected.
         """
         self._check(
             {
@@ -162,7 +158,6 @@ class FaultPlan:
             self._check_local()
 
     def _collect_due(self, point: str, *paths: str) -> list[Firing]:
-        """Count a visit to a point and return the firings that are due."""
         due = []
         with self._lock:
             for number, fault in enumerate(self.faults):
