@@ -83,7 +83,7 @@ class DataLoaderStateMixin:
 class DataLoaderAdapter:
     """Base class of dataloaders that wrap a ``DataLoader`` (or torchdata's ``StatefulDataLoader``).
 
-    An adapter has the class and the attributes of the wrapped dataloader.
+    An adapter counts as an instance of the wrapped dataloader's class, and has its attributes.
 
     Args:
         dataset: Dataset of the wrapped dataloader.

@@ -308,7 +308,7 @@ class Fabric:
         return FabricModule(prepared, accelerator.strategy.unwrap(prepared), accelerator)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Return one or several optimizers, whose model has been set up, prepared."""
+        """Prepare optimizers whose model has been set up, and return them; a single one without a tuple."""
         if not optimizers:
             raise ValueError("setup_optimizers was called without an optimizer. Pass at least one.")
         prepared = tuple(map(self._setup_optimizer, optimizers))
@@ -406,7 +406,7 @@ class Fabric:
         return self._accelerator.no_sync(wrapper._forward_module) if enabled else nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context in which computations outside a model use the run's precision."""
+        """Return the precision's context for computations outside a model."""
         return self._accelerator.autocast()
 
     def to_device(self, obj: Any) -> Any:

@@ -19,8 +19,8 @@ def prepare_for_backward(model: DistributedDataParallel, output: Any) -> None:
 
     Args:
         model: The ``DistributedDataParallel`` module.
-        output: Output from which the loss is computed. With ``find_unused_parameters``, its tensors determine which
-            parameters take part.
+        output: Output from which the loss is computed. With ``find_unused_parameters`` and without ``static_graph``,
+            its tensors determine which parameters take part.
     """
     model.require_forward_param_sync = bool(torch.is_grad_enabled() and model.require_backward_grad_sync)
     if model.require_forward_param_sync:

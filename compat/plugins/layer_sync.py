@@ -20,7 +20,7 @@ class LayerSync(ABC):
 
     @abstractmethod
     def revert(self, model: nn.Module) -> nn.Module:
-        """Return a model that `apply` returned with its original layers."""
+        """Return the model, which `apply` returned, with its original layers."""
 
 
 LayerSync.register(TorchSyncBatchNorm)

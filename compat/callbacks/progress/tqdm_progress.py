@@ -13,11 +13,11 @@ __all__ = ["TQDMProgressBar", "Tqdm", "convert_inf"]
 
 
 class Tqdm(tqdm):  # type: ignore[type-arg]
-    """Progress bar that pads short decimal numbers with zeros, so that the width of the line changes less often."""
+    """Progress bar that pads short floats with zeros, so that the width of the line changes less often."""
 
     @staticmethod
     def format_num(n: int | float | str) -> str:
-        """Format a number as tqdm does, with zeros appended to a short decimal number, as in ``0.500`` or ``10.00``.
+        """Format a number as tqdm does, with zeros appended to a short float without an exponent, as in ``0.500``.
 
         Args:
             n: The number, or its text.
