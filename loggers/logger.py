@@ -1,4 +1,4 @@
-"""Base class of all loggers, and the object that replaces a backend on nonzero ranks."""
+"""Base class of loggers, and its helpers."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class MLFlowLogger(Logger):
                 self.save()
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Record metrics. Characters that MLflow does not accept are removed from their names, with a warning.
+        """Record metrics. Characters that MLflow does not accept are removed from their names.
 
         Args:
             metrics: Numbers or tensors by name; a dict of them is recorded as ``name/key``.

@@ -1,4 +1,4 @@
-"""Conversion of logged values to plain data."""
+"""Conversion of logged values and hyperparameters to plain data."""
 
 from __future__ import annotations
 

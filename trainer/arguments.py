@@ -1,4 +1,4 @@
-"""Validation and conversion of Trainer flags that accept several forms."""
+"""Validation, conversion and application of Trainer flags."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def choose_callbacks(
     """Return the requested callbacks, and the default callback of each kind that is enabled and missing.
 
     Args:
-        requested: Callbacks that the user passed: one, several or None.
+        requested: Callbacks that the user passed.
         checkpointing: Whether to add a `ModelCheckpoint`; None means True.
         progress_bar: Whether to add a `TQDMProgressBar`; None means True.
         model_summary: Whether to add a `ModelSummary`; None means True.

@@ -1,4 +1,4 @@
-"""Lightning's loop objects that user code reads, such as ``trainer.fit_loop``."""
+"""Views of the Trainer's loops, dataloaders and logged values in Lightning's form."""
 
 from __future__ import annotations
 

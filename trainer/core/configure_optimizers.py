@@ -1,4 +1,4 @@
-"""Parser for the result of ``configure_optimizers``."""
+"""Parsing and checks of the result of ``configure_optimizers``."""
 
 from __future__ import annotations
 

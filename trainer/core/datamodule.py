@@ -156,9 +156,8 @@ class DataModule(HyperparametersMixin, TransferHooks):
             val_dataset: Datasets for validation, in the same forms. Default: none.
             test_dataset: Datasets for testing, in the same forms. Default: none.
             predict_dataset: Datasets for prediction, in the same forms. Default: none.
-            batch_size: Batch size of each dataloader; also an argument of ``__init__``, if it has one. Default: 1.
-            num_workers: Worker processes of each dataloader; also an argument of ``__init__``, if it has one. Default:
-                0.
+            batch_size: Batch size of each dataloader; also passed to ``__init__`` if accepted there. Default: 1.
+            num_workers: Worker processes of each dataloader; also passed to ``__init__`` if accepted there. Default: 0.
             kwargs: Further arguments of ``__init__``.
         """
 

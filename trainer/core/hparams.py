@@ -1,4 +1,4 @@
-"""Hyperparameters: the arguments that a task or data module was built with."""
+"""Hyperparameters of tasks and data modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Construction of tasks and data modules from checkpoints."""
+"""Loading of checkpoints, and construction of tasks and data modules from them."""
 
 from __future__ import annotations
 

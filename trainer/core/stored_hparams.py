@@ -294,12 +294,8 @@ class CannotRebuild(ValueError):
 def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: bool = False) -> Any:
     """Rebuild an argument from its stored form. No module that the stored form names is imported.
 
-    Args:
-        value: Stored form of the argument.
-        annotation: Annotation of the argument. A dataclass is built only if this or ``default`` allows its class.
-        default: Default of the argument.
-        home: Name of the module that defines the constructor's class, which is also searched for enum classes.
-        from_text: Whether the data comes from a text file, so that the annotation determines the types. Default: False.
+    A dataclass is built only if ``annotation`` or ``default`` allows its class. ``home`` is a module that is searched
+    for enum classes. ``from_text`` means that the annotation determines the types.
 
     Raises:
         CannotRebuild: If the argument contains an object that cannot be built.
