@@ -236,7 +236,7 @@ class JointLoader(Loader):
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the state does not fit a training loader.
+            ValueError: If the state cannot be loaded.
         """
         if self.evaluation and self._describe_difference(state):
             self.set_epoch(state["epoch"])
