@@ -1,4 +1,4 @@
-"""`StochasticWeightAveraging`: averages the weights of the epochs from a given one on."""
+"""`StochasticWeightAveraging`: averages a model's weights over the final epochs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Paths in object storage, such as ``s3://bucket/run``, with the operations that Treadle needs, based on fsspec."""
+"""Paths in object storage, such as ``s3://bucket/run``, with the operations that Treadle needs, based on fsspec.
+
+An object store has no directories, no rename and no fsync. An object becomes visible as a whole, with the request that
+completes its upload. Objects with a common prefix are called a folder here. Networks are unreliable, so a failed
+request is retried unless its error is final, such as a missing object.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Scheduler of a sweep, which decides which trial starts or continues next, and records the outcomes."""
+"""Scheduler of a sweep, which decides which trial starts or continues next, and records the outcomes.
+
+Several processes may run a scheduler for the same sweep, on machines that share the sweep's folder. Each decision is
+made under a lock: to start the study's next trial, or to continue a trial that no running process executes. A trial's
+number, values and run folder are stored in the study before its process starts. If a scheduler is killed, the next
+scheduler finds the trial, and continues it in its run folder from its last checkpoint.
+"""
 
 from __future__ import annotations
 

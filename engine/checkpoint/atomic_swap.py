@@ -1,10 +1,15 @@
-"""Replacement and deletion of a checkpoint on a disk.
+"""Replacement and deletion of a checkpoint. During a replacement, a complete version always exists.
 
-Next to a checkpoint ``last``, ``.last.part`` is the next version until it is put in place, ``.last.old`` is the version
-that it replaces, and ``.last.gone`` is a version that is being deleted.
+Three directories may exist next to a checkpoint ``last``. ``.last.part`` is the next version until it is put in place,
+``.last.old`` is the version that it replaces, and ``.last.gone`` is a version that is being deleted.
 
-Files in a committed checkpoint's directory that its manifest does not list, such as a tokenizer, are foreign and are
-not deleted: they move into the next version.
+A checkpoint's own files are its manifest and the files that the manifest lists. Every other file in the directory of a
+committed checkpoint, such as a tokenizer or a file of another checkpoint, is foreign and is not deleted. Foreign files
+move into the next version. `take_away` refuses to delete a checkpoint that contains foreign files.
+
+While the files of a checkpoint are being deleted, its manifest is named ``unfinished.json``. The directory then no
+longer counts as a checkpoint, but its own files are still known. A file of this name also marks a ``.part`` into which
+hooks write.
 """
 
 import itertools

@@ -1,8 +1,15 @@
 """Encoding of a nested state as a plain JSON document and a dict of tensors, which are decoded without running code.
 
-Values that JSON lacks are stored under tags, such as ``{"$tuple": [1, 2]}``. Tags are looked up in one fixed table of
-data types, so a document cannot choose code to import or call. For the same reason, objects of other classes, such as
-enums and dataclasses, are refused when encoding.
+Text, booleans, None, finite floats, integers of up to 256 bits, lists, and dicts with text keys are stored as the
+corresponding JSON values. A value of another type is stored as an object with one key that starts with ``$``, a tag:
+``{"$tuple": [1, 2]}``. A user's dict with such a key, or with keys that are not text, is stored as pairs,
+``{"$dict": [[key, value], ...]}``, so users' keys are never mistaken for tags. Containers that `encode` converts, such
+as an ``OrderedDict``, are stored as plain dicts or lists.
+
+Decoding looks tags up in one fixed table of data types. No tag creates an object of a class that the document names, so
+a document cannot choose code to import or call. For the same reason, objects of other classes, such as enums,
+dataclasses and named tuples, are refused when encoding. To store one, use a `Record`; the code that reads the state
+then decides which class to create.
 """
 
 import base64

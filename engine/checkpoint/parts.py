@@ -1,7 +1,9 @@
 """Parts of a checkpoint, each of which stores one state: encoding as files, writing, opening and reading.
 
-A part ``state`` consists of ``state.json`` and, if it has tensors, ``state.safetensors``. A model needs no JSON. Each
-process writes shards of tensors to a file of its own, such as ``model-shard-00001.safetensors``.
+A part named ``state`` consists of ``state.json`` and, if it has tensors, ``state.safetensors``. A model is a flat dict
+of tensors and needs no JSON: ``model.safetensors`` is a file that any safetensors reader can load. If tensors are
+sharded, each process writes its shards to a file of its own, such as ``model-shard-00001.safetensors``; tensors that
+are not sharded are in rank zero's file. A shard that several processes hold is written by one of them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,21 @@
-"""Store of checkpoint files on a disk or in an object store: writing, committing, finding and deleting.
+"""Checkpoint store: writes, commits and finds checkpoint files. This module does not depend on the state or on ranks.
 
-A save to ``last`` changes the disk in these steps:
+A checkpoint is a directory of parts (see `parts`), such as ``model``, ``optimizer``, ``state``, and ``rank-00000`` for
+each process, and a ``manifest.json``. Tensors are stored as safetensors and other state as JSON; nothing is pickled.
+Every process writes its own files, the caller waits for all of them, and one process calls `commit`. The state of the
+disk at each stage of a save to ``last``:
 
-1. The parts, and then the manifest, are written to ``.last.part`` and fsynced.
-2. An existing checkpoint ``last`` is renamed, normally to ``.last.old``. If the process is killed now, `recover` puts
-   the new version in place, or the old one if the new one is damaged.
-3. ``.last.part`` is renamed to ``last``, and the parent directory is fsynced. This is the commit.
+1. Parts are written to ``.last.part``, each fsynced; then the manifest, fsynced; then that directory is fsynced. A
+   failure up to this point leaves at most ``.last.part``, which is not listed as a checkpoint.
+2. If ``last`` is a checkpoint, it is renamed, normally to ``.last.old``. If the process is killed here, two complete
+   checkpoints exist under other names: `find` lists the old one, and `recover` puts the new one in place, or the old
+   one if the digests of the new one do not match.
+3. ``.last.part`` is renamed to ``last`` and the parent directory is fsynced. This is the commit.
 4. Files in ``.last.old`` that are not in its manifest move into ``last``.
-5. ``.last.old`` is deleted.
+5. ``.last.old`` is deleted. A failure here leaves files that do not count as a checkpoint.
+
+The deletion of a checkpoint also starts with one rename, to ``.last.gone``. `recover` completes or rolls back
+interrupted saves and deletions. See `atomic_swap`.
 """
 
 import os

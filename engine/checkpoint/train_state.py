@@ -1,4 +1,22 @@
-"""Names of the parts of a run's checkpoint and the keys of their content, for code that writes and reads them."""
+"""Keys of a saved run: the parts of a checkpoint and their content, for code that writes and reads them.
+
+A checkpoint may contain these parts and those of ``save_state(parts=...)`` (see `parts` for their files):
+
+=================================  ==================================================================================
+``model``, ``model-1``, ...        tensors of each prepared model
+``extra-model``, ...               other values in a model's state, such as results of ``get_extra_state``
+``optimizer``, ``optimizer-1``     `OptimizerState` of each optimizer
+``optimizer-rank-00001``, ...      the same, for the state that only this rank keeps (``DDP(zero=True)``)
+``state``                          `TrainState`: the state that all ranks share
+``rank-00000``, ...                `RankState`: the state of one rank alone
+``hparams``, ``datamodule_hparams``  hyperparameters of the task and of the data module
+``config``                         the configuration file of the run
+``added``                          additions of ``on_save_checkpoint`` hooks, in a checkpoint of weights only
+=================================  ==================================================================================
+
+Code that writes these dicts uses the classes as types, so a type checker finds a missing or unknown key. Code that
+reads them calls `check_form`, which detects an intact file with other content.
+"""
 
 # No postponed annotations here, because evaluating them would run text while a checkpoint is read.
 import types

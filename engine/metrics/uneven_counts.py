@@ -1,4 +1,10 @@
-"""Computation of torchmetrics objects if the ranks have processed different numbers of batches."""
+"""Computation of torchmetrics objects if the ranks have processed different numbers of batches.
+
+torchmetrics gathers a list state tensor by tensor. With lists of unequal lengths, ranks hang or mix up items. A rank
+without data sends an empty vector, regardless of the dimensions and dtype of the other ranks' tensors. Libraries that
+pad the data never encounter these problems. Treadle counts each sample once, so some ranks may have no share of the
+last batches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Pickle reader without code execution: a stack machine that builds lists and dicts but cannot import or call."""
+"""Pickle reader without code execution: a stack machine that builds lists and dicts but cannot import or call.
+
+Python's unpickler executes the content of a file. This reader only records it: the name of a class or function becomes
+a `Name`, and a call becomes an `UnbuiltCall`, a record of the name and the arguments. Other modules decide which names
+they accept and how they convert them to data. The code behind a name therefore never runs, even if the process has told
+torch to trust this name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Order in which the gradients of a replica become ready, which determines how they are summed."""
+"""Order in which the gradients of a replica become ready, which determines how they are summed.
+
+After the first backward pass, torch regroups the gradients that it reduces together, in the order in which they became
+ready. With three or more processes, the position of an element in its group determines the order in which the
+processes' gradients are added. This order affects the last bit of the sum. A run that resumes from a checkpoint would
+begin with the initial grouping again. It therefore first runs a backward pass with zeros, in the order stored in the
+checkpoint.
+"""
 
 from __future__ import annotations
 

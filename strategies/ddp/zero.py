@@ -1,5 +1,10 @@
 """Sharded optimizer state (ZeRO-1): each process updates its share of the parameters and broadcasts the result.
 
+No optimizer is rebuilt: the user's own optimizer steps, with fewer parameters in its groups. Optimizers that update
+each parameter separately therefore work with all group options and schedulers, and the result is bit-identical to that
+of the plain optimizer. In contrast, torch's ``ZeroRedundancyOptimizer`` builds a second optimizer from the class and
+its defaults, without the existing state. It gathers the state on only one process, with pickle.
+
 Source: ZeRO (Rajbhandari et al., 2020), https://arxiv.org/abs/1910.02054
 """
 

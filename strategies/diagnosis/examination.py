@@ -1,4 +1,9 @@
-"""Examination of a job's ranks, each of which inspects itself and reports through torch's store."""
+"""Examination of a job's ranks. Each rank inspects itself and reports through torch's store.
+
+One rank evaluates all reports. The store is used first because it responds even if ranks are missing. A rank that never
+reports can thus be named, while a collective would wait for it. The measurements follow once every rank has reported.
+Each of the two parts has a time limit, and a timer ends a rank that exceeds it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Detection of calls, such as a save, that only some of the processes make."""
+"""Calls that all processes must make, such as a save. If only some processes make a call, an error is raised.
+
+Every process announces in torch's store that it has entered the call, and waits there for the other processes. It waits
+until all have arrived, until one of them can no longer arrive, or until the timeout. A process can no longer arrive if
+it has entered a different call or has ended. The same is true if it has continued to a later training step or exchange,
+which in turn waits for this process; this is noticed only among processes of the same machine.
+"""
 
 from __future__ import annotations
 

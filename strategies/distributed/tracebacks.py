@@ -1,4 +1,16 @@
-"""Short reports of uncaught errors, over all ranks and without the frames of frameworks."""
+"""Uncaught errors, which are printed once per job and in a short form: frames of frameworks are only counted.
+
+Errors keep their type, their identity and their full traceback for ``except``, debuggers and ``pdb.pm()``.
+Only printing changes:
+
+- In a script, the interpreter prints errors through ``sys.excepthook``. Treadle's hook replaces Python's default, or
+  the hook that torch installs with each process group, but not a hook that the user has set. It is installed with the
+  first Trainer or Accelerator, and when processes connect. With a world size of one, errors without a frame of Treadle
+  are passed on to the previous hook.
+- pytest, IPython and notebooks omit frames that have a local variable ``__tracebackhide__``.
+
+``TREADLE_FULL_TRACEBACK=1`` disables both changes.
+"""
 
 from __future__ import annotations
 

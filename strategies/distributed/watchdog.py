@@ -1,4 +1,24 @@
-"""Watchdog that ends a run in which a rank makes no progress, and reports where its ranks are."""
+"""Watchdog that ends a run if a rank hangs for longer than a limit, and reports the rank, its phase and its step.
+
+In each process, two daemon threads work independently of the training. With a world size of one, there is only the
+sentry.
+
+- The sentry reads the stack of the training thread once per period. This is the main thread, unless a library such as
+  Ray uses the main thread itself. If neither the stack, the count of steps and exchanges nor the position of the run
+  changes within the limit, the sentry raises an alarm.
+- The courier reports to the store once per period that this process is alive, and where it is. When any rank has raised
+  the alarm, the courier writes the stacks of this process to a file and records in the store whether this rank waits
+  for others. A rank that has only waited in a collective for some seconds counts as stalled. If all ranks are stalled
+  in calls that do not match, none of the calls can end. The run then ends immediately, with an error that lists the
+  calls.
+
+A rank that does not answer is stopped, or blocked in C code that holds the GIL. A rank that answers and does not wait
+for another rank hangs. One rank prints the report, and the ranks exit with the status `HUNG`. After calls that do not
+match, or the sudden end of a rank, such as through `os._exit`, they exit with the status 1.
+
+If the user has not set a limit, lack of progress raises an alarm only on ranks that wait for others, shortly before the
+time limit of a collective. A rank that works alone may take longer, as long as no other rank waits for it.
+"""
 
 from __future__ import annotations
 

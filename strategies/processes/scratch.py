@@ -1,4 +1,12 @@
-"""Temporary files of ranks, and the removal of those that killed ranks have left."""
+"""Temporary files of ranks. The last process of a job, or the next start, removes those of killed ranks.
+
+Each rank has a folder in ``treadle-<user>-<namespace>`` in the system's temp folder. The folder's name contains the
+process IDs of the launcher and of the rank, and the rank's start time. The folder contains multiprocessing's sockets,
+which data workers use, and a link to each unfinished directory, such as that of a checkpoint being written. The last
+process of a job to leave a machine also removes these directories. The last process is the supervisor or, without a
+supervisor, the last rank. A later job removes the sockets only, because the directory may belong to another job by
+then.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Hyperparameters as data, for checkpoints and loggers."""
+"""Hyperparameters as data: the form that checkpoints store and loggers receive, and the arguments rebuilt from it.
+
+``hparams`` holds the user's objects unchanged. The stored form holds only data: OmegaConf containers, dataclasses and
+enum members become a `Record` of their content. Reading this form imports no module that the data names. It builds a
+dataclass only if an annotation allows that class or a base class, or the default has that class or a base class. The
+constructor of such a class is the only code that a checkpoint can choose to run.
+"""
 
 from __future__ import annotations
 

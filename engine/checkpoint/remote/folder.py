@@ -1,7 +1,9 @@
 """Checkpoints in a folder of an object store: listing, checks, deletion, and removal of leftover objects.
 
-A checkpoint's URL contains ``manifest.json`` and a folder of files, ``data-<random>``, which the manifest names. Other
-folders of this form belong to a save in progress or are leftovers. Other objects are foreign and are not deleted.
+A checkpoint's URL contains ``manifest.json`` and one folder of files, ``data-<random>``, which the manifest names. A
+new save to the same URL writes its files to a new folder and does not change the existing checkpoint before the commit.
+The one request that replaces the manifest is the commit. Folders that the manifest does not name belong to a save in
+progress, or are left over from a killed or an earlier save. Other objects are foreign and are not deleted.
 """
 
 from __future__ import annotations
