@@ -1,4 +1,4 @@
-"""`BatchSizeFinder`: searches for the largest batch size that fits into memory before a stage begins."""
+"""`BatchSizeFinder`: searches for the largest batch size that fits into memory."""
 
 from __future__ import annotations
 
@@ -19,45 +19,32 @@ MODES = ("power", "binsearch")
 class BatchSizeFinder(Callback):
     """Callback that searches for the largest batch size that fits into memory before a stage begins.
 
-    Each trial copies the task and the data module, sets the attribute ``batch_arg_name`` of the copies to the size,
-    builds their dataloaders, and runs a few steps. Then the copies and their dataloaders are discarded and the RNG
-    state is restored, so only the result of the search remains. All processes try the same sizes, and a size must fit
-    on all of them. The size is the number of samples per process.
-
-    A run that is resumed from a checkpoint does not search again. It uses the result that the checkpoint contains. If
-    the checkpoint contains none, a warning is issued and the run continues with the current batch size. With
-    ``fast_dev_run``, no search takes place.
+    Each trial runs a few steps on copies of the task and the data module, with the attribute ``batch_arg_name`` set to
+    the size. A size is the number of samples per process, and must fit on all processes. The RNG state is restored
+    afterwards. A run that is resumed from a checkpoint does not search again.
 
     Args:
-        mode: ``"power"`` doubles the size until memory runs out or a limit is reached. ``"binsearch"`` does the same
-            and then bisects between the largest size that fits and the smallest that does not. Default: ``"power"``.
+        mode: ``"power"`` doubles the size until memory runs out or a limit is reached. ``"binsearch"`` then also
+            bisects between the largest size that fits and the smallest that does not. Default: ``"power"``.
         steps_per_trial: In ``fit``, number of optimizer steps, and of batches of each validation dataloader, for each
-            size. In other stages, number of batches of each dataloader. The first optimizer step creates the optimizer
-            state, so only the second one needs the full memory. Default: 3.
+            size. In other stages, number of batches of each dataloader. Default: 3.
         init_val: The first size. If it does not fit, smaller sizes are tried. Default: 2.
         max_trials: Maximum number of sizes to try. Default: 25.
         batch_arg_name: Name of the attribute that contains the batch size, in the task, the data module or the hparams
             of either. Default: ``"batch_size"``.
         margin: With ``"binsearch"``, fraction by which the largest size that fits is reduced if a larger size ran out
             of memory. Default: 0.05.
-        max_val: The largest size to try. If the length of the dataset is known, the result also does not exceed the
-            number of samples per process. Default: 8192.
-        keep_global_batch: In ``fit``, increase ``accumulate_grad_batches`` as the batch size decreases, so that the
-            number of samples per optimizer step does not change. The result is then the largest divisor of this number
-            that does not exceed the size found. Default: False.
+        max_val: The largest size to try. Default: 8192.
+        keep_global_batch: In ``fit``, set ``accumulate_grad_batches`` so that the number of samples per optimizer step
+            does not change. Default: False.
 
     Attributes:
         optimal_batch_size: Result of the latest search, or the result that a resumed run restored; None before the
             search.
-        accumulate: Number of micro-batches per optimizer step that the search in ``fit`` set with
-            ``keep_global_batch``; otherwise None.
+        accumulate: Number of micro-batches per optimizer step that the search set with ``keep_global_batch``, or None.
 
     Raises:
-        ValueError: If an argument is invalid. At the start of a stage, if the search cannot run, for example because
-            the attribute does not exist or does not affect the batch size, because dataloaders were passed to the
-            stage, or because ``keep_global_batch`` is combined with manual optimization or a
-            `GradientAccumulationScheduler`.
-        TypeError: If ``margin`` is not a number or ``keep_global_batch`` is not a bool.
+        ValueError, TypeError: If an argument is invalid. At the start of a stage, if the search cannot run.
         MemoryError: At the start of a stage, if none of the sizes that were tried fits.
 
     Example:
@@ -101,7 +88,7 @@ class BatchSizeFinder(Callback):
         self.accumulate: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Raise a ValueError if ``fit`` combines ``keep_global_batch`` with a `GradientAccumulationScheduler`."""
+        """Raise a ValueError if another callback contradicts ``keep_global_batch``."""
         scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
         if stage == "fit" and self.keep_global_batch and scheduled:
             raise ValueError(
@@ -113,8 +100,8 @@ class BatchSizeFinder(Callback):
         """Search for the largest size that fits, and return it. With ``"binsearch"``, ``margin`` may reduce the result.
 
         Args:
-            fits: Function that tries a size. It returns None if memory ran out, otherwise the largest batch size that
-                the data allows.
+            fits: Function that tries a size and returns None if memory ran out, otherwise the largest size that the
+                data allows.
             limit: The largest size to try.
 
         Raises:
@@ -144,11 +131,9 @@ class BatchSizeFinder(Callback):
         return best
 
     def _is_done(self, best: int, worst: int) -> bool:
-        """Return whether the search is complete, because ``best`` and ``worst`` are close enough for the mode."""
         return worst - best <= 1 if self.mode == "binsearch" else worst <= 2 * best
 
     def _choose_next_size(self, best: int, worst: int, limit: int) -> int:
-        """Return the size to try next."""
         if not worst:
             return min(2 * best, limit)
         if best and self.mode == "binsearch":
@@ -156,14 +141,14 @@ class BatchSizeFinder(Callback):
         return min(2 * best, limit) if best else worst // 2
 
     def scale_batch_size(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Raise a RuntimeError, because a search during a stage would have to restart the stage's dataloaders.
+        """Raise a RuntimeError. To search again, use ``Tuner.scale_batch_size``.
 
         Args:
             trainer: Ignored.
             pl_module: Ignored.
 
         Raises:
-            RuntimeError: Always. The message names the function to use instead.
+            RuntimeError: Always.
         """
         raise RuntimeError(
             f"{type(self).__name__}.scale_batch_size cannot be called: the search runs before a stage, not within it. "
@@ -171,17 +156,13 @@ class BatchSizeFinder(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the result of the search for a checkpoint; an empty dict before the search."""
+        """Return the result of the search, if any."""
         if self.optimal_batch_size is None:
             return {}
         return {"batch_size": self.optimal_batch_size, "accumulate": self.accumulate}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of a search from a checkpoint.
-
-        Args:
-            state_dict: State that `state_dict` returned.
-        """
+        """Restore the state that `state_dict` returned."""
         if not state_dict:  # saved before the search
             return
         self.optimal_batch_size, self.accumulate = state_dict["batch_size"], state_dict["accumulate"]

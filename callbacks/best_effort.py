@@ -1,4 +1,4 @@
-"""Base class of callbacks that only display or measure, and whose errors therefore need not end a run."""
+"""Base class of callbacks that only display or measure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ class BestEffortCallback(Callback):
     """Callback that only displays or measures. By default, an error in this work disables the callback with a warning.
 
     Attributes:
-        strict: If True, an error that occurs while the callback displays or measures is raised. If False, a warning
-            reports the error, and the callback is disabled for the rest of the stage. Errors in the callback's settings
-            are always raised. Default: False.
+        strict: Raise an error that occurs while the callback displays or measures. If False, a warning reports the
+            error, and the callback is disabled for the rest of the stage. Default: False.
     """
 
     strict: bool = False
@@ -31,7 +30,7 @@ class BestEffortCallback(Callback):
         self._broken = False
 
     def _safely(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of ``work``; None if the callback is disabled. Without ``strict``, an error disables it."""
+        """Return the result of ``work``, or None if the callback is or becomes disabled."""
         if self._broken:
             return None
         try:
@@ -48,4 +47,4 @@ class BestEffortCallback(Callback):
             return None
 
     def _switch_off(self) -> None:
-        """Release resources, such as an open progress bar, when the callback is disabled. Does nothing by default."""
+        """Release resources when the callback is disabled."""

@@ -1,4 +1,4 @@
-"""Base class of all callbacks, with every hook that a callback can override."""
+"""Base class of callbacks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,18 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class of callbacks. Override the hooks that you need; hooks that are not overridden have no overhead.
+    """Base class of callbacks. Override the hooks that you need.
 
-    The page ``docs/hooks.md`` lists the hooks in the order in which they run. For each hook, callbacks with
-    ``after_task`` 0 run first, in the order of the list, and then the task's own hook. Callbacks with a higher
-    ``after_task`` follow in ascending order, because they use values that the task or earlier callbacks logged. The
-    only exception is ``on_load_checkpoint``: the task's own hook runs before those of all callbacks.
+    The page ``docs/hooks.md`` lists the hooks in the order in which they run. A callback's hook runs before the task's
+    own hook if ``after_task`` is 0, otherwise after it. In ``on_load_checkpoint``, the task's own hook always runs
+    first.
 
     Attributes:
-        after_task: Position of the callback's hooks relative to the task's own hooks. 0 runs before them, higher values
-            run after them: 1 for callbacks that stop the run (`EarlyStopping`, `Timer`), 2 for callbacks that save
-            (`ModelCheckpoint`), 3 for callbacks that display (`TQDMProgressBar`). Default: 0.
-        searches: True if the callback runs trials before the stage begins (`BatchSizeFinder`, `LearningRateFinder`).
-            Default: False.
-        exchanges: True if the callback's hooks use collectives (`ModelCheckpoint`). Every rank must have such a
-            callback. Treadle checks this when a stage begins. Other callbacks may exist on only some ranks. Default:
-            False.
+        after_task: Position of the callback's hooks: 0 runs before the task's own hooks. Higher values run after them,
+            in ascending order: 1 for callbacks that stop the run, 2 for callbacks that save, 3 for callbacks that
+            display. Default: 0.
+        searches: True if the callback runs trials before the stage begins. Default: False.
+        exchanges: True if the callback's hooks use collectives. Every rank must have such a callback. Default: False.
 
     Example:
         >>> import treadle as tl
@@ -49,7 +45,7 @@ class Callback:
     _task: TaskModule | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log one value. The arguments and the permitted hooks are those of `TaskModule.log`.
+        """Log one value, as in `TaskModule.log`.
 
         Args:
             name: Name under which the value is logged.
@@ -59,8 +55,7 @@ class Callback:
 
         Raises:
             RuntimeError: If no stage with this callback is running.
-            TypeError: If an argument has the wrong type; see `TaskModule.log`.
-            ValueError: If an argument is invalid; see `TaskModule.log`.
+            ValueError, TypeError: If an argument is invalid.
         """
         self._get_attached_task().log(name, value, *args, **kwargs)
 
@@ -68,30 +63,25 @@ class Callback:
         """Log every value of a dictionary with the same arguments.
 
         Args:
-            dictionary: Values to log, by name. Each may be a number, a tensor with one element or a
-                ``torchmetrics.Metric``.
+            dictionary: Values to log, by name.
             kwargs: Keyword arguments of `log`.
 
         Raises:
             RuntimeError: If no stage with this callback is running.
-            TypeError: If an argument has the wrong type; see `TaskModule.log`.
-            ValueError: If an argument is invalid; see `TaskModule.log`.
+            ValueError, TypeError: If an argument is invalid.
         """
         self._get_attached_task().log_dict(dictionary, **kwargs)
 
     def _get_attached_task(self) -> TaskModule:
-        """Return the task of the running stage."""
         if self._task is None:
             raise RuntimeError(f"{type(self).__name__}.log was called outside of a stage. Call it in a hook.")
         return self._task
 
     @property
     def state_key(self) -> str:
-        """Name under which the callback's state is saved and restored.
+        """Name under which the callback's state is saved and restored. Default: the name of the class.
 
-        The default is the name of the class. If two callbacks with a state have the same name, ``fit`` raises a
-        ValueError, because one of the states would be lost. Override this property to add a distinguishing value, such
-        as an argument.
+        Two callbacks with a state must have different names. Otherwise, ``fit`` raises a ValueError.
         """
         return type(self).__qualname__
 
@@ -109,30 +99,25 @@ class Callback:
     def added_layout(self) -> dict[str, Any]:
         """Return the sharded tensors that `on_save_checkpoint` adds, by name, with the sharding of this run.
 
-        When a checkpoint is loaded, the saved tensors are sharded like these tensors. Override this method if
-        `on_save_checkpoint` adds sharded tensors.
+        Override this method if `on_save_checkpoint` adds sharded tensors.
         """
         return {}
 
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Undo the changes that ``on_validation_start`` made to the model, because a signal ends the run in validation.
 
-        ``on_validation_end`` then does not run, unless `return_to_validation` follows. This hook runs on all ranks, and
-        only for validations within ``fit``.
+        The hook runs on all ranks.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
     def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Redo the changes that `leave_validation` undid.
-
-        This hook runs after `leave_validation` if the run could not be saved, because the model still did not hold the
-        trained weights. The validation then continues.
+        """Redo the changes that `leave_validation` undid, because the validation continues.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -142,7 +127,7 @@ class Callback:
         """Prepare for a stage. Runs on every process, before ``configure_model`` and ``configure_optimizers``.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         """
@@ -151,7 +136,7 @@ class Callback:
         """Clean up after a stage, whether it succeeded or failed.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         """
@@ -160,15 +145,15 @@ class Callback:
         """Run after the model and the optimizers are created. In a resumed run, the weights are already loaded.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
     def on_fit_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run at the end of ``fit``, after `on_train_end`, unless an error or a signal ends ``fit``.
+        """Run at the end of ``fit``, unless an error or a signal ends it.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -176,7 +161,7 @@ class Callback:
         """React to an exception on this process. Do not use collectives, because other ranks may not reach them.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
             exception: Exception that ended the stage.
         """
@@ -187,7 +172,7 @@ class Callback:
         """Run before the sanity check, the validation batches that precede training.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -195,7 +180,7 @@ class Callback:
         """Run after the sanity check.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -203,7 +188,7 @@ class Callback:
         """Run before training begins or, in a resumed run, continues.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -211,25 +196,23 @@ class Callback:
         """Run at the end of training, unless an error or a signal ends ``fit``.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run before each epoch, and before the rest of an epoch in which a run resumes.
+        """Run before each epoch, also before the rest of an epoch in which a run resumes.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run after each epoch, including its validation and its schedulers' steps.
-
-        The hook also runs if a limit or a requested stop cut the epoch short.
+        """Run after each epoch, also if a limit or a requested stop cut it short.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -237,9 +220,9 @@ class Callback:
         """Run before each micro-batch, once it is on the device.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the micro-batch in the epoch.
 
         Returns:
@@ -252,12 +235,11 @@ class Callback:
         """Run after each micro-batch. For the last micro-batch before an optimizer step, the hook runs after the step.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
-            outputs: Dict with the detached ``"loss"`` and any other entries that ``training_step`` returned; empty if
-                it returned None. With manual optimization, the dict lacks ``"loss"`` if ``training_step`` did not
-                return it, and a result that is not a tensor, a dict or None is passed unchanged.
-            batch: Batch on the device.
+            outputs: Dict with the detached ``"loss"``, if any, and the other entries that ``training_step`` returned.
+                With manual optimization, results of other types are passed unchanged.
+            batch: The batch.
             batch_idx: Index of the micro-batch in the epoch.
         """
 
@@ -265,39 +247,36 @@ class Callback:
         """Run after the loss is computed and before its backward pass.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
-            loss: The unscaled loss that ``training_step`` returned or, with manual optimization, passed to
-                ``manual_backward``.
+            loss: The unscaled loss.
         """
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Run after the gradients of a micro-batch are accumulated.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
         """Run before each optimizer step, once its gradients are complete and unscaled, before the Trainer clips them.
 
-        If automatic optimization uses an optimizer that needs a closure, such as LBFGS, the hook runs in each closure
+        With automatic optimization and an optimizer that needs a closure, such as LBFGS, the hook runs in each closure
         call.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
             optimizer: Optimizer that is about to step.
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Run after an optimizer step, before the gradients are reset. Does not run with manual optimization.
-
-        With an optimizer that needs a closure, such as LBFGS, the hook runs at the start of each closure call instead.
+        """Run before the gradients are reset. Does not run with manual optimization.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
             optimizer: Optimizer whose gradients are reset.
         """
@@ -305,11 +284,10 @@ class Callback:
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Run after each optimizer step (even a skipped one), its schedulers' steps and, if due, the validation.
 
-        With manual optimization, the hook runs after each batch. `ModelCheckpoint` saves in this hook or, at the end of
-        an epoch, in `on_train_epoch_end`.
+        With manual optimization, the hook runs after each batch.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -319,7 +297,7 @@ class Callback:
         """Run before validation begins.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -327,7 +305,7 @@ class Callback:
         """Run after validation ends. The logged values are in ``trainer.callback_metrics``.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -335,17 +313,15 @@ class Callback:
         """Run before the first batch of the validation dataloaders.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Run after the last batch of the validation dataloaders.
 
-        This is the last hook in which a value can be logged for this validation.
-
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -355,9 +331,9 @@ class Callback:
         """Run before each validation batch, once it is on the device.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -368,10 +344,10 @@ class Callback:
         """Run after each validation batch.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
             outputs: Result of ``validation_step``.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -380,7 +356,7 @@ class Callback:
         """Run before testing begins.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -388,7 +364,7 @@ class Callback:
         """Run after testing ends.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -396,7 +372,7 @@ class Callback:
         """Run before the first batch of the test dataloaders.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -404,7 +380,7 @@ class Callback:
         """Run after the last batch of the test dataloaders.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -414,9 +390,9 @@ class Callback:
         """Run before each test batch, once it is on the device.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -427,10 +403,10 @@ class Callback:
         """Run after each test batch.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
             outputs: Result of ``test_step``.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -439,7 +415,7 @@ class Callback:
         """Run before prediction begins.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -447,7 +423,7 @@ class Callback:
         """Run after prediction ends.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -455,7 +431,7 @@ class Callback:
         """Run before the first batch of the prediction dataloaders.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -463,7 +439,7 @@ class Callback:
         """Run after the last batch of the prediction dataloaders.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
 
@@ -473,9 +449,9 @@ class Callback:
         """Run before each prediction batch, once it is on the device.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -486,10 +462,10 @@ class Callback:
         """Run after each prediction batch.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
             outputs: Result of ``predict_step``.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -500,20 +476,19 @@ class Callback:
         """Add plain data or tensors to a checkpoint, under user-defined names.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
-            checkpoint: Dict to which the hook adds entries. It already contains ``"state_dict"``, ``"epoch"``,
-                ``"global_step"``, the task's ``"hyper_parameters"``, if any, and the entries of earlier hooks.
+            checkpoint: Dict to which the hook adds entries.
         """
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
         """Restore the entries that `on_save_checkpoint` added to a checkpoint from which ``fit`` resumes.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
-            checkpoint: The entries that hooks added, and ``"state_dict"``, ``"epoch"``, ``"global_step"`` and the
-                task's ``"hyper_parameters"``, if any. The weights in ``"state_dict"`` are already loaded.
+            checkpoint: The entries that hooks added, and ``"state_dict"``, ``"epoch"`` and ``"global_step"``. The
+                weights are already loaded.
         """
 
 

@@ -9,8 +9,8 @@ class Checkpoint(Callback):
     """Base class of user-defined checkpoint callbacks. A Trainer with such a callback does not add a `ModelCheckpoint`.
 
     Attributes:
-        keeper: Name of the external system that stores the checkpoints, for messages. If it is not empty, the Trainer
-            calls `resume_path` to find the latest checkpoint. Default: "".
+        keeper: Name of the external system that stores the checkpoints. If it is not empty, the Trainer calls
+            `resume_path` to find the latest checkpoint. Default: "".
 
     Example:
         >>> import tempfile
@@ -42,7 +42,6 @@ class Checkpoint(Callback):
     def resume_path(self) -> str | None:
         """Return the path of the checkpoint for ``ckpt_path="last"`` and ``"auto"``; None if there is no checkpoint.
 
-        If ``keeper`` is not empty, the Trainer calls this method on all ranks to resolve these two values. The result
-        must be the same on every rank.
+        The result must be the same on every rank.
         """
         return None

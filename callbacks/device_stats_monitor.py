@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 class DeviceStatsMonitor(BestEffortCallback):
     """Callback that logs device statistics every ``log_every_n_steps`` steps, at the start and the end of the step.
 
-    On a CUDA GPU, the statistics are those of ``torch.cuda.memory_stats``, which do not require a synchronization with
-    the device. On an Apple GPU, they are ``current_allocated_memory`` and ``driver_allocated_memory``. The CPU
-    statistics are ``cpu_percent``, ``cpu_vm_percent`` and ``cpu_swap_percent``. Each name consists of the class, the
-    hook and the statistic, such as ``DeviceStatsMonitor.on_train_batch_end/cpu_percent``. In validation and testing,
-    the statistics are logged every ``log_every_n_steps`` batches; in prediction, they are not logged. Only the
-    statistics of rank zero are logged.
+    On a CUDA GPU, the statistics are those of ``torch.cuda.memory_stats``. Each name consists of the class, the hook
+    and the statistic, such as ``DeviceStatsMonitor.on_train_batch_end/cpu_percent``. In validation and testing, the
+    statistics are logged every ``log_every_n_steps`` batches; in prediction, they are not logged. Only the statistics
+    of rank zero are logged.
 
     Args:
         cpu_stats: Log CPU statistics. True logs them for any device, None only if the device is the CPU, and False
@@ -85,7 +83,7 @@ class DeviceStatsMonitor(BestEffortCallback):
             self._safely(read_cpu_stats)  # percentages cover the time since the previous call
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Log the statistics every ``log_every_n_steps`` steps, before the first micro-batch of the step."""
+        """Log the statistics, if this is due."""
         step = trainer.progress.step + 1
         if self._every and step % self._every == 0 and step != self._begun:
             self._begun = step
@@ -94,26 +92,26 @@ class DeviceStatsMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the statistics every ``log_every_n_steps`` steps, after the optimizer has stepped."""
+        """Log the statistics, if this is due."""
         step = trainer.progress.step
         if self._every and step % self._every == 0 and step != self._ended:
             self._ended = step
             self._safely(self._write, trainer, "on_train_batch_end", step)
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Log the statistics at the start of a validation batch, every ``log_every_n_steps`` batches."""
+        """Log the statistics, if this is due."""
         self._write_evaluation(trainer, "on_validation_batch_start")
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Log the statistics at the end of a validation batch, every ``log_every_n_steps`` batches."""
+        """Log the statistics, if this is due."""
         self._write_evaluation(trainer, "on_validation_batch_end")
 
     def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Log the statistics at the start of a test batch, every ``log_every_n_steps`` batches."""
+        """Log the statistics, if this is due."""
         self._write_evaluation(trainer, "on_test_batch_start")
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Log the statistics at the end of a test batch, every ``log_every_n_steps`` batches."""
+        """Log the statistics, if this is due."""
         self._write_evaluation(trainer, "on_test_batch_end")
 
     def _write_evaluation(self, trainer: Trainer, moment: str) -> None:
@@ -127,14 +125,12 @@ class DeviceStatsMonitor(BestEffortCallback):
 
 
 def read_device_stats(device: torch.device) -> dict[str, float]:
-    """Return the memory allocator's statistics for a device, without synchronizing with it.
+    """Return the memory allocator's statistics for a device by name, without synchronizing with it.
+
+    The dict is empty for devices other than CUDA and MPS.
 
     Args:
-        device: Device to query.
-
-    Returns:
-        Statistics by name, such as ``"allocated_bytes.all.current"`` on CUDA; empty for devices other than CUDA and
-        MPS.
+        device: The device.
     """
     if device.type == "cuda":
         return dict(torch.cuda.memory_stats(device))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStoppingReason(Enum):
-    """Reason why an `EarlyStopping` stopped the run."""
+    """Reason for which an `EarlyStopping` stopped the run."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -42,43 +42,36 @@ _STATE = ("best_score", "wait_count", "stopped_epoch", "stopping_reason_message"
 class EarlyStopping(Callback):
     """Callback that stops the run when ``monitor`` has not improved for ``patience`` checks.
 
-    The value of ``monitor`` is identical on all processes, so all processes stop after the same step. The Trainer's
-    ``min_epochs`` and ``min_steps`` are respected: the run continues until they are reached. A checkpoint that is saved
-    after the stop records it. A run that is resumed from such a checkpoint remains stopped, unless the current
-    arguments, such as a larger ``patience``, would not have stopped it.
+    All processes stop after the same step, once the Trainer's ``min_epochs`` and ``min_steps`` are reached. A run that
+    is resumed from a checkpoint saved after the stop remains stopped, unless the current arguments, such as a larger
+    ``patience``, would not have stopped it.
 
     Args:
         monitor: Name of the logged value.
         min_delta: Change that an improvement must exceed. The sign is ignored. Default: 0.0.
-        patience: Number of checks without improvement before the run stops; 0 has the same effect as 1. By default,
-            checks run after each complete epoch. In a run with validation, they run after each validation instead if
-            ``val_check_interval`` is not 1.0 or ``check_val_every_n_epoch`` is not 1. Default: 3.
-        verbose: Announce each improvement of ``monitor`` that does not stop the run. Default: False.
+        patience: Number of checks without improvement before the run stops; 0 has the same effect as 1. Default: 3.
+        verbose: Announce improvements of ``monitor``. Default: False.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. Default: ``"min"``.
-        strict: Raise an error if ``monitor`` was not logged by the time of a check. Otherwise, skip the check with a
-            warning. In a run with validation, a check before the first validation is skipped if there is no value.
-            Default: True.
+        strict: Raise an error at a check if ``monitor`` was never logged, instead of a warning. Neither applies before
+            the run's first validation, if it has any. Default: True.
         check_finite: Stop if the value is NaN or infinite. Default: True.
         stopping_threshold: Stop once the value is better than this threshold. Default: None.
         divergence_threshold: Stop once the value is worse than this threshold. Default: None.
         check_on_train_epoch_end: Check at the end of complete epochs (True) or after each validation (False). Default:
-            as described under ``patience``.
-        log_rank_zero_only: Ignored; accepted for compatibility with Lightning. Only rank zero prints messages. Default:
-            False.
+            False in a run with validation if ``val_check_interval`` is not 1.0 or ``check_val_every_n_epoch`` is not 1,
+            otherwise True.
+        log_rank_zero_only: Ignored; accepted for compatibility with Lightning. Default: False.
 
     Attributes:
-        best_score: Value of the latest check that counted as an improvement, a 0-d tensor. Before the first such check,
-            infinity with mode ``"min"`` and -infinity with mode ``"max"``.
+        best_score: Value of the latest improvement, a 0-d tensor; infinite before the first improvement.
         wait_count: Number of consecutive checks without improvement.
         stopped_epoch: Index of the epoch in which the callback stopped the run; 0 if it did not stop this run.
-        stopping_reason: The reason for the stop, as an `EarlyStoppingReason`; ``NOT_STOPPED`` if the callback did not
-            stop the run.
-        stopping_reason_message: The reason for the stop, as text; None if the callback did not stop the run.
+        stopping_reason: The reason for the stop, as an `EarlyStoppingReason`.
+        stopping_reason_message: The reason for the stop, as text, or None.
 
     Raises:
-        ValueError: If an argument is invalid. In ``fit``, if ``strict`` is set and ``monitor`` was not logged by the
-            time of a check, or if ``strict`` is set and ``barebones=True`` disables logging.
-        TypeError: If an argument other than ``patience`` and ``mode`` has the wrong type.
+        ValueError, TypeError: If an argument is invalid. In ``fit``, if ``strict`` is set and ``monitor`` was not
+            logged.
 
     Example:
         >>> import treadle as tl
@@ -146,17 +139,17 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """Name that includes ``monitor`` and ``mode``. See `Callback.state_key`."""
+        """Name that includes ``monitor`` and ``mode``."""
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the wait count, and the details of a stop."""
+        """Return the state of the callback."""
         decided = {"decided_at": self._decided_at, "decided_after": self._decided_after}
         decided["stopping_reason"] = self.stopping_reason.value
         return {name: getattr(self, name) for name in _STATE} | decided
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned. Entries that earlier versions did not save get defaults."""
+        """Restore the state that `state_dict` returned."""
         for name in _STATE:
             setattr(self, name, state_dict[name])
         self._decided_at = state_dict.get("decided_at")
@@ -164,17 +157,16 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """In ``fit``, reset the stop of an earlier run. A resumed run restores its own state afterwards."""
+        """In ``fit``, reset the stop of an earlier run."""
         if stage == "fit":
             self._forget_stop()
 
     def _forget_stop(self) -> None:
-        """Clear the stopped epoch and the reason for the stop."""
         self.stopped_epoch = 0
         self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop a resumed run if the callback had already ended it and the current arguments would still end it."""
+        """Stop a resumed run that the callback had already stopped, unless the current arguments would not stop it."""
         reason = self.stopping_reason_message
         if reason is None:
             return
@@ -193,12 +185,12 @@ class EarlyStopping(Callback):
         trainer.should_stop = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check the value after a validation within ``fit``, unless checks run at the end of epochs."""
+        """Check the value, if checks run after validations."""
         if not (self._should_skip_check(trainer) or self._checks_at_epoch_end(trainer)):
             self._run_early_stopping_check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check the value after a complete epoch, unless checks run after validations."""
+        """Check the value, if checks run at the end of epochs."""
         # An epoch cut short by max_steps or a signal does not count: a resumed run checks at its real end.
         if not trainer.progress.epoch_is_over or self._should_skip_check(trainer):
             return
@@ -206,7 +198,6 @@ class EarlyStopping(Callback):
             self._run_early_stopping_check(trainer)
 
     def _checks_at_epoch_end(self, trainer: Trainer) -> bool:
-        """Return whether checks run at the end of epochs."""
         if self.check_on_train_epoch_end is not None:
             return self.check_on_train_epoch_end
         return checks_at_epoch_end(trainer)
@@ -218,15 +209,12 @@ class EarlyStopping(Callback):
         return torch.lt if self.mode == "min" else torch.gt
 
     def _should_skip_check(self, trainer: Trainer) -> bool:
-        """Return whether to skip a check. The result is the same on every rank."""
         return trainer.stage != "fit" or trainer.sanity_checking
 
     def _improvement_message(self, current: Tensor) -> str:
-        """Return the message about an improvement to ``current``."""
         return f"{self.monitor} improved to {current.item():.4g}"
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
-        """Check the monitored value, if a new one is available. Stop the run if a criterion is met."""
         value = read_new_value(trainer, self.monitor, "EarlyStopping", self.strict)
         if value is None:
             return  # without a check the wait count stays
@@ -240,7 +228,6 @@ class EarlyStopping(Callback):
             trainer.should_stop = True
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
-        """Update the best value and the wait count, and return whether to stop at ``current``, with the reason."""
         reason = self._find_stopping_reason(current.item())
         if reason is None:
             return False, None
@@ -248,7 +235,7 @@ class EarlyStopping(Callback):
         return True, message
 
     def _find_stopping_reason(self, value: float) -> tuple[EarlyStoppingReason, str] | None:
-        """Update the best value and the wait count, and return the reason to stop at ``value``, or None."""
+        """Update the best value and the wait count. Return the reason to stop, if any."""
         reason = self._find_exceeded_limit(value, 0)
         if reason is not None:
             return reason
@@ -261,7 +248,6 @@ class EarlyStopping(Callback):
         return self._find_exceeded_limit(None, self.wait_count)
 
     def _find_exceeded_limit(self, value: float | None, waited: int) -> tuple[EarlyStoppingReason, str] | None:
-        """Return the reason to stop at ``value`` or after ``waited`` checks without improvement, or None."""
         if value is not None:
             if self.check_finite and not math.isfinite(value):
                 return EarlyStoppingReason.NON_FINITE_METRIC, f"{self.monitor} = {value} is not finite"

@@ -1,4 +1,4 @@
-"""Callbacks that freeze parts of the model before training and unfreeze them later."""
+"""Callbacks that freeze modules before training and unfreeze them later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Modules = nn.Module | Iterable[Any]
 
 
 def multiplicative(epoch: int) -> float:
-    """Return 2, the default factor by which `BackboneFinetuning` raises the backbone's learning rate in later epochs.
+    """Return 2, the default factor by which `BackboneFinetuning` raises the backbone's learning rate.
 
     Args:
         epoch: Ignored.
@@ -30,20 +30,15 @@ def multiplicative(epoch: int) -> float:
 
 
 class BaseFinetuning(Callback):
-    """Base class of callbacks that freeze parts of the model before training and unfreeze them later.
+    """Base class of callbacks that freeze modules before training and unfreeze them later.
 
-    Override two methods. ``freeze_before_training(pl_module)`` runs in ``setup``, before the optimizer is created.
-    Create the optimizer from ``filter(lambda p: p.requires_grad, self.parameters())``.
-    ``finetune_function(pl_module, epoch, optimizer)`` runs at the start of each epoch for each optimizer, and may call
-    `unfreeze_and_add_param_group`.
-
-    A resumed run restores which parameters are trained, the parameter groups, and the mode of each layer. The callback
-    runs before the task's own hooks (``after_task`` is 0).
+    Override `freeze_before_training`, which runs before the optimizer is created, and `finetune_function`, which may
+    call `unfreeze_and_add_param_group`. Create the optimizer from ``filter(lambda p: p.requires_grad,
+    self.parameters())``. A resumed run restores which parameters are trained.
 
     Raises:
-        ValueError: Before the first step, if the model or the optimizer state (ZeRO) is sharded, because sharding fixes
-            which parameters are trained. On resume, if ``configure_optimizers`` builds parameter groups that differ
-            from those in the checkpoint.
+        ValueError: In ``fit``, if the model or the optimizer state is sharded. On resume, if ``configure_optimizers``
+            builds parameter groups that differ from those in the checkpoint.
         NotImplementedError: In ``fit``, if one of the two methods is not overridden.
 
     Example:
@@ -90,22 +85,16 @@ class BaseFinetuning(Callback):
 
         Args:
             pl_module: The task.
-
-        Raises:
-            NotImplementedError: If the method is not overridden.
         """
         raise NotImplementedError(f"{type(self).__name__} must define freeze_before_training(pl_module).")
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the modules that are trained from this epoch on. Runs once per epoch for each optimizer.
+        """Unfreeze the modules that are trained from this epoch on. Runs at the start of each epoch for each optimizer.
 
         Args:
             pl_module: The task.
             epoch: Index of the epoch.
             optimizer: One of the task's optimizers.
-
-        Raises:
-            NotImplementedError: If the method is not overridden.
         """
         raise NotImplementedError(f"{type(self).__name__} must define finetune_function(pl_module, epoch, optimizer).")
 
@@ -136,9 +125,6 @@ class BaseFinetuning(Callback):
             modules: A module, or nested lists of modules.
             train_bn: Include the parameters of BatchNorm layers. Default: True.
             requires_grad: Yield the trained parameters (True) or the frozen ones (False). Default: True.
-
-        Yields:
-            The parameters.
         """
         for part in BaseFinetuning.flatten_modules(modules):
             if train_bn or not _is_norm(part):
@@ -162,7 +148,7 @@ class BaseFinetuning(Callback):
         """Freeze a module's own parameters. A BatchNorm layer is put in evaluation mode, which keeps its statistics.
 
         Args:
-            module: Module to freeze. Its submodules do not change.
+            module: Module to freeze, without its submodules.
         """
         if _is_norm(module):
             module.eval()
@@ -189,7 +175,7 @@ class BaseFinetuning(Callback):
 
         Args:
             optimizer: The optimizer.
-            params: Parameters to look up in the optimizer.
+            params: The parameters.
         """
         optimized_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [parameter for parameter in params if id(parameter) not in optimized_ids]
@@ -209,8 +195,7 @@ class BaseFinetuning(Callback):
             optimizer: Optimizer that gets the group.
             lr: Learning rate of the group. Default: the first group's rate divided by ``initial_denom_lr``.
             initial_denom_lr: Divisor for the default of ``lr``. Default: 10.0.
-            train_bn: Include BatchNorm layers. If False, the method skips them, so frozen BatchNorm layers stay frozen.
-                Default: True.
+            train_bn: Include BatchNorm layers. Default: True.
         """
         parts = BaseFinetuning.flatten_modules(modules)
         parts = [part for part in parts if train_bn or not _is_norm(part)]
@@ -224,7 +209,7 @@ class BaseFinetuning(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """In ``fit``, freeze modules before the optimizer is created."""
+        """In ``fit``, freeze modules."""
         if stage != "fit":
             return
         strategy = trainer.accelerator.strategy
@@ -238,7 +223,7 @@ class BaseFinetuning(Callback):
         self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """In a resumed run, restore which parameters are trained, the parameter groups, and the mode of each layer."""
+        """In a resumed run, restore which parameters are trained."""
         if trainer.opened_checkpoint is not None:
             states = open_callback_states(trainer.opened_checkpoint)["callbacks"]
             if layout := states.get(self.state_key, {}).get("made"):
@@ -252,7 +237,7 @@ class BaseFinetuning(Callback):
         self._layout = _describe_layout(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Call `finetune_function` for each optimizer, except if the run was resumed within the epoch."""
+        """Call `finetune_function`, except in a resumed epoch."""
         if trainer.progress.batch:
             return
         for optimizer in trainer.optimizers:
@@ -266,39 +251,36 @@ class BaseFinetuning(Callback):
             self._layout = layout
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the names of the trained parameters, of each group's parameters, and of layers in evaluation mode."""
+        """Return which parameters are trained."""
         return {"made": self._layout}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing. `on_fit_start` restores the parameter groups before the optimizer state is loaded."""
+        """Do nothing. `on_fit_start` restores the state."""
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Callback that freezes the task's ``backbone``, unfreezes it later, and then raises its learning rate each epoch.
+    """Callback that freezes the task's ``backbone``, unfreezes it later, and then changes its learning rate each epoch.
 
     Args:
         unfreeze_backbone_at_epoch: Index of the first epoch in which the backbone is trained. Default: 10.
         lambda_func: Function that returns the factor by which the backbone's rate is multiplied in each later epoch.
             Its argument is the index of the next epoch. Default: `multiplicative`, which returns 2.
         backbone_initial_ratio_lr: Initial rate of the backbone, as a fraction of the first group's rate. Default: 0.1.
-        backbone_initial_lr: Initial rate of the backbone. If set, ``backbone_initial_ratio_lr`` is ignored. Default:
-            None.
-        should_align: Limit the backbone's rate to the first group's rate, except in the first epoch in which the
-            backbone is trained. Default: True.
-        initial_denom_lr: Ignored, because the initial rate is set directly; accepted for compatibility with Lightning.
-            Default: 10.0.
-        train_bn: Train the backbone's BatchNorm layers from the start. If False, they stay frozen in evaluation mode
-            for the whole run. Default: True.
+        backbone_initial_lr: Initial rate of the backbone; overrides ``backbone_initial_ratio_lr``. Default: None.
+        should_align: Limit the rates that ``lambda_func`` determines to the first group's rate. Default: True.
+        initial_denom_lr: Ignored; accepted for compatibility with Lightning. Default: 10.0.
+        train_bn: Train the backbone's BatchNorm layers from the start. If False, they stay frozen in evaluation mode.
+            Default: True.
         verbose: Announce the learning rates in each epoch in which the backbone is trained. Default: False.
         rounding: Number of decimal places in the announced rates. Default: 12.
 
     Attributes:
-        previous_backbone_lr: Latest learning rate that the callback set for the backbone; None before it is unfrozen.
+        previous_backbone_lr: Latest learning rate that the callback set for the backbone, or None.
 
     Raises:
-        ValueError: If an argument is invalid. Before the first step, if the task does not have a backbone, if an
-            optimizer already contains frozen parameters of the backbone, or in the cases of `BaseFinetuning`.
-        TypeError: If an argument other than ``unfreeze_backbone_at_epoch`` and ``rounding`` has the wrong type.
+        ValueError, TypeError: If an argument is invalid.
+        ValueError: In ``fit``, if the task does not have a backbone, if an optimizer already contains its frozen
+            parameters, or in the cases of `BaseFinetuning`.
 
     Example:
         >>> import torch
@@ -355,7 +337,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the base class's state and the backbone's learning rate."""
+        """Return the state of the callback."""
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -363,7 +345,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Check that the task has a backbone, and freeze it before the optimizer is created."""
+        """In ``fit``, freeze the backbone."""
         if stage == "fit" and not isinstance(getattr(pl_module, "backbone", None), nn.Module):
             raise ValueError(
                 f"{type(pl_module).__name__} has no module named backbone, which BackboneFinetuning freezes. Create it "
@@ -372,7 +354,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check that no optimizer contains frozen backbone parameters, then run `BaseFinetuning.on_fit_start`."""
+        """Check that no optimizer contains frozen parameters."""
         frozen_ids = {id(p) for p in pl_module.backbone.parameters() if not p.requires_grad}  # type: ignore[union-attr]
         optimized_ids = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
         if frozen_ids & optimized_ids:
@@ -424,12 +406,11 @@ class BackboneFinetuning(BaseFinetuning):
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a BatchNorm layer."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def _describe_layout(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
-    """Return the names of the trained parameters, of each group's parameters, and of the layers in evaluation mode."""
+    """Return which parameters are trained and grouped, and which layers are in evaluation mode."""
     names = {id(parameter): strip_compile_prefix(name) for name, parameter in task.named_parameters()}
     return {
         "trained": [
@@ -444,12 +425,11 @@ def _describe_layout(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
 
 
 def _join_sizes(groups: list[list[str]]) -> str:
-    """Return the number of parameters in each group as comma-separated text."""
     return ", ".join(str(len(names)) for names in groups)
 
 
 def _apply_layout(layout: dict[str, Any], trainer: Trainer, task: TaskModule) -> None:
-    """Apply a saved layout to the model and the optimizers. See `_describe_layout`."""
+    """Apply a layout of `_describe_layout` to the model and the optimizers."""
     trained, evaluation = set(layout["trained"]), set(layout["evaluation"])
     parameters = {strip_compile_prefix(name): parameter for name, parameter in task.named_parameters()}
     current_groups = _describe_layout(trainer, task)["groups"]

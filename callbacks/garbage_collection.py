@@ -15,19 +15,14 @@ if TYPE_CHECKING:
 class GarbageCollection(Callback):
     """Callback that collects garbage every ``every_n_steps`` optimizer steps, instead of Python's automatic collection.
 
-    Python's automatic collection depends on the number of allocations, so each process collects at a different step
-    while all other processes wait for it. The callback runs after the task's own hooks (``after_task`` is 1) and before
-    checkpoints are saved. Objects that exist when training begins, mainly those of libraries, are excluded with
-    ``gc.freeze``, so a collection takes milliseconds. If other code has already frozen objects, no further objects are
-    excluded.
-
-    A Trainer with several processes on CUDA GPUs adds a GarbageCollection that runs every 100 steps, unless
-    ``callbacks`` contains one or ``barebones=True`` is set.
+    With automatic collection, processes collect at different steps and wait for each other. Objects that exist when
+    training begins are excluded with ``gc.freeze``, unless other code has already frozen objects. A Trainer with
+    several processes on CUDA GPUs adds a GarbageCollection that runs every 100 steps, unless ``callbacks`` contains one
+    or ``barebones=True`` is set.
 
     Args:
         every_n_steps: Number of optimizer steps between two collections. Default: 1000.
-        generation: The oldest generation to collect: 0 for only the youngest objects, 1, or 2 for all generations.
-            Default: 2.
+        generation: The oldest generation to collect: 0, 1, or 2 for all generations. Default: 2.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -56,7 +51,7 @@ class GarbageCollection(Callback):
         self._was_on = self._has_frozen = False
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Collect all garbage, freeze the remaining objects, and disable Python's automatic collection."""
+        """Disable Python's automatic collection."""
         self._was_on = gc.isenabled()
         gc.collect()
         if not gc.get_freeze_count():  # otherwise other code has frozen objects, and will unfreeze them

@@ -1,4 +1,4 @@
-"""`GradientAccumulationScheduler`: changes the number of micro-batches per optimizer step between epochs."""
+"""`GradientAccumulationScheduler`: changes the number of micro-batches per optimizer step."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ if TYPE_CHECKING:
 class GradientAccumulationScheduler(Callback):
     """Callback that changes ``accumulate_grad_batches`` at the start of epochs.
 
-    ``trainer.estimated_stepping_batches`` includes the changes. A resumed run uses the number that applies to its
-    epoch. The callback runs before the task's own hooks (``after_task`` is 0).
-
     Args:
         scheduling: Dict that maps the index of an epoch to the number of micro-batches per optimizer step from that
             epoch on. Before the first of these epochs, the number is 1.
 
     Raises:
-        ValueError: If ``scheduling`` is empty or contains an invalid epoch or number. Before the first step, if the
-            Trainer's ``accumulate_grad_batches`` is not 1, if the task uses manual optimization, or if a
-            `BatchSizeFinder` has ``keep_global_batch=True``.
-        TypeError: If ``scheduling`` is not a mapping.
+        ValueError, TypeError: If ``scheduling`` is invalid.
+        ValueError: In ``fit``, if the Trainer's ``accumulate_grad_batches`` is not 1, or if the task uses manual
+            optimization.
 
     Example:
         >>> from treadle.callbacks import GradientAccumulationScheduler
@@ -52,7 +48,7 @@ class GradientAccumulationScheduler(Callback):
         self.epochs = sorted(self.scheduling)
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Return whether an optimizer step has more than one micro-batch in any epoch."""
+        """Return whether any epoch accumulates gradients."""
         return any(number > 1 for number in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
@@ -73,7 +69,7 @@ class GradientAccumulationScheduler(Callback):
         return sum(-(-batches // self.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """In ``fit``, raise a ValueError with manual optimization, or if ``accumulate_grad_batches`` is not 1."""
+        """In ``fit``, check that the task and the Trainer support the callback."""
         if stage != "fit":
             return
         if not pl_module.automatic_optimization:
@@ -88,7 +84,7 @@ class GradientAccumulationScheduler(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Set the number of micro-batches for epoch 0, or for the epoch in which the checkpoint was saved."""
+        """Set the number of micro-batches for the first epoch of this run."""
         opened = trainer.opened_checkpoint
         epoch = 0 if opened is None else opened.manifest.epoch
         trainer.accelerator.gradient_accumulation_steps = self.get_accumulate_grad_batches(epoch)
@@ -96,11 +92,11 @@ class GradientAccumulationScheduler(Callback):
         announce(f"micro-batches per optimizer step: {words}")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Set the number of micro-batches per optimizer step for the epoch."""
+        """Set the number of micro-batches for the epoch."""
         number = self.get_accumulate_grad_batches(trainer.progress.epoch)
         trainer.accelerator.gradient_accumulation_steps = number
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Reset the number of micro-batches per optimizer step to 1 after ``fit``."""
+        """Reset the number of micro-batches."""
         if stage == "fit":
             trainer.accelerator.gradient_accumulation_steps = 1

@@ -10,7 +10,7 @@ from .callback import HOOKS, Callback
 
 
 class LambdaCallback(Callback):
-    """Callback whose hooks are functions: ``LambdaCallback(on_train_end=lambda trainer, pl_module: print("done"))``.
+    """Callback whose hooks are functions.
 
     Args:
         hooks: Functions by hook name. Each takes the arguments of the hook in `Callback`, except ``self``. A hook that

@@ -1,4 +1,4 @@
-"""`LearningRateFinder`: searches for an initial learning rate with a range test, a short run with a rising rate."""
+"""`LearningRateFinder`: searches for an initial learning rate."""
 
 from __future__ import annotations
 
@@ -31,11 +31,9 @@ class _LRFinder:
         num_training: Number of rates.
 
     Attributes:
-        results: ``"lr"`` holds the rates that were tried, and ``"loss"`` the smoothed loss at each rate. The smoothed
-            loss is the running mean ``m[k] = 0.98 * m[k-1] + 0.02 * loss[k]``, divided by ``1 - 0.98 ** (k + 1)``. The
-            first smoothed loss therefore equals the first loss. Each loss covers all micro-batches and processes of a
-            step and is measured before the optimizer step. A loss that is not finite becomes NaN and is excluded from
-            the mean.
+        results: ``"lr"`` holds the rates that were tried, and ``"loss"`` the smoothed loss at each rate, a
+            bias-corrected running mean with decay 0.98. A loss that is not finite becomes NaN and is excluded from the
+            mean.
 
     Example:
         >>> from treadle.callbacks import _LRFinder
@@ -59,8 +57,6 @@ class _LRFinder:
 
     def rate(self, step: int) -> float:
         """Return the learning rate for a step.
-
-        With mode ``"linear"``, the rates are evenly spaced. With mode ``"exponential"``, their logarithms are.
 
         Args:
             step: Index of the step.
@@ -89,7 +85,7 @@ class _LRFinder:
     def diverges(self, threshold: float) -> bool:
         """Return whether the last smoothed loss is not finite, or exceeds ``threshold`` times the best one.
 
-        For a negative best loss, the permitted increase is the same as for a positive loss of the same magnitude.
+        For a negative best loss, the permitted increase is that for a positive loss of the same magnitude.
 
         Args:
             threshold: Factor by which the last loss may exceed the best one.
@@ -100,16 +96,14 @@ class _LRFinder:
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the rate at which the smoothed loss falls most steeply; None, with a warning, if no such rate exists.
 
-        The slopes are ``numpy.gradient(loss, x)``, where ``x`` is ``log(lr)`` with mode ``"exponential"`` and ``lr``
-        with mode ``"linear"``, over all points that are neither skipped nor NaN. The result is None if fewer than two
-        such points remain, or if no slope is negative.
+        The slopes are those over ``log(lr)`` with mode ``"exponential"``, and over ``lr`` with mode ``"linear"``.
 
         Args:
             skip_begin: Number of points to skip at the beginning. Default: 10.
             skip_end: Number of points to skip at the end. Default: 1.
 
         Raises:
-            ValueError: If ``skip_begin`` or ``skip_end`` is not an integer of at least 0.
+            ValueError: If an argument is invalid.
         """
         check_int("skip_begin", skip_begin, 0)
         check_int("skip_end", skip_end, 0)
@@ -144,9 +138,6 @@ class _LRFinder:
             show: Also show the plot in a window. Default: False.
             ax: The axes to draw on. Default: those of a new figure.
 
-        Returns:
-            The figure.
-
         Raises:
             ModuleNotFoundError: If matplotlib is not installed.
         """
@@ -172,19 +163,16 @@ class _LRFinder:
 class LearningRateFinder(Callback):
     """Callback that searches for an initial learning rate before the first step of ``fit``, and sets it.
 
-    A copy of the task takes up to ``num_training_steps`` optimizer steps while the rate rises. Then the copy is
-    discarded and the RNG state is restored, so only the result of the search remains. The suggested rate is assigned to
-    the attribute ``attr_name`` before ``configure_optimizers`` runs. Use the attribute there as the learning rate. If
-    no rate can be suggested, a warning is issued and the attribute does not change. With several parameter groups, all
-    rates rise in proportion, and the highest rate is reported. Requires automatic optimization.
-
-    A run that is resumed from a checkpoint keeps its learning rate and does not search again. With ``fast_dev_run``, no
-    search takes place.
+    A copy of the task takes up to ``num_training_steps`` optimizer steps while the rate rises. The RNG state is
+    restored afterwards. The suggested rate is assigned to the attribute ``attr_name`` before ``configure_optimizers``
+    runs; use the attribute there. If no rate can be suggested, the attribute does not change. With several parameter
+    groups, all rates rise in proportion, and the highest rate is reported. A run that is resumed from a checkpoint does
+    not search again.
 
     Args:
         min_lr: The first rate to try. Default: 1e-8.
         max_lr: The last rate to try. Default: 1.0.
-        num_training_steps: Maximum number of rates to try, if necessary over several epochs. Default: 100.
+        num_training_steps: Maximum number of rates to try. Default: 100.
         mode: Rise of the rate: ``"exponential"`` or ``"linear"``. Default: ``"exponential"``.
         early_stop_threshold: End the search when the smoothed loss exceeds the best one by this factor, or is not
             finite; None disables this. Default: 4.0.
@@ -196,10 +184,8 @@ class LearningRateFinder(Callback):
         optimal_lr: Result of the search, with ``results``, ``suggestion()`` and ``plot()``; None before the search.
 
     Raises:
-        ValueError: If an argument is invalid. At the start of ``fit``, if the search cannot run, for example because
-            the attribute does not exist or the task uses manual optimization.
-        TypeError: If ``min_lr`` or ``max_lr`` is not a number, ``early_stop_threshold`` is neither a number nor None,
-            or ``update_attr`` is not a bool.
+        ValueError, TypeError: If an argument is invalid. In ``fit``, if the search cannot run, for example with manual
+            optimization.
 
     References:
         Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, https://arxiv.org/abs/1506.01186.
@@ -249,14 +235,14 @@ class LearningRateFinder(Callback):
         self.optimal_lr: _LRFinder | None = None
 
     def lr_find(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Raise a RuntimeError, because a search during a run would have to restart the optimizer and its schedulers.
+        """Raise a RuntimeError. To search again, use ``Tuner.lr_find``.
 
         Args:
             trainer: Ignored.
             pl_module: Ignored.
 
         Raises:
-            RuntimeError: Always. The message names the function to use instead.
+            RuntimeError: Always.
         """
         raise RuntimeError(
             f"{type(self).__name__}.lr_find cannot be called: the search runs before the first step of fit, not within "
@@ -264,7 +250,7 @@ class LearningRateFinder(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the result of the search for a checkpoint; an empty dict before the search."""
+        """Return the result of the search, if any."""
         finder = self.optimal_lr
         if finder is None:
             return {}
@@ -272,11 +258,7 @@ class LearningRateFinder(Callback):
         return {**settings, "num_training": finder.num_training, "results": finder.results}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of a search from a checkpoint.
-
-        Args:
-            state_dict: State that `state_dict` returned.
-        """
+        """Restore the state that `state_dict` returned."""
         if not state_dict:  # saved before the search
             return
         state = dict(state_dict)

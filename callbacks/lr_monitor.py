@@ -20,15 +20,13 @@ class LearningRateMonitor(BestEffortCallback):
     """Callback that logs the learning rates of each optimizer, per step or per epoch.
 
     The rate of a step is the one that the optimizer used in the step. The rate of an epoch is the one at its start.
-    Each rate is logged under the ``"name"`` in the scheduler's configuration. By default, this name is ``lr-`` and the
-    optimizer's class, such as ``lr-Adam``. Optimizers without a scheduler also get this default name. If a name occurs
-    again, a number is appended, as in ``lr-Adam-1``. If there are several parameter groups, each has its own name:
-    ``lr-Adam/pg1``, ``lr-Adam/pg2``. A group with a ``"name"`` has this name after the slash, even if it is the only
-    group.
+    Each rate is logged under the ``"name"`` in the scheduler's configuration, by default ``lr-`` and the optimizer's
+    class, such as ``lr-Adam``. If a name occurs again, a number is appended, as in ``lr-Adam-1``. Parameter groups are
+    distinguished by their ``"name"`` or number, as in ``lr-Adam/pg1``.
 
     Args:
         logging_interval: ``"step"`` (every ``log_every_n_steps`` steps), ``"epoch"``, or None, which uses the interval
-            of each scheduler, and ``"step"`` for optimizers without a scheduler. Default: None.
+            of each scheduler, and ``"step"`` without a scheduler. Default: None.
         log_momentum: Also log the momentum (or beta1), as ``...-momentum``. Optimizers without either log 0. Default:
             False.
         log_weight_decay: Also log the weight decay, as ``...-weight_decay``. Optimizers without it log 0. Default:
@@ -40,9 +38,8 @@ class LearningRateMonitor(BestEffortCallback):
         last_weight_decay_values: The latest logged weight decays by name.
 
     Raises:
-        ValueError: If the interval is unknown or, in ``fit``, if there is no logger, if ``log_every_n_steps`` is 0
-            although a rate is logged per step, or if two groups of an optimizer have the same name.
-        TypeError: If a flag is not a bool.
+        ValueError, TypeError: If an argument is invalid.
+        ValueError: In ``fit``, if the rates cannot be logged, for example because there is no logger.
 
     Example:
         >>> import tempfile
@@ -83,7 +80,7 @@ class LearningRateMonitor(BestEffortCallback):
         self._written = 0  # optimizer step whose rates were logged last
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Clear the rates of an earlier run and check that rates can be logged."""
+        """Discard the rates of an earlier run."""
         if not trainer.loggers:
             raise ValueError(
                 "LearningRateMonitor needs a logger, but the Trainer has none. Set Trainer(logger=True), or remove the "
@@ -113,13 +110,13 @@ class LearningRateMonitor(BestEffortCallback):
         self._write(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Read the rates every ``log_every_n_steps`` steps, because schedulers may change them before the step ends."""
+        """Read the rates, because schedulers may change them before the step ends."""
         interval = trainer.log_every_n_steps
         if self.logging_interval != "epoch" and interval and (trainer.progress.step + 1) % interval == 0:
             self._safely(self._read, trainer, "step", optimizer if self._rates else None)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log the rates that were read for the step, unless the optimizer skipped the step."""
+        """Log the rates of the step, if this is due."""
         if self._rates:
             step = trainer.progress.step
             # After a step that float16 skipped, this is still the number of the previous step.
@@ -129,7 +126,6 @@ class LearningRateMonitor(BestEffortCallback):
             self._rates, self._others = {}, {}
 
     def _read(self, trainer: Trainer, interval: str, only: Optimizer | None = None) -> None:
-        """Read the rates of all optimizers whose rates are logged at this interval, or only those of ``only``."""
         for optimizer, name in self._find_optimizers(trainer, interval):
             if only is not None and optimizer is not only:
                 continue
@@ -143,7 +139,6 @@ class LearningRateMonitor(BestEffortCallback):
                     self._others[f"{label}-weight_decay"] = float(group.get("weight_decay", 0.0))
 
     def _find_optimizers(self, trainer: Trainer, interval: str) -> Iterator[tuple[Optimizer, str]]:
-        """Yield the optimizers whose rates are logged at this interval, with their names."""
         for optimizer, name, due in name_optimizers(trainer):
             if self.logging_interval is not None or interval == due:
                 yield optimizer, name
@@ -154,10 +149,7 @@ class LearningRateMonitor(BestEffortCallback):
         return list(self.lrs)
 
     def _extract_stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
-        """Return the current values to log for an interval, by name.
-
-        Subclasses in public code call this method with ``"step"``, ``"epoch"``, or ``"any"`` for both intervals.
-        """
+        """Return the current values for an interval, by name. ``"any"`` means both intervals."""
         rates, others = self._rates, self._others
         self._rates, self._others = {}, {}
         try:
@@ -168,7 +160,6 @@ class LearningRateMonitor(BestEffortCallback):
             self._rates, self._others = rates, others
 
     def _write(self, trainer: Trainer) -> None:
-        """Write the values that `_read` collected to the loggers."""
         if not self._rates:
             return
         for name, value in self._rates.items():
@@ -192,7 +183,7 @@ def name_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
     """Yield the optimizer of each scheduler, and then the optimizers without a scheduler.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
 
     Yields:
         The optimizer, a unique name, and the interval of its scheduler (``"step"`` without a scheduler).
@@ -219,7 +210,7 @@ def read_learning_rates(trainer: Trainer) -> dict[str, float]:
     """Return the current learning rate of each parameter group, under the names that `LearningRateMonitor` uses.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
     """
     return {
         label: float(group["lr"])
@@ -230,7 +221,6 @@ def read_learning_rates(trainer: Trainer) -> dict[str, float]:
 
 
 def _label_groups(name: str, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the options of each parameter group."""
     groups: list[dict[str, Any]] = optimizer.param_groups
     for number, group in enumerate(groups, start=1):
         group_name = group.get("name", f"pg{number}" if len(groups) > 1 else None)
@@ -238,7 +228,6 @@ def _label_groups(name: str, optimizer: Optimizer) -> Iterator[tuple[str, dict[s
 
 
 def _check_names(optimizer: Optimizer) -> None:
-    """Raise a ValueError if two parameter groups of an optimizer have the same name."""
     names = Counter(label for label, _ in _label_groups("", optimizer))
     if duplicate_names := [label.lstrip("/") for label, count in names.items() if count > 1]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`ModelCheckpoint`: saves checkpoints during training, ranked by a logged value or at regular intervals."""
+"""`ModelCheckpoint`: saves checkpoints during training."""
 
 from __future__ import annotations
 
@@ -42,86 +42,60 @@ if TYPE_CHECKING:
 class ModelCheckpoint(CheckpointAliases, Checkpoint):
     """Callback that saves checkpoints between optimizer steps and keeps the best ones.
 
-    A checkpoint is a directory, which counts as a checkpoint only once it is complete. An older checkpoint that it
-    replaces is removed only afterwards. Several ModelCheckpoints may be used at the same time if they differ in
-    ``monitor``, ``mode`` or their triggers, for example one for the best checkpoint and one for regular intervals.
+    A checkpoint is a directory, which counts as a checkpoint only once it is complete. A run may have several
+    ModelCheckpoints that differ in ``monitor``, ``mode`` or their triggers.
 
-    A checkpoint is saved after its step's validation and scheduler updates. The last step of an epoch is saved at the
-    end of the epoch, unless the training dataloader has no length. A value that a validation logged ranks only a
-    checkpoint of the weights that were validated. If ``monitor`` is logged once per validation or per epoch, a save may
-    be due before the next value. The ranked save then waits for this value, but ``last.ckpt`` is saved without waiting.
-    If ``monitor`` is logged by training steps, its latest value is used, which may be several steps old if it is not
-    logged in every step.
+    A value that a validation logged ranks only a checkpoint of the weights that were validated. If a save is due before
+    the next value of ``monitor``, the ranked save waits for this value, but ``last.ckpt`` does not. If ``monitor`` is
+    logged by training steps, its latest value is used.
 
     Args:
         dirpath: Directory of the checkpoints, or a URL such as ``s3://bucket/run``. Default: ``checkpoints`` in the
-            run's folder. The run's folder is the folder of the first logger that has one. If no logger has one, it is a
-            folder in ``default_root_dir`` named after the experiment and the run. Without loggers, or if that folder
-            cannot be created, it is ``default_root_dir`` itself.
+            run's folder.
         filename: Template of checkpoint names, such as ``"{epoch}-{val_loss:.2f}"``. Default: ``"{epoch}-{step}"``.
         monitor: Name of the logged value by which checkpoints are ranked. With None, the latest checkpoint is the best.
             ``"step"`` with ``mode="max"`` keeps the latest ``save_top_k`` checkpoints. Default: None.
-        verbose: Announce each save, and each value of ``monitor`` that is not good enough for a ranked save. Default:
-            False.
-        save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"``, accepted for compatibility with
-            Lightning, has the same effect as True: a complete checkpoint is saved instead of a link. With
-            ``save_last``, ``save_on_exception`` also saves under this name. Default: False. In a `RunFolder`, the
-            default is True for the first ``ModelCheckpoint`` without ``save_weights_only`` if otherwise no
-            ``ModelCheckpoint`` would keep the latest state.
+        verbose: Announce each save, and values of ``monitor`` that are not good enough for one. Default: False.
+        save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"`` has the same effect as True: a complete
+            checkpoint is saved, not a link as in Lightning. Default: False. In a `RunFolder`, the default may be True,
+            so that the latest state is kept.
         save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 keeps none. More than 1 requires ``monitor``.
             Default: 1.
-        save_on_exception: Save the run when an error or Ctrl-C ends ``fit``. With one process or after Ctrl-C, a run
-            that resumes from this checkpoint gives the same results as an uninterrupted one. Ctrl-C ends the run after
-            the current step, and all ranks save. After an error, rank zero saves the run as of the last completed step.
-            With several processes, the state of the other ranks is missing. On resume, their RNG state and their share
-            of the epoch's logged means are reinitialized. After an error, no checkpoint is saved if rank zero does not
-            hold the complete state of the last step, for example because the other ranks hold shards of the model or of
-            the optimizer state, because ``local_sgd_steps`` is set, because a callback has changed the model since the
-            last step, or because the error occurs in the optimizer's step or in ``on_step_end``. With several
-            processes, no checkpoint is saved after an error between the optimizer's step and ``on_step_end`` either,
-            unless the error occurs in a validation. On resume, this validation is repeated. The overhead in each step
-            is mainly a copy of the model's buffers and of the states of callbacks, schedulers and dataloaders. Default:
-            False.
+        save_on_exception: Save the run when an error or Ctrl-C ends ``fit``. After an error, rank zero saves the run as
+            of the last completed step, without the state of other ranks. It saves nothing if it does not hold the
+            complete state, for example of a sharded model. Default: False.
         save_weights_only: Omit everything that is needed only to resume, such as the optimizer state. Default: False.
-        save_trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model with
-            adapters. To load such a checkpoint, build the task with the same frozen weights, whose digests are
-            compared. Weights that were trained at any time during the run are saved. Default: False.
+        save_trainable_only: Omit frozen weights (``requires_grad=False``), unless they were trained during the run. To
+            load such a checkpoint, build the task with the same frozen weights, whose digests are compared. Default:
+            False.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. NaN is worse than any number.
             Default: ``"min"``.
-        auto_insert_metric_name: Write each field of the template as ``name=value``, not only as the value. A ``/`` in
-            the name becomes ``_``. Default: True.
+        auto_insert_metric_name: Write each field of the template as ``name=value``, not only as the value. Default:
+            True.
         every_n_train_steps: Number of optimizer steps between saves; None or 0 disables this trigger. Default: None.
-        train_time_interval: Time between saves, measured by rank zero's clock: ``"DD:HH:MM:SS"``, a timedelta or a dict
-            of its arguments. Default: None.
+        train_time_interval: Time between saves: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments. Default:
+            None.
         every_n_epochs: Number of epochs between saves; 0 disables this trigger. Default: 1 if no other trigger is
             passed, otherwise 0.
         save_on_train_epoch_end: Let ``every_n_epochs`` save at the end of the epoch (True) or after each of its
-            validations (False). Default: False in a run with validation if ``val_check_interval`` is not 1.0 or
-            ``check_val_every_n_epoch`` is not 1, otherwise True.
+            validations (False). Default: as for ``check_on_train_epoch_end`` of `EarlyStopping`.
         enable_version_counter: Append ``-v1``, ``-v2``, ... to the name if a checkpoint that is not to be replaced has
             the same name. If False, replace a checkpoint with the same name, unless it is this callback's ``last.ckpt``
             or another ModelCheckpoint of this run keeps it. Default: True.
-        async_save: Copy the state to host memory, which must have room for one copy, and write the checkpoint in the
-            background while training continues. If the save fails, the error is raised at a later step or at the end of
-            ``fit``. Replaced checkpoints are removed only after their successor is in place. Until then,
+        async_save: Write the checkpoint in the background, from a copy of the state in host memory. If the save fails,
+            the error is raised at a later step or at the end of ``fit``. Until the checkpoint is in place,
             ``best_model_path`` may not exist. Default: False.
 
     Attributes:
         best_model_path: Path of the best checkpoint, or "".
-        best_model_score: Value of ``monitor`` for the best checkpoint, a 0-d tensor; None without a monitor or without
-            a best checkpoint.
+        best_model_score: Value of ``monitor`` for the best checkpoint, a 0-d tensor, or None.
         best_k_models: Values of ``monitor`` for the kept checkpoints, by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
-        current_score: Value of ``monitor`` that was last compared with the kept checkpoints; None without a monitor or
-            before the first comparison.
+        current_score: Value of ``monitor`` that was last compared with the kept checkpoints, or None.
 
     Raises:
-        ValueError: If more than one of ``every_n_train_steps``, ``train_time_interval`` and ``every_n_epochs`` is set,
-            or an argument is invalid. In ``fit``, if a ranked save is due and ``monitor`` was not logged by the end of
-            the epoch, or if a checkpoint cannot be saved, for example because a weight is not finite.
-        TypeError: If ``dirpath``, ``filename``, ``monitor`` or a flag other than ``save_last`` has the wrong type, or
-            if ``train_time_interval`` has the wrong type or an invalid entry. In ``fit``, if a state to save is not
-            data.
+        ValueError, TypeError: If an argument is invalid or more than one trigger is set. In ``fit``, if ``monitor`` was
+            needed but not logged, or if a checkpoint cannot be saved.
         OSError: In ``fit``, if a checkpoint cannot be written.
 
     Example:
@@ -226,7 +200,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Name that includes the monitor, the mode and the triggers. See `Callback.state_key`."""
+        """Name that includes the monitor, the mode and the triggers."""
         return (
             f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
             f"{self.every_n_train_steps}, every_n_epochs={self.every_n_epochs}, "
@@ -234,7 +208,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the record of the kept checkpoints and the state of the triggers."""
+        """Return the record of the checkpoints and the state of the triggers."""
         return {
             "dirpath": self.dirpath,
             "triggered_step": self._triggered_step,
@@ -247,8 +221,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
 
-        If the record belongs to another directory, which was not moved to ``dirpath``, only the record's best
-        checkpoint is restored, because this run must not remove checkpoints from that directory.
+        If it belongs to another directory, which was not moved to ``dirpath``, only its best checkpoint is restored.
         """
         self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
         self._save_requested = state_dict["wanted"]
@@ -267,18 +240,18 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def keeps_newest(self) -> bool:
-        """Return whether a run can be resumed from the latest save rather than only from the best checkpoint."""
+        """Return whether a run can be resumed from the latest save."""
         newest = self.save_last or self.save_top_k == -1 or (self.monitor is None and bool(self.save_top_k))
         return newest and not self.save_weights_only
 
     def keep_last_by_default(self) -> None:
-        """Also keep a ``last.ckpt``, unless ``save_last`` was set. Must be called before ``fit``."""
+        """Also keep a ``last.ckpt``, unless ``save_last`` was set."""
         self.save_last |= self._may_keep_last
 
     # -- triggers ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """In ``fit``, determine the directory, the same on all processes, and drop pending saves of an earlier run."""
+        """In ``fit``, determine the directory."""
         if stage != "fit":
             return
         self._warn_of_never_called(ModelCheckpoint)
@@ -291,11 +264,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check before the first step that saving will work, and remove leftover checkpoints of a killed run.
-
-        Raises:
-            OSError: If the directory cannot be created or written to, or does not have enough space for a checkpoint.
-        """
+        """Check that saving will work, and remove leftover checkpoints of a killed run."""
         progress, world = trainer.progress, trainer.accelerator.world
         self._top_k.saved_step = progress.step
         self._triggered_step = min(self._triggered_step, progress.step)
@@ -320,12 +289,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self._top_k.forget(world.broadcast(missing))  # those that rank zero does not find
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Trigger a save after a validation, unless saves are triggered at the end of epochs."""
+        """Trigger a save, if saves are triggered after validations."""
         if trainer.stage == "fit" and not trainer.sanity_checking and not self._should_save_on_train_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if a save is due. At the end of an epoch, `on_train_epoch_end` saves instead."""
+        """Save if a save is due."""
         if self._job is not None:
             self._complete_job(trainer)
         progress = trainer.progress
@@ -340,13 +309,13 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._serve(trainer, epoch_is_over=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if a save was triggered, or if a save is due at the end of the epoch."""
+        """Save if a save is due."""
         if self._should_save_on_train_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
         self._serve(trainer, epoch_is_over=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Wait for a background save. Warn if a ranked save is still pending and there is no best checkpoint."""
+        """Wait for a background save."""
         self._complete_job(trainer, wait=True)
         if self._waiting and not self.best_model_path:
             warn(
@@ -357,13 +326,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
         """Save the run as of the last completed step if ``save_on_exception`` is set and the step can be saved.
 
-        Only rank zero saves, without collectives. A background save is completed first, and its error, if any, is
-        raised.
-
-        Raises:
-            ValueError: If the run cannot be saved, for example because a weight is not finite.
-            TypeError: If a state to save is not data.
-            OSError: If the checkpoint cannot be written.
+        Only rank zero saves, without collectives.
         """
         try:
             self._complete_job(trainer, wait=True)
@@ -371,42 +334,30 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._save_last(trainer, exception)
 
     def save_now(self, trainer: Trainer) -> str:
-        """Save the run as ``last.ckpt`` if one is kept, otherwise as ``preempted.ckpt``. Must be called on all ranks.
+        """Save the run as ``last.ckpt`` if one is kept, otherwise as ``preempted.ckpt``, and return the path.
+
+        Must be called on all ranks.
 
         Args:
-            trainer: The running Trainer.
-
-        Returns:
-            The checkpoint's path.
-
-        Raises:
-            ValueError: If the run cannot be saved, for example because a weight is not finite.
-            TypeError: If a state to save is not data.
-            OSError: If the checkpoint cannot be written.
+            trainer: The Trainer.
         """
         self._complete_job(trainer, wait=True)
         path = os.path.join(self._directory, self.CHECKPOINT_NAME_PREEMPTED + self.FILE_EXTENSION)
         return self._save_as(path, trainer)
 
     def save_interrupted(self, trainer: Trainer) -> str:
-        """Save the run under the name that ``save_on_exception`` uses. Must be called on all ranks.
+        """Save the run under the name that ``save_on_exception`` uses, and return the path.
+
+        Must be called on all ranks.
 
         Args:
-            trainer: The running Trainer.
-
-        Returns:
-            The checkpoint's path.
-
-        Raises:
-            ValueError: If the run cannot be saved, for example because a weight is not finite.
-            TypeError: If a state to save is not data.
-            OSError: If the checkpoint cannot be written.
+            trainer: The Trainer.
         """
         self._complete_job(trainer, wait=True)
         return self._save_as(None, trainer)
 
     def _save_as(self, path: str | None, trainer: Trainer) -> str:
-        """Save ``last.ckpt`` if ``save_last`` is set, else ``path`` or the filled-in template. Return the path."""
+        """Save ``last.ckpt``, ``path`` or the filled-in template, and return the path."""
         progress = trainer.progress
         if self.save_last or path is None:
             values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values}
@@ -420,7 +371,6 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return path
 
     def _save_last(self, trainer: Trainer, exception: BaseException) -> None:
-        """Save the run as of the last completed step after an error, if possible. See ``save_on_exception``."""
         last = trainer.last_step
         if not self.save_on_exception or last is None or not trainer.is_global_zero:
             return
@@ -441,24 +391,21 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         announce(f"{type(exception).__name__}: the run as of optimizer step {last.step} is saved as {path}")
 
     def _should_save_on_train_epoch_end(self, trainer: Trainer) -> bool:
-        """Return whether ``every_n_epochs`` saves at the end of the epoch."""
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
         # With one validation per epoch its value is known when the epoch ends, and the checkpoint is a whole epoch's.
         return checks_at_epoch_end(trainer)
 
     def _trigger_by_epoch(self, trainer: Trainer) -> None:
-        """Trigger a save if ``every_n_epochs`` requests one in this epoch."""
         if self.every_n_epochs and (trainer.progress.epoch + 1) % self.every_n_epochs == 0:
             self._trigger(trainer.progress.step)
 
     def _trigger(self, step: int) -> None:
-        """Trigger a save, once per optimizer step."""
         if step != self._triggered_step:  # a step that float16 skipped does not count
             self._triggered_step, self._save_requested = step, True
 
     def _serve(self, trainer: Trainer, epoch_is_over: bool) -> None:
-        """Perform the triggered saves. A ranked save waits until the monitored value is available."""
+        """Perform the triggered saves that need not wait."""
         measured = epoch_is_over or trainer.logbook.watch.step == trainer.progress.step
         if not self._save_requested and not (self._waiting and measured):
             return
@@ -472,12 +419,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._save(trainer, values, ranked)
 
     def _has_current_value(self, trainer: Trainer, name: str, values: dict[str, float], epoch_is_over: bool) -> bool:
-        """Return whether ``name`` has a value for the current weights. The value of a training step always counts.
-
-        Raises:
-            ValueError: If ``name`` has not been logged by the end of an epoch, unless the first validation is still to
-                come.
-        """
+        """Return whether ``name`` has a value for the current weights."""
         if name in ("step", "epoch"):
             return True
         if name in values:
@@ -494,13 +436,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def _directory(self) -> str:
-        """Directory of the checkpoints."""
         if self.dirpath is None:
             raise ValueError("ModelCheckpoint has no directory before fit begins. Pass dirpath, or call fit first.")
         return self.dirpath
 
     def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
-        """Decide which checkpoints to keep, save the new one, and remove those that are no longer kept."""
+        """Decide which checkpoints to keep, and save the new one."""
         self._complete_job(trainer, wait=True)
         top_k, before = self._top_k, self._top_k.snapshot()
         self._before = before
@@ -545,11 +486,11 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._finish_save(trainer)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        """Save one checkpoint on all ranks. Like Lightning's method of the same name, it may be overridden."""
+        """Save one checkpoint on all ranks. May be overridden, as in Lightning."""
         trainer.save_checkpoint(filepath, self.save_weights_only, trainable_only=self.save_trainable_only)
 
     def _complete_job(self, trainer: Trainer, wait: bool = False) -> None:
-        """Complete a background save that has ended, or, with ``wait``, wait until it ends. Raise its error, if any."""
+        """Complete a background save that has ended, or, with ``wait``, wait until it ends."""
         job = self._job
         if job is None or not (wait or job.done):
             return
@@ -564,7 +505,6 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._finish_save(trainer)
 
     def _finish_save(self, trainer: Trainer) -> None:
-        """Remove the replaced checkpoints once the latest one is in place."""
         if self.verbose:
             announce(f"saved the run as of optimizer step {self._top_k.saved_step} in {self._directory}")
         if trainer.is_global_zero:
@@ -574,7 +514,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         trainer.logbook.call("after_save_checkpoint", self)
 
     def _collect_reserved_paths(self, trainer: Trainer) -> set[str]:
-        """Return the paths that the run's other checkpoint callbacks keep, are saving to, or have yet to remove."""
+        """Return the paths that other checkpoint callbacks of the run use."""
         others = (callback for callback in trainer.checkpoint_callbacks if callback is not self)
         return set().union(*(callback._top_k.reserved_paths for callback in others))
 
@@ -586,12 +526,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self._top_k.kth_best_model_path
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Return whether a checkpoint with this value of ``monitor`` is one of the ``save_top_k`` checkpoints to keep.
+        """Return whether a checkpoint with this value of ``monitor`` is to be kept.
 
         A subclass may decide differently, but the decision must be the same on every rank.
 
         Args:
-            trainer: The running Trainer.
+            trainer: The Trainer.
             current: Value of ``monitor``, a 0-d tensor. If it is None, the result is False. Default: None.
         """
         return current is not None and bool(self.save_top_k) and self._top_k.is_among_best(current)
@@ -601,7 +541,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
         Args:
             filepath: Path or URL to check.
-            trainer: The running Trainer.
+            trainer: The Trainer.
         """
         is_main = trainer.is_global_zero
         return bool(trainer.accelerator.world.broadcast(lexists(filepath) if is_main else None))
@@ -610,7 +550,6 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def _filenames(self) -> CheckpointFilenames:
-        """Templates of the checkpoints' file names, built from the current attributes."""
         return CheckpointFilenames(
             template=self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}",
             template_of_last=self.CHECKPOINT_NAME_LAST,
@@ -621,7 +560,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def name_depth(self) -> int:
-        """Number of folder levels below ``dirpath`` in the names of checkpoints."""
+        """Number of folder levels below ``dirpath`` in checkpoint names."""
         return self._filenames.depth
 
     def format_checkpoint_name(
@@ -631,7 +570,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
         Args:
             metrics: Values for the fields of the template, by name. A missing value counts as 0, with a warning.
-            filename: The template. Default: the callback's ``filename``, or ``"{epoch}-{step}"`` without one.
+            filename: The template. Default: the callback's template.
             ver: Number of a suffix such as ``-v1``. Default: no suffix.
 
         Raises:
@@ -641,7 +580,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return name if self.dirpath is None else str(as_path(self.dirpath) / name)
 
     def _agree_on_path(self, trainer: Trainer, values: dict[str, Any], replaced: str, last: bool = False) -> str:
-        """Return the path that rank zero chooses; see `_choose_path`. Must be called on all ranks."""
+        """Return the path that rank zero chooses. Must be called on all ranks."""
         step = trainer.progress.step
         path = self._choose_path(trainer, values, step, replaced, last) if trainer.is_global_zero else ""
         return str(trainer.accelerator.world.broadcast(path))
@@ -649,16 +588,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def _choose_path(
         self, trainer: Trainer, values: dict[str, Any], step: int, replaced: str = "", last: bool = False
     ) -> str:
-        """Return the path of a new checkpoint, with a version if the name is taken; see ``enable_version_counter``.
-
-        Args:
-            trainer: The running Trainer.
-            values: Values for the fields of the template, by name.
-            step: The optimizer step to save.
-            replaced: Path of the callback's checkpoint that the new one replaces. This path may be reused. Default: "",
-                which replaces none.
-            last: Return the path of ``last.ckpt`` instead of a ranked checkpoint.
-        """
+        """Return the path of a new checkpoint. ``replaced`` may be reused."""
         template = self.CHECKPOINT_NAME_LAST if last else None
         # Paths of this run count too: they may not be on disk yet, or look like what was saved before a resume.
         reserved_paths = self._collect_reserved_paths(trainer)

@@ -1,4 +1,4 @@
-"""`ModelSummary`: prints a table of the model's modules when training begins."""
+"""`ModelSummary`: prints a table of the model's modules."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 class ModelSummary(BestEffortCallback):
     """Callback that prints a table of the model's modules when ``fit`` begins.
 
-    If the task has an ``example_input_array`` and no lazy layers, the task is run once with this input. If this run
-    succeeds, the table also shows the modules' input and output shapes and their FLOPs. For a sharded model, the table
-    also shows the number of parameters that rank zero holds. Override `show` to print the table differently.
+    If the task has an ``example_input_array`` and no lazy layers, it is run once with this input, so that the table
+    also shows shapes and FLOPs. Override `show` to print the table differently.
 
     Args:
         max_depth: Levels of nested modules to show; -1 shows all, 0 prints no table. Default: 1.
@@ -50,12 +49,11 @@ class ModelSummary(BestEffortCallback):
         self.max_depth = check_int("max_depth", max_depth, -1, "shows all")
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Print the table. With an example input, all ranks take part, because the model may be sharded."""
+        """Print the table."""
         if self.max_depth and (trainer.is_global_zero or pl_module.example_input_array is not None):
             self._safely(self._look, trainer, pl_module)
 
     def _look(self, trainer: Trainer, task: TaskModule) -> None:
-        """Create the summary and, on rank zero, print it."""
         accelerator = trainer.accelerator
 
         def prepare(example: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Functions that read the logged values that callbacks and schedulers monitor, identical on every rank."""
+"""Logged values that callbacks and schedulers monitor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ MODES = ("min", "max")
 
 
 class LatestValidation:
-    """Record of the names that the latest validation logged, and of the optimizer step of that validation.
+    """Names that the latest validation logged, and the optimizer step of that validation.
 
-    A value of a validation belongs to the weights that it was measured on. A checkpoint of later weights must not be
-    ranked by this value.
+    A checkpoint of later weights must not be ranked by these values.
 
     Attributes:
         step: Number of optimizer steps taken before the latest validation; None before the first validation.
-        names: Names that the latest validation logged.
 
     Example:
         >>> from treadle.callbacks import LatestValidation
@@ -38,13 +36,13 @@ class LatestValidation:
         """Record the logged names and the optimizer step after a validation.
 
         Args:
-            trainer: The running Trainer.
+            trainer: The Trainer.
         """
         self.names = trainer.logbook.newest
         self.step = trainer.progress.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint. With it, a resumed run recognizes values measured on earlier weights."""
+        """Return the state."""
         return {"step": self.step, "names": sorted(self.names)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -59,7 +57,7 @@ class LatestValidation:
         """Return the names that the latest validation logged if it measured the current weights, else an empty set.
 
         Args:
-            trainer: The running Trainer.
+            trainer: The Trainer.
         """
         return self.names if self.step == trainer.progress.step else frozenset()
 
@@ -67,7 +65,7 @@ class LatestValidation:
         """Return the names that the latest validation logged if the weights have changed since, else an empty set.
 
         Args:
-            trainer: The running Trainer.
+            trainer: The Trainer.
         """
         return self.names if self.step != trainer.progress.step else frozenset()
 
@@ -76,12 +74,8 @@ def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str
     """Return the latest available value of each logged name, identical on every rank. Must be called on all ranks.
 
     Args:
-        trainer: The running Trainer.
-        keep: Names for which the value of a training step is ignored, because a validation logged a later value.
-            Default: none.
-
-    Returns:
-        Values by name.
+        trainer: The Trainer.
+        keep: Names for which the value of a training step is ignored. Default: none.
     """
     values = dict(trainer.logbook.callback_values)
     # The step values that loggers got may be log_every_n_steps old.
@@ -96,14 +90,14 @@ def read_monitored_metric(
     """Return the latest value of ``name``, identical on every rank. Must be called on all ranks.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
         name: The logged name.
-        consumer: Description of the object that needs the value, for messages, such as ``"the scheduler's monitor"``.
+        consumer: Description of the object that needs the value, such as ``"the scheduler's monitor"``.
         strict: Raise an error if the name was never logged. Otherwise, return None. Default: True.
-        keep: Names for which the value of a training step is ignored. See `read_logged_metrics`. Default: none.
+        keep: Names for which the value of a training step is ignored. Default: none.
 
     Raises:
-        ValueError: If the name was never logged and ``strict`` is set. The message lists the logged names.
+        ValueError: If the name was never logged and ``strict`` is set.
     """
     values = read_logged_metrics(trainer, keep)
     if name not in values and strict:
@@ -114,11 +108,8 @@ def read_monitored_metric(
 def checks_at_epoch_end(trainer: Trainer) -> bool:
     """Return whether a monitored value is checked at the end of epochs rather than after each validation.
 
-    At the end of an epoch, both the training values and the values of the epoch's only validation, if any, are
-    available.
-
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
     """
     once = validates_at_epoch_ends(trainer) and trainer.check_val_every_n_epoch == 1
     return once or not trainer.has_validation
@@ -128,7 +119,7 @@ def validates_at_epoch_ends(trainer: Trainer) -> bool:
     """Return whether validation, if there is one, runs only at the end of epochs.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
     """
     interval = trainer.val_check_interval  # 1.0 is an epoch, 1 is a batch
     return isinstance(interval, float) and interval == 1.0 and trainer.val_check_seconds is None
@@ -138,18 +129,17 @@ def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = Tr
     """Return a monitored value, unless a validation measured it on earlier weights. Must be called on all ranks.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
         name: The logged name.
         consumer: Class name of the callback that checks, for messages.
-        strict: If True, a name that was never logged raises an error. If False, it causes a warning. It causes neither
-            while the run's first validation is still to come. Default: True.
+        strict: Raise an error if the name was never logged, instead of a warning. Neither applies while the run's first
+            validation is still to come. Default: True.
 
     Returns:
         The value, identical on every rank; None if no new value is available.
 
     Raises:
-        ValueError: If ``strict`` is set and the name was never logged, unless the first validation is still to come.
-            The message lists the logged names.
+        ValueError: If ``strict`` is set and the name was never logged.
     """
     watch = trainer.logbook.watch
     if name in watch.stale(trainer):
@@ -164,13 +154,13 @@ def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = Tr
 
 
 def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: Iterable[str]) -> ValueError:
-    """Return the error for a name that was never logged. Its message lists the logged names.
+    """Return the error for a name that was never logged.
 
     Args:
-        trainer: The running Trainer.
-        name: The name that was never logged.
+        trainer: The Trainer.
+        name: The name.
         consumer: Description of the object that needs the value, such as ``"the scheduler's monitor"``.
-        logged: Names that were logged, for the message.
+        logged: Names that were logged.
     """
     names = sorted(logged)
     validation = "" if trainer.has_validation else " This run has no validation."
@@ -191,9 +181,7 @@ def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: 
 
 
 def is_better(value: float, than: float, mode: str, margin: float = 0.0) -> bool:
-    """Return whether ``value`` improves on ``than`` by more than ``margin``.
-
-    NaN is never better than a number, and every number is better than NaN.
+    """Return whether ``value`` improves on ``than`` by more than ``margin``. NaN is worse than any number.
 
     Args:
         value: The new value.

@@ -1,4 +1,4 @@
-"""`NonFiniteWatch`: finds the first module output or gradient that contains NaN or infinity."""
+"""`NonFiniteWatch`: finds the first tensor that contains NaN or infinity."""
 
 from __future__ import annotations
 
@@ -23,22 +23,17 @@ class NonFiniteWatch(Callback):
     """Callback that raises an error if a checked tensor contains NaN or infinity, and names the first one.
 
     The callback is for debugging only, because it slows training down. It checks the outputs of the task's submodules,
-    the gradients of these outputs and the gradients of the parameters. Outputs are found in nested dicts, lists and
-    tuples. Outputs that are computed with gradients disabled are not checked. After each backward pass, the callback
-    synchronizes with the device and, with automatic optimization, with all ranks. It runs before the task's own hooks
-    (``after_task`` is 0). With automatic optimization, the error is raised on all ranks. With manual optimization, it
-    is raised only on ranks that computed such a value.
+    the gradients of these outputs and the gradients of the parameters. Outputs that are computed with gradients
+    disabled are not checked. With automatic optimization, the error is raised on all ranks.
 
     Args:
         outputs: Check the outputs of modules, in the order of the forward pass. Default: True.
         gradients: Check the gradients of modules' outputs, in the order of the backward pass, and then those of
-            parameters, starting at the end of the model. Disabled if a gradient scaler is used, as with mixed float16
-            precision, because the scaled gradients occasionally overflow. Default: True.
+            parameters. Disabled if a gradient scaler is used. Default: True.
 
     Raises:
-        ValueError: If both checks are disabled or, during training, if a value is not finite. The error names the
-            tensor and the step and, unless the tensor is a gradient that is reduced over all ranks, the rank.
-        TypeError: If an argument is not a bool.
+        ValueError, TypeError: If an argument is invalid or both checks are disabled.
+        ValueError: During training, if a value is not finite. The error names the tensor and the step.
 
     Example:
         >>> import treadle as tl
@@ -65,7 +60,7 @@ class NonFiniteWatch(Callback):
         self._gradient_flags: list[tuple[str, Tensor]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Register forward hooks on all submodules of the task."""
+        """Register forward hooks."""
         self._scaled = trainer.scaler is not None
         for name, part in pl_module.named_modules():
             if part is not pl_module:
@@ -73,11 +68,11 @@ class NonFiniteWatch(Callback):
                 self._handles.append(part.register_forward_hook(partial(self._look, label)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Discard results that were recorded before this micro-batch."""
+        """Discard earlier results."""
         self._forget()
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Read the results of this micro-batch's checks, and raise the error if a tensor is not finite."""
+        """Raise the error if a tensor of this micro-batch is not finite."""
         reduced_names: list[str] = []
         flags = [[*self._output_flags, *self._gradient_flags], []]
         self._forget()
@@ -116,11 +111,9 @@ class NonFiniteWatch(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        """Discard the results of all checks."""
         self._output_flags, self._gradient_flags = [], []
 
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Record whether a module's outputs are finite, and watch their gradients, as far as enabled."""
         if not torch.is_grad_enabled():
             return
         for tensor in _iterate_tensors(output):
@@ -130,12 +123,10 @@ class NonFiniteWatch(Callback):
                 tensor.register_hook(partial(self._look_back, f"the gradient of the output of {name}"))
 
     def _look_back(self, name: str, gradient: Tensor) -> None:
-        """Record whether a gradient is finite."""
         self._gradient_flags.append((name, local(torch.isfinite(gradient).all())))
 
 
 def _find_bad(flags: list[tuple[str, Tensor]], device: torch.device) -> list[str]:
-    """Return the names of the tensors that are not finite, in the order in which they were checked."""
     if not flags:
         return []
     finite = torch.stack([flag.to(device) for _, flag in flags]).tolist()
@@ -143,7 +134,6 @@ def _find_bad(flags: list[tuple[str, Tensor]], device: torch.device) -> list[str
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point and complex tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex():
             yield value

@@ -1,4 +1,4 @@
-"""`OnExceptionCheckpoint`: saves a checkpoint when an error, Ctrl-C or another signal ends the run."""
+"""`OnExceptionCheckpoint`: saves a checkpoint when an error or a signal ends the run."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ class OnExceptionCheckpoint(ModelCheckpoint):
     """Callback that saves the run as of the last completed step, but only when an error or a signal ends ``fit``.
 
     The callback works like ``ModelCheckpoint(save_on_exception=True)`` with a constant name, so an older checkpoint of
-    this name is replaced. The run cannot be saved after every error; see ``save_on_exception`` of `ModelCheckpoint`.
-    Other checkpoint callbacks save as usual. After a signal other than Ctrl-C, such as SIGTERM, only the first callback
-    that saves full checkpoints saves the run. If it is this callback, the checkpoint is named ``preempted.ckpt``. To
-    resume from this checkpoint, or from another one if that is newer, call ``fit(ckpt_path="auto")``. The callback runs
-    with the other checkpoint callbacks (``after_task`` is 2), after averaging callbacks have restored the trained
-    weights.
+    this name is replaced. After a signal other than Ctrl-C, such as SIGTERM, only the first callback that saves full
+    checkpoints saves the run. If it is this callback, the checkpoint is named ``preempted.ckpt``. To resume from the
+    latest checkpoint, call ``fit(ckpt_path="auto")``.
 
     Args:
         dirpath: Directory of the checkpoint, or its URL.
         filename: Name of the checkpoint without the extension, not a template. Default: ``"on_exception"``.
 
     Raises:
-        ValueError: If an argument is invalid, for example because ``filename`` is empty or leaves ``dirpath``.
-        TypeError: If an argument has the wrong type.
+        ValueError, TypeError: If an argument is invalid.
 
     Example:
         >>> import os
@@ -41,7 +37,7 @@ class OnExceptionCheckpoint(ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """Name that includes ``filename``. See `Callback.state_key`."""
+        """Name that includes ``filename``."""
         return f"OnExceptionCheckpoint({self.filename!r})"
 
     @property

@@ -1,4 +1,4 @@
-"""Prediction files. All ranks write them during prediction; `read_predictions` reads them in the dataloader's order."""
+"""Files of predictions: `PredictionWriter` writes them, and `read_predictions` reads them."""
 
 from __future__ import annotations
 
@@ -33,26 +33,21 @@ _MAX_BATCHES = 10_000  # per file: limits predictions without tensors, such as t
 class PredictionWriter(BasePredictionWriter):
     """Callback that writes predictions to files; `read_predictions` reads them in the order of the dataloader.
 
-    Each rank writes its own batches to safetensors files, so the memory use does not grow with the data. Pass
-    ``return_predictions=False`` to ``Trainer.predict``, which otherwise also keeps all predictions in memory. A
-    prediction may be a dense tensor, a numeric numpy array, a number, text, or a dict, list, tuple or dataclass of
-    these. Dataclasses are read back as dicts, and named tuples as tuples.
+    Each rank writes its own batches to safetensors files. Pass ``return_predictions=False`` to ``Trainer.predict``,
+    which otherwise also keeps all predictions in memory. A prediction may be a dense tensor, a numeric numpy array, a
+    number, text, or a dict, list, tuple or dataclass of these. Dataclasses are read back as dicts, and named tuples as
+    tuples.
 
     Args:
-        dirpath: Folder of the files, or its URL. If it is not a new or empty folder, ``-v1``, ``-v2``, ... is appended
-            to its name. Default: ``predictions`` in the Trainer's ``default_root_dir``.
-        shard_mib: Size in MiB of the tensors that a rank collects for a dataloader before it writes them to a file. A
-            file is also written after 10,000 batches and at the end of the prediction. Default: 64.
+        dirpath: Folder of the files, or its URL. If it is not empty, ``-v1``, ``-v2``, ... is appended to its name.
+            Default: ``predictions`` in the Trainer's ``default_root_dir``.
+        shard_mib: Size in MiB of the collected tensors of a dataloader at which a rank writes a file. Default: 64.
 
     Attributes:
-        folder: Folder of the latest predictions; None before the first ``predict``, or if ``predict_step`` returned
-            only None.
+        folder: Folder of the latest predictions, or None.
 
     Raises:
-        TypeError: If ``dirpath`` is not a path or, in ``predict``, if a prediction contains a value of an unsupported
-            type. The error states the position of this value.
-        ValueError: If ``shard_mib`` is not a positive integer, or if ``dirpath`` is an invalid URL. In ``predict``, if
-            a prediction is nested too deeply.
+        ValueError, TypeError: If an argument is invalid or, in ``predict``, if a prediction cannot be stored.
         OSError: In ``predict``, if a file cannot be written.
 
     Example:
@@ -78,7 +73,7 @@ class PredictionWriter(BasePredictionWriter):
         self._shards: dict[int, _Shards] = {}
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Choose the folder on rank zero, create it if it is local, and discard predictions of an earlier stage."""
+        """Choose the folder."""
         super().on_predict_start(trainer, pl_module)
         wanted = self.dirpath or as_path(trainer.default_root_dir) / "predictions"
         chosen = _make_free_folder(wanted) if trainer.is_global_zero else None
@@ -94,13 +89,13 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Add one batch. Write a file once enough batches are collected. See `BasePredictionWriter.write_on_batch_end`.
+        """Add one batch. Write a file once enough batches are collected.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
             prediction: The result of ``predict_step``.
-            batch_indices: Indices of the samples in the dataset; None for a streamed dataset or a `CombinedLoader`.
+            batch_indices: Indices of the samples in the dataset, or None.
             batch: The batch.
             batch_idx: Index of the batch on this process.
             dataloader_idx: Index of the dataloader.
@@ -116,7 +111,7 @@ class PredictionWriter(BasePredictionWriter):
         shards.add(batch_idx * trainer.world_size + trainer.global_rank, batch_indices, prediction)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write the remaining batches and, once all ranks are done, the index of all files."""
+        """Write the remaining batches and the index of all files."""
         written = {}
         for loader, shards in self._shards.items():
             shards.flush()
@@ -134,7 +129,7 @@ class PredictionWriter(BasePredictionWriter):
             announce(f"predictions saved in {self.folder}; treadle.read_predictions(path) reads them in order")
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Discard batches that have not been written, such as those of a failed stage."""
+        """Discard batches that have not been written."""
         super().teardown(trainer, pl_module, stage)
         self._shards = {}
 
@@ -151,7 +146,6 @@ class _Shards:
         self._bytes = 0
 
     def add(self, number: int, indices: Sequence[Any] | None, prediction: Any) -> None:
-        """Add a batch. Write a file once enough batches are collected."""
         batch = {"prediction": _to_plain(move_data_to_device(prediction, "cpu")), "indices": _to_plain(indices)}
         document, tensors = encode(batch, str(number))
         self._documents.append([number, document])
@@ -163,7 +157,6 @@ class _Shards:
             self.flush()
 
     def flush(self) -> None:
-        """Write the collected batches to a file."""
         if not self._documents:
             return
         name = f"{self._stem}-{len(self.files):05}.safetensors"
@@ -184,7 +177,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _make_free_folder(wanted: AnyPath) -> AnyPath:
-    """Return a free folder, created if it is local, with a version in its name if the requested one is in use."""
+    """Return a free folder, with a version in its name if needed."""
     if isinstance(wanted, RemotePath):
         names = (f"{wanted.name}-v{version}" if version else wanted.name for version in itertools.count())
         return next(place for name in names if not (place := wanted.parent / name).exists())
@@ -202,7 +195,6 @@ def _make_free_folder(wanted: AnyPath) -> AnyPath:
 
 
 def _write_index(folder: Path, every: list[dict[int, dict[str, Any]]]) -> None:
-    """Write the index of all files, or remove the folder if there are none."""
     loaders = sorted({loader for written in every for loader in written})
     if not loaders:
         folder.rmdir()
@@ -222,7 +214,7 @@ def _write_index(folder: Path, every: list[dict[int, dict[str, Any]]]) -> None:
 def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool = False) -> Iterator[Any]:
     """Yield the predictions of each batch that a `PredictionWriter` wrote, in the order of the dataloader.
 
-    One file of each rank is open at a time. Reading the files never executes code.
+    Reading the files never executes code.
 
     Args:
         path: Folder of the predictions, or its URL: the value of `PredictionWriter.folder` after ``predict``.
@@ -230,13 +222,9 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
         indices: Yield pairs of the indices of the batch's samples in the dataset and the predictions. The indices are
             None for a streamed dataset or a `CombinedLoader`. Default: False.
 
-    Yields:
-        The predictions of a batch, or a pair of indices and predictions.
-
     Raises:
-        TypeError: If ``path`` is not a path.
-        ValueError: If the folder has no predictions, is incomplete or damaged, or does not have this dataloader, or if
-            the URL is invalid.
+        ValueError, TypeError: If the path is invalid, or the folder does not have the complete predictions of this
+            dataloader.
         OSError: If the folder of a URL cannot be read.
     """
     folder = local_folder(path)
@@ -254,11 +242,6 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
 
 
 def _read_index(path: Path) -> dict[str, tuple[int, list[list[str]]]]:
-    """Return the number of batches and the names of each rank's files, by dataloader.
-
-    Raises:
-        ValueError: If the index is damaged.
-    """
     document = filesystem.read_json(path, _MAX_INDEX_BYTES)
     try:
         loaders = {loader: (written["batches"], written["ranks"]) for loader, written in document["loaders"].items()}
@@ -277,7 +260,6 @@ def _read_index(path: Path) -> dict[str, tuple[int, list[list[str]]]]:
 
 
 def _read_loader(folder: Path, batches: int, ranks: list[list[str]], indices: bool) -> Iterator[Any]:
-    """Yield the predictions of one dataloader, merged over ranks."""
     count = 0
     for _, batch in heapq.merge(*(_read_rank(folder, files) for files in ranks), key=lambda numbered: numbered[0]):
         count += 1
@@ -289,7 +271,6 @@ def _read_loader(folder: Path, batches: int, ranks: list[list[str]], indices: bo
 
 
 def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
-    """Yield the global index and the content of each batch that one rank wrote."""
     for name in files:
         path = folder / name
         pieces, notes = read_safetensors(path)
@@ -302,7 +283,6 @@ def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
 
 
 def _parse_note(path: Path, notes: Mapping[str, str]) -> list[tuple[int, Any]]:
-    """Return the global index and the encoded content of each batch in a file."""
     document = filesystem.parse_json(path, notes.get(_NOTE, "").encode())
     pairs: list[Any] = document if isinstance(document, list) else [None]
     if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in pairs):
@@ -311,8 +291,6 @@ def _parse_note(path: Path, notes: Mapping[str, str]) -> list[tuple[int, Any]]:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """Mapping of a file's tensors by name. Each tensor is read on access."""
-
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         self._pieces = pieces
 

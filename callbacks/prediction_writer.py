@@ -1,4 +1,4 @@
-"""Base class of callbacks that write predictions together with the indices of their samples in the dataset."""
+"""Base class of callbacks that write predictions."""
 
 from __future__ import annotations
 
@@ -24,23 +24,21 @@ class WriteInterval(StrEnum):
 
     @property
     def on_batch(self) -> bool:
-        """Return whether `BasePredictionWriter.write_on_batch_end` is called."""
+        """True if predictions are written after each batch."""
         return self in (WriteInterval.BATCH, WriteInterval.BATCH_AND_EPOCH)
 
     @property
     def on_epoch(self) -> bool:
-        """Return whether `BasePredictionWriter.write_on_epoch_end` is called."""
+        """True if predictions are written at the end of the epoch."""
         return self in (WriteInterval.EPOCH, WriteInterval.BATCH_AND_EPOCH)
 
 
 class BasePredictionWriter(Callback):
     """Base class of callbacks that write predictions. Override `write_on_batch_end`, `write_on_epoch_end` or both.
 
-    Each process writes its own predictions, so include ``trainer.global_rank`` in file names. Unless the dataset is
-    streamed or the dataloader is a `CombinedLoader`, the indices locate each sample in the dataset, for any sampler and
-    any world size. Over all processes, each index occurs once if the sampler yields it once. With
-    ``trainer.predict(..., return_predictions=False)`` and ``"batch"``, no prediction is kept in memory. An error while
-    writing ends the stage, because the predictions would otherwise be lost.
+    Each process writes its own predictions, so include ``trainer.global_rank`` in file names. The indices locate each
+    sample in the dataset, for any sampler and any world size. They are None if the dataset is streamed or the
+    dataloader is a `CombinedLoader`. An error while writing ends the stage.
 
     Args:
         write_interval: ``"batch"``, ``"epoch"`` (which keeps all predictions of a process in host memory until the end)
@@ -89,11 +87,10 @@ class BasePredictionWriter(Callback):
         """Write the predictions of one batch.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
             prediction: The result of ``predict_step``.
-            batch_indices: Indices of the batch's samples in the dataset, as the sampler yielded them; None for a
-                streamed dataset or a `CombinedLoader`.
+            batch_indices: Indices of the batch's samples in the dataset, or None.
             batch: The batch.
             batch_idx: Index of the batch on this process.
             dataloader_idx: Index of the dataloader.
@@ -105,22 +102,21 @@ class BasePredictionWriter(Callback):
         """Write the predictions of all batches of this process.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
-            predictions: Results of ``predict_step`` for each batch, in host memory; with several dataloaders, a list of
-                such lists.
+            predictions: Results of ``predict_step``, in host memory; with several dataloaders, a list of such lists.
             batch_indices: For each dataloader and each batch, the indices that `write_on_batch_end` receives.
         """
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Discard the collected predictions of an earlier stage."""
+        """Discard predictions of an earlier stage."""
         loaders = _get_loaders(trainer)
         self._predictions, self._indices = [[] for _ in loaders], [[] for _ in loaders]
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Write the batch, collect it for the end of the epoch, or both."""
+        """Write or collect the batch."""
         indices = batch_indices(_get_loaders(trainer)[dataloader_idx])
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
             return  # a placeholder batch, which keeps the ranks in step: its sample belongs to another process
@@ -144,6 +140,5 @@ class BasePredictionWriter(Callback):
 
 
 def _get_loaders(trainer: Trainer) -> Any:
-    """Return the prediction dataloaders, prepared for this rank."""
     assert trainer.sources is not None
     return trainer.sources.evaluation("predict")

@@ -1,4 +1,4 @@
-"""`ModelPruning`: prunes weights during training with ``torch.nn.utils.prune``."""
+"""`ModelPruning`: prunes weights during training."""
 
 from __future__ import annotations
 
@@ -36,11 +36,8 @@ class ModelPruning(Callback):
     """Callback that prunes parameters at the end of epochs or after validations and keeps the pruned weights at zero.
 
     The model in a checkpoint has the pruned weights under their own names, so it can be loaded into an unpruned model.
-    The checkpoint also contains the masks and the unmasked values, so a resumed run gives the same results as an
-    uninterrupted one. All processes use rank zero's masks.
-
-    The callback runs before the task's own hooks (``after_task`` is 0), so a checkpoint at the end of an epoch is
-    pruned.
+    The checkpoint also contains the masks and the unmasked values for a resumed run. All processes use rank zero's
+    masks.
 
     Args:
         pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, or
@@ -48,11 +45,10 @@ class ModelPruning(Callback):
             ``use_global_unstructured=True``.
         parameters_to_prune: Pairs of a module and the name of its parameter. Default: the parameters of the task's
             submodules with a name in ``parameter_names``.
-        parameter_names: List of the names of the parameters to prune if ``parameters_to_prune`` is not set:
-            ``"weight"``, ``"bias"`` or both. Structured pruning only supports parameters with at least two dimensions,
-            which a bias usually does not have. Default: both.
-        use_global_unstructured: Compare the weights of all layers with each other, not only within each layer.
-            Structured pruning requires False. Default: True.
+        parameter_names: Names of the parameters to prune if ``parameters_to_prune`` is not set: ``"weight"``,
+            ``"bias"`` or both. Default: both.
+        use_global_unstructured: Compare the weights of all layers with each other. Structured pruning requires False.
+            Default: True.
         amount: Fraction (float) or number (int) of the remaining weights, or in structured pruning of the remaining
             slices, to prune each time. May be a function of the epoch's index. Default: 0.5.
         apply_pruning: Whether to prune. May be a function of the epoch's index. Default: True.
@@ -60,23 +56,18 @@ class ModelPruning(Callback):
         use_lottery_ticket_hypothesis: Reset the remaining weights to their initial values after each pruning. May be a
             function of the epoch's index. Default: True.
         resample_parameters: With ``use_lottery_ticket_hypothesis``, reset the remaining weights to new random values
-            from the layer's ``reset_parameters`` instead of the initial values. Layers without this method get the
-            initial values. Default: False.
-        pruning_dim: Dimension along which structured pruning removes slices. Required for structured pruning. Default:
+            from the layer's ``reset_parameters``, if it has this method. Default: False.
+        pruning_dim: Dimension along which structured pruning removes slices, for which it is required. Default: None.
+        pruning_norm: Order of the norm by which ``"ln_structured"`` compares slices, for which it is required. Default:
             None.
-        pruning_norm: Order of the norm by which ``"ln_structured"`` compares slices. Required for ``"ln_structured"``.
-            Default: None.
         verbose: 1 announces the number of pruned weights, 2 also announces this number for each parameter. Default: 0.
         prune_on_train_epoch_end: Prune at the end of epochs (True) or after each validation (False). Default: True.
 
     Raises:
-        ValueError: If arguments are invalid or contradict each other. Before the first step, if there are no parameters
-            to prune, if a parameter is not in the model, if the model is sharded, or if pruning would run while the
-            model contains the averages of another callback. On resume, if the earlier run used this callback, but did
-            not prune all of these parameters. When pruning, if torch rejects ``amount`` or a parameter.
-        TypeError: If ``pruning_fn``, ``parameters_to_prune``, ``parameter_names``, ``amount``, ``pruning_dim`` or a
-            flag has the wrong type.
-        IndexError: When pruning, if a parameter does not have the dimension ``pruning_dim``.
+        ValueError, TypeError: If an argument is invalid, or arguments contradict each other.
+        ValueError: In ``fit``, if the model is sharded, the parameters cannot be pruned, or the checkpoint was saved
+            with other parameters to prune.
+        IndexError: In ``fit``, if a parameter does not have the dimension ``pruning_dim``.
 
     References:
         Frankle and Carbin, "The Lottery Ticket Hypothesis: Finding Sparse, Trainable Neural Networks", 2019,
@@ -140,7 +131,6 @@ class ModelPruning(Callback):
         self._latest_epoch = -1
 
     def _choose_function(self, function: Any, dim: int | None, norm: int | None) -> Callable[..., Any]:
-        """Return the pruning function or class, and store its options."""
         if isinstance(function, str):
             name = choose("pruning_fn", function.lower(), _FUNCTIONS)
             if name.endswith("_structured"):
@@ -190,7 +180,7 @@ class ModelPruning(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Find the parameters to prune and, if needed, keep their initial values. On resume, restore the masks."""
+        """Find the parameters to prune. On resume, restore the masks."""
         self._latest_epoch = -1
         after = trainer.callbacks[trainer.callbacks.index(self) :]
         if not self._at_epoch_end and (
@@ -228,26 +218,26 @@ class ModelPruning(Callback):
                 pruned.load(saved["parameters"].get(pruned.full_name))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prune after an epoch, unless pruning runs after validations."""
+        """Prune, if pruning runs at the end of epochs."""
         progress = trainer.progress
         if self._at_epoch_end and progress.epoch_is_over and progress.epoch > self._latest_epoch:
             self._latest_epoch = progress.epoch
             self._run(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prune after a validation in ``fit``, except the sanity check, unless pruning runs at the end of epochs."""
+        """Prune, if pruning runs after validations."""
         if not self._at_epoch_end and trainer.stage == "fit" and not trainer.sanity_checking:
             self._run(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """With ``make_pruning_permanent``, make the pruning of the final weights, including averages, permanent."""
+        """With ``make_pruning_permanent``, make the pruning permanent."""
         if self._permanent:
             if trainer.last_step is not None:
                 trainer.last_step.changed()
             self.make_pruning_permanent(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """With ``make_pruning_permanent``, make the pruning permanent after an error, once the run is saved."""
+        """With ``make_pruning_permanent``, make the pruning permanent."""
         if stage == "fit" and self._permanent:
             self.make_pruning_permanent(pl_module)
 
@@ -287,7 +277,7 @@ class ModelPruning(Callback):
 
     @torch.no_grad()
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Reset the remaining weights to their initial values, or to new ones with ``resample_parameters``."""
+        """Reset the remaining weights to their initial or to new values."""
         fresh: dict[int, nn.Module] = {}
         for pruned in self._pruned:
             value: Tensor | None = pruned.first
@@ -301,7 +291,6 @@ class ModelPruning(Callback):
                 pruned.parameter.copy_(value)
 
     def _run(self, trainer: Trainer) -> None:
-        """Prune as configured for this epoch, identically on all processes."""
         epoch = trainer.progress.epoch
         amount = self.amount(epoch) if callable(self.amount) else self.amount
         if not _evaluate_decision(self._apply, epoch) or not amount:
@@ -320,7 +309,6 @@ class ModelPruning(Callback):
             self._announce_counts(before)
 
     def _announce_counts(self, before: list[int]) -> None:
-        """Announce the number of pruned weights."""
         after, sizes = (
             [pruned.count_zeros() for pruned in self._pruned],
             [pruned.parameter.numel() for pruned in self._pruned],
@@ -332,7 +320,6 @@ class ModelPruning(Callback):
 
 
 def _check_pairs(places: Any) -> Places:
-    """Return ``places`` if they are pairs of a module and a name. Otherwise, raise a TypeError."""
     if not isinstance(places, list | tuple) or not all(
         isinstance(pair, list | tuple)
         and len(pair) == 2
@@ -345,17 +332,14 @@ def _check_pairs(places: Any) -> Places:
 
 
 def _check_decision(name: str, value: Any) -> bool | Callable[[int], bool]:
-    """Return ``value`` if it is a bool or a function of the epoch. Otherwise, raise a TypeError."""
     return value if callable(value) else check_bool(name, value)  # type: ignore[no-any-return]
 
 
 def _evaluate_decision(decision: bool | Callable[[int], bool], epoch: int) -> bool:
-    """Return the decision for an epoch."""
     return bool(decision(epoch)) if callable(decision) else decision
 
 
 def _resample_layer(module: nn.Module, pruned: list[PrunedParameter]) -> nn.Module:
-    """Return a copy of a layer with new values and unpruned parameters."""
     pruned_values = {parameter.name: parameter.parameter for parameter in pruned}
     twin = copy.copy(module)
     other_values = {name: value for name, value in module._parameters.items() if not name.endswith("_orig")}

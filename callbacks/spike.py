@@ -27,37 +27,33 @@ _DEVIATION = 1.4826  # standard deviation of a normal distribution in median abs
 class SpikeWatch(Callback):
     """Callback that detects a sudden increase of the loss or of the gradient norm compared with the preceding steps.
 
-    A step is a spike if its value is not finite. A step is also a spike if its value exceeds the median of the
-    ``window`` preceding steps by more than ``threshold`` robust standard deviations and by more than ``rise`` times the
-    median's absolute value. A robust standard deviation is 1.4826 times the median absolute deviation. Spikes are not
-    added to the window. Optimizer steps that are skipped, for example by a float16 gradient scaler, are ignored.
+    A step is a spike if its value is not finite, or if it exceeds the median of the ``window`` preceding steps by more
+    than ``threshold`` robust standard deviations (1.4826 times the median absolute deviation) and by more than ``rise``
+    times the median's absolute value. Spikes are not added to the window. Optimizer steps that are skipped are ignored.
 
-    Values stay on the device and are checked together every ``every_n_steps`` steps and at the end of each epoch. A
-    loss is averaged over the processes, and a gradient norm covers all gradients. All processes therefore react after
-    the same step. Only a check waits for the device. The callback runs after the task's own hooks (``after_task`` is
-    1). A resumed run restores the window. For the steps since the last check, it restores rank zero's values on all
-    processes.
+    A loss is averaged over the processes, and a gradient norm covers all gradients, so all processes react after the
+    same step. A resumed run restores the window.
 
     Args:
         monitor: ``"loss"``, the mean over the step's micro-batches, or ``"grad_norm"``, the norm of all gradients
             before clipping. Default: ``"loss"``.
         action: ``"warn"`` only warns. ``"stop"`` also stops the run. ``"save"`` also saves a checkpoint, which includes
-            any steps between the spike and the check, and continues. ``"raise"`` raises an error. Default: ``"warn"``.
+            any steps between the spike and the check. ``"raise"`` raises an error. Default: ``"warn"``.
         window: Maximum number of preceding steps that determine the median, at least 3. Default: 100.
         warmup: Number of steps in the window before the first spike is reported, from 2 to ``window``. A value that is
             not finite is reported in any step. Default: 20.
         threshold: Minimum number of robust standard deviations above the median. Default: 8.0.
         rise: Minimum increase as a fraction of the median. Default: 0.1.
         every_n_steps: Number of optimizer steps between checks. The end of an epoch is always checked. Default: 50.
-        dirpath: Directory of the checkpoints that ``"save"`` writes, or its URL. Only ``action="save"`` accepts it.
-            Default: ``spikes`` in the run's folder.
+        dirpath: Directory of the checkpoints that ``"save"`` writes, or its URL. Default: ``spikes`` in the run's
+            folder.
 
     Attributes:
-        spikes: List of the detected spikes, each a pair of the optimizer step and the value.
+        spikes: The detected spikes, each a pair of the optimizer step and the value.
 
     Raises:
-        ValueError: If an argument is invalid or, with ``action="raise"``, if a spike is detected during training.
-        TypeError: If ``threshold`` or ``rise`` is not a number.
+        ValueError, TypeError: If an argument is invalid.
+        ValueError: With ``action="raise"``, if a spike is detected.
 
     Example:
         >>> import treadle as tl
@@ -110,11 +106,11 @@ class SpikeWatch(Callback):
 
     @property
     def state_key(self) -> str:
-        """Name that includes ``monitor`` and ``action``. See `Callback.state_key`."""
+        """Name that includes ``monitor`` and ``action``."""
         return f"SpikeWatch({self.monitor!r}, {self.action!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, the values since the last check, and the spikes."""
+        """Return the window, the unchecked values, and the spikes."""
         return {"known": self._window_values, "new": list(self._new), "spikes": self.spikes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -123,7 +119,7 @@ class SpikeWatch(Callback):
         self.spikes = [tuple(spike) for spike in state_dict["spikes"]]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """In ``fit``, reset the state of an earlier run. A resumed run restores its own state afterwards."""
+        """In ``fit``, reset the state of an earlier run."""
         if stage == "fit":
             self._window_values, self._new, self.spikes = [], [], []
             self._forget()
@@ -138,7 +134,7 @@ class SpikeWatch(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: TaskModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """With ``monitor="grad_norm"``, add the squared norm of this process's gradients to the step's value."""
+        """With ``monitor="grad_norm"``, add to the step's value."""
         if self.monitor == "grad_norm":
             trainer.accelerator.unscale_gradients()
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -147,7 +143,7 @@ class SpikeWatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """With ``monitor="loss"``, add the loss to the step's value. Store the value once the step has ended."""
+        """With ``monitor="loss"``, add to the step's value."""
         loss = outputs.get("loss") if self.monitor == "loss" and isinstance(outputs, dict) else None
         if isinstance(loss, Tensor):
             self._add(loss.detach().clone())  # a CUDA graph's next replay would overwrite it
@@ -158,29 +154,26 @@ class SpikeWatch(Callback):
             self._forget()
 
     def _add(self, value: Tensor) -> None:
-        """Add a value of this process to the sum over the step."""
         value = value.reshape(()).float()
         self._sum = value if self._sum is None else self._sum + value
         self._parts += self.monitor == "loss" or self._parts == 0
 
     def _forget(self) -> None:
-        """Reset the sum of the step."""
         self._sum, self._parts = None, 0
 
     # -- checks --------------------------------------------------------------------------------------------------
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check the values every ``every_n_steps`` steps."""
+        """Check the values, if this is due."""
         if self._new and trainer.progress.step % self.every_n_steps == 0:
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check the remaining values before the checkpoint of the epoch is saved."""
+        """Check the remaining values."""
         if self._new:
             self._look(trainer)
 
     def _look(self, trainer: Trainer) -> None:
-        """Reduce the new values over the processes, and react to spikes."""
         values = torch.stack(self._new).double() if self._new[0].device.type != "mps" else torch.stack(self._new)
         world = trainer.accelerator.world
         if world.size > 1:
@@ -213,7 +206,6 @@ class SpikeWatch(Callback):
         return None if fine and math.isfinite(value) else middle
 
     def _act(self, trainer: Trainer, new_spikes: list[tuple[int, float, float]]) -> None:
-        """React to spikes as ``action`` requests."""
         words = ", ".join(
             f"{value:.4g} in step {step}" + ("" if math.isnan(usual) else f" (usual: {usual:.4g})")
             for step, value, usual in new_spikes[:5]
@@ -233,7 +225,6 @@ class SpikeWatch(Callback):
 
 
 def _compute_squared_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the squared norm of this process's gradients."""
     if not gradients:
         return torch.zeros(())
     norms = torch._foreach_norm([local(g) if is_sharded(g) else g for g in gradients])

@@ -1,4 +1,4 @@
-"""`StochasticWeightAveraging`: averages the weights of the last epochs, which use their own learning rates."""
+"""`StochasticWeightAveraging`: averages a model's weights over the final epochs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,10 @@ _STRATEGIES: dict[str, Callable[[float], float]] = {
 class StochasticWeightAveraging(Averaging):
     """Callback that, from ``swa_epoch_start`` on, anneals the learning rates and averages the weights of each epoch.
 
-    In the epoch ``swa_epoch_start``, the task's own schedulers are stopped, and the learning rates start to approach
-    ``swa_lrs``. After training, the averages are put into the model, and BatchNorm's statistics, if any, are recomputed
-    in one more pass over the training data. Validations use the trained weights. The model in a checkpoint that is
-    saved during training also has the trained weights. The checkpoint also contains the averages, if there are any, for
-    a resumed run and for `averaged_weights`. A run that is stopped early also ends with the averages, if there are any.
-
-    The callback runs before the task's own hooks (``after_task`` is 0).
+    The task's own schedulers are then stopped. After training, the averages are put into the model, and BatchNorm's
+    statistics, if any, are recomputed in one more pass over the training data. Validations use the trained weights. A
+    checkpoint that is saved during training has the trained weights and, if there are any, the averages, for a resumed
+    run and for `averaged_weights`.
 
     Args:
         swa_lrs: The learning rate to anneal to, or a list with one rate for each parameter group.
@@ -41,18 +38,13 @@ class StochasticWeightAveraging(Averaging):
         annealing_strategy: Shape of the annealing: ``"cos"`` or ``"linear"``. Default: ``"cos"``.
         avg_fn: Function that returns the new average: ``avg_fn(averaged, current, num_averaged)``. Default: the mean of
             all averaged weights.
-        device: Device of the averages; None uses the device of the weights. A sharded model always uses the device of
-            its weights. Default: ``"cpu"``.
+        device: Device of the averages; None uses the device of the weights, as does a sharded model. Default:
+            ``"cpu"``.
 
     Raises:
-        ValueError: If an argument is invalid. Before the first step, if the task does not have exactly one optimizer or
-            uses manual optimization, if another callback also averages weights, if the run uses DDP with
-            ``local_sgd_steps``, or if ``swa_epoch_start`` is a fraction and ``max_epochs`` is unlimited. On resume, if
-            the checkpoint's averages do not match the model. During training, if the list ``swa_lrs`` does not have one
-            rate for each parameter group.
-        TypeError: If ``swa_lrs`` contains a value that is not a number, ``avg_fn`` is not a function, or ``device`` has
-            the wrong type.
-        RuntimeError: Before the first step, if ``device`` is an invalid string.
+        ValueError, TypeError, RuntimeError: If an argument is invalid.
+        ValueError: In ``fit``, if the task does not have exactly one optimizer or uses manual optimization, if another
+            callback also averages weights, or if the run or the checkpoint does not match the arguments.
 
     References:
         Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018,
@@ -117,7 +109,7 @@ class StochasticWeightAveraging(Averaging):
     # -- training ------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check that the task and the Trainer support averaging, and create the averages."""
+        """Create the averages."""
         if not pl_module.automatic_optimization:
             raise ValueError(
                 "StochasticWeightAveraging needs automatic_optimization=True, but the task has "
@@ -140,7 +132,7 @@ class StochasticWeightAveraging(Averaging):
         self._initial = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """From ``swa_epoch_start`` on, set the learning rates of the epoch."""
+        """From ``swa_epoch_start`` on, set the learning rates."""
         past = trainer.progress.epoch - self._start
         if past < 0:
             return
@@ -170,7 +162,7 @@ class StochasticWeightAveraging(Averaging):
                 group["lr"] = value
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """From ``swa_epoch_start`` on, update the averages before the epoch is saved."""
+        """From ``swa_epoch_start`` on, update the averages."""
         progress = trainer.progress
         if progress.epoch_is_over and progress.epoch >= self._start and progress.epoch > self._latest_epoch:
             assert self._averages is not None
@@ -178,7 +170,7 @@ class StochasticWeightAveraging(Averaging):
             self._averages.update(self._average)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """If there are averages, put them into the model, and recompute BatchNorm's statistics."""
+        """Put the averages, if any, into the model."""
         averages = self._averages
         if averages is not None and averages.count:
             self._ended = True

@@ -1,4 +1,4 @@
-"""`ThroughputMonitor`: logs batches, samples, items and FLOPs per second."""
+"""`ThroughputMonitor`: logs the throughput of a run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,12 @@ if TYPE_CHECKING:
 class ThroughputMonitor(BestEffortCallback):
     """Callback that logs a run's throughput under names such as ``train/device/samples_per_sec``. See `Throughput`.
 
-    In training, rank zero measures every ``log_every_n_steps`` steps. For a measurement, it synchronizes with the
-    device once and reads the clock. ``batch_size_fn`` and ``length_fn``, if these are set, are called for each batch on
-    every rank. Time in validations is excluded. A rate covers the latest measurements that span at least
-    ``window_size`` batches. The throughput of an evaluation is logged once, when the evaluation ends. The sanity check
-    is not logged.
+    In training, rank zero measures every ``log_every_n_steps`` steps, and each measurement synchronizes with the
+    device. Time in validations is excluded. The throughput of an evaluation is logged when the evaluation ends.
 
-    The samples that the dataloaders of all processes return are counted, unless ``batch_size_fn`` is set. In training,
-    FLOPs are also counted if the task has an attribute ``flops_per_batch``, the FLOPs of one micro-batch, which
-    `measure_flops` computes. If the device's peak FLOPs per second are known, too, the model FLOPs utilization (MFU),
-    the achieved fraction of the peak, is logged as ``train/device/mfu``.
+    In training, FLOPs are also counted if the task has an attribute ``flops_per_batch``, the FLOPs of one micro-batch,
+    which `measure_flops` computes. If the device's peak is known, too, the model FLOPs utilization (MFU), the achieved
+    fraction of the peak, is logged as ``train/device/mfu``.
 
     Args:
         batch_size_fn: Function that returns the number of samples in a batch. Default: the dataloaders' count.
@@ -42,9 +38,8 @@ class ThroughputMonitor(BestEffortCallback):
         available_flops: Peak FLOPs per second of one device. Default: the result of `get_available_flops`.
 
     Raises:
-        ValueError: If an argument is invalid. When a stage begins, if ``available_flops`` is set but the task lacks
-            ``flops_per_batch``. In ``fit``, if ``log_every_n_steps`` is 0.
-        TypeError: If a function is not callable, or ``available_flops`` is not a number.
+        ValueError, TypeError: If an argument is invalid. When a stage begins, if the arguments do not fit the task or
+            the Trainer.
 
     Example:
         >>> import tempfile
@@ -107,7 +102,7 @@ class ThroughputMonitor(BestEffortCallback):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seconds of training and the numbers of items and samples per device."""
+        """Return the seconds of training and the counts."""
         return {"time": self._compute_elapsed(), "lengths": self._lengths, "samples": self._counted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -118,7 +113,7 @@ class ThroughputMonitor(BestEffortCallback):
     # -- training ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Check the settings, and determine whether to count samples, items or FLOPs in each batch."""
+        """Check the settings."""
         super().setup(trainer, pl_module, stage)
         self._reset()
         if stage == "fit" and not trainer.log_every_n_steps:
@@ -136,7 +131,7 @@ class ThroughputMonitor(BestEffortCallback):
         self._must_count = self._has_flops or self.batch_size_fn is not None or self.length_fn is not None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock of training, and take the first measurement."""
+        """Start the clock of training."""
         interval = trainer.log_every_n_steps * trainer.accumulate_grad_batches
         self._throughput = self._make_throughput(trainer, 1 + max(1, math.ceil(self.window_size / interval)))
         self._safely(_wait_for, trainer)
@@ -144,7 +139,6 @@ class ThroughputMonitor(BestEffortCallback):
         self._safely(self._measure, trainer)
 
     def _make_throughput(self, trainer: Trainer, window: int) -> Throughput:
-        """Return the `Throughput` that converts measurements to rates."""
         precision, device = trainer.accelerator.precision, trainer.accelerator.device
         peak = self.available_flops
         if peak is None and self._has_flops:
@@ -158,7 +152,6 @@ class ThroughputMonitor(BestEffortCallback):
         return Throughput(peak, trainer.world_size, window, self.separator)
 
     def _compute_elapsed(self) -> float:
-        """Return the seconds of training, over all resumed runs, without evaluations."""
         if self._throughput is None or not self._began:
             return self._before
         return self._before + time.perf_counter() - self._began - self._paused
@@ -166,12 +159,12 @@ class ThroughputMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the samples, items or FLOPs of the batch, if the dataloaders' count of samples is not enough."""
+        """Count the batch."""
         if self._must_count:
             self._count(trainer, pl_module, batch, self._local_counts)
 
     def _count(self, trainer: Trainer, task: TaskModule, batch: Any, counts: list[Any]) -> None:
-        """Add a batch's samples, items and FLOPs to ``counts``. Counting ends after an error."""
+        """Add a batch's samples, items and FLOPs to ``counts``."""
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
             return  # a placeholder batch, which keeps the ranks in step
         if self._failed:
@@ -187,7 +180,6 @@ class ThroughputMonitor(BestEffortCallback):
             warn(f"ThroughputMonitor could not count a batch and is disabled: {type(error).__name__}: {error}")
 
     def _average_counts(self, trainer: Trainer, numbers: list[Any]) -> list[float] | None:
-        """Return the mean counts per device, over all processes; None if a process could not count."""
         world = trainer.accelerator.data_world
         counts: list[float] = read_numbers(numbers)
         if world.size > 1:
@@ -234,7 +226,7 @@ class ThroughputMonitor(BestEffortCallback):
             trainer.logbook.write_row(row, trainer.progress.step, trainer.progress.epoch)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop the training clock and keep the elapsed time."""
+        """Stop the training clock."""
         self._before, self._throughput = self._compute_elapsed(), None
 
     # -- evaluation ----------------------------------------------------------------------------------------------
@@ -271,13 +263,13 @@ class ThroughputMonitor(BestEffortCallback):
         self._write(trainer, stage, throughput)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock of the validation and pause the clock of training."""
+        """Start the clock of the validation."""
         self._begin(trainer)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        """Add the batch to the counts of samples and items."""
+        """Count the batch."""
         self._tick(trainer, pl_module, batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -289,7 +281,7 @@ class ThroughputMonitor(BestEffortCallback):
         self._begin(trainer)
 
     def on_test_batch_end(self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any) -> None:
-        """Add the batch to the counts of samples and items."""
+        """Count the batch."""
         self._tick(trainer, pl_module, batch)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -301,7 +293,7 @@ class ThroughputMonitor(BestEffortCallback):
         self._begin(trainer)
 
     def on_predict_batch_end(self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any) -> None:
-        """Add the batch to the counts of samples and items."""
+        """Count the batch."""
         self._tick(trainer, pl_module, batch)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -310,14 +302,14 @@ class ThroughputMonitor(BestEffortCallback):
 
 
 def _as_number(value: Any) -> Any:
-    """Return a value as a number. A tensor that is not on the CPU stays on its device and is read later."""
+    """Return a value as a number. A tensor that is not on the CPU is not read yet."""
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return value.detach().reshape(()).clone()
     return float(value)
 
 
 def _wait_for(trainer: Trainer) -> None:
-    """Synchronize with the device, because otherwise only the launch of its work would be measured."""
+    """Synchronize with the device, so that its work is measured."""
     device = trainer.accelerator.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -29,14 +29,9 @@ class Interval(StrEnum):
 class Timer(Callback):
     """Callback that measures the duration of training, over all resumed runs, and stops it after ``duration``.
 
-    The callback also measures the latest validation and the latest test. To query these durations, pass ``"validate"``
-    or ``"test"`` to its methods.
-
-    All processes stop after the same step, even if their clocks differ. The Timer does not stop a run before the
-    Trainer's ``min_epochs`` and ``min_steps`` are reached. ``Trainer(max_time=...)`` also stops the run, but a Timer
-    can be queried, too. Another ``fit`` with the same Timer continues the measurement. A run that is resumed after its
-    time is up does not take any steps, if these minimums are reached. With ``interval="epoch"``, the run first
-    completes an interrupted epoch.
+    The callback also measures the latest validation and the latest test. All processes stop after the same step, once
+    the Trainer's ``min_epochs`` and ``min_steps`` are reached. Another ``fit`` with the same Timer continues the
+    measurement.
 
     Args:
         duration: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments; None only measures. Default: None.
@@ -45,8 +40,7 @@ class Timer(Callback):
         verbose: Announce that the time is up. Default: True.
 
     Raises:
-        ValueError: If ``duration`` is not positive, is too long or has an invalid form, or if ``interval`` is unknown.
-        TypeError: If ``duration`` has the wrong type or an invalid entry, or if ``verbose`` is not a bool.
+        ValueError, TypeError: If an argument is invalid.
 
     Example:
         >>> import treadle as tl
@@ -78,7 +72,7 @@ class Timer(Callback):
             stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
 
         Raises:
-            ValueError: If ``stage`` is another value.
+            ValueError: If ``stage`` is invalid.
         """
         return self._began.get(choose("stage", stage, _STAGES))
 
@@ -89,20 +83,20 @@ class Timer(Callback):
             stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
 
         Raises:
-            ValueError: If ``stage`` is another value.
+            ValueError: If ``stage`` is invalid.
         """
         return self._ended.get(choose("stage", stage, _STAGES))
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds spent in training, over all resumed runs, or in the latest validation or test.
 
-        The time of training includes the validations within it. The result is 0.0 if the stage was never measured.
+        The time of training includes the validations within it.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
 
         Raises:
-            ValueError: If ``stage`` is another value.
+            ValueError: If ``stage`` is invalid.
         """
         began, before = self.start_time(stage), self._before if stage == "train" else 0.0
         if began is None:
@@ -113,16 +107,14 @@ class Timer(Callback):
         """Return the seconds that are left of ``duration``, at least 0; None without a duration.
 
         Args:
-            stage: Stage whose elapsed time is subtracted from ``duration``: ``"train"``, ``"validate"`` or ``"test"``.
-                Default: ``"train"``.
+            stage: Stage whose elapsed time is subtracted from ``duration``. Default: ``"train"``.
 
         Raises:
-            ValueError: If ``duration`` is set and ``stage`` is another value.
+            ValueError: If ``duration`` is set and ``stage`` is invalid.
         """
         return None if self._limit is None else max(0.0, self._limit - self.time_elapsed(stage))
 
     def _begin(self, stage: str) -> None:
-        """Start the clock of a stage."""
         self._ended.pop(stage, None)
         self._began[stage] = time.monotonic()
 
@@ -131,13 +123,13 @@ class Timer(Callback):
         return {"seconds": self.time_elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the seconds spent in training, and reset the times at which training began and ended."""
+        """Restore the seconds spent in training."""
         self._before = state_dict["seconds"]
         self._began.pop("train", None)
         self._ended.pop("train", None)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock. Stop the run if its time is already up; with ``interval="epoch"``, not within an epoch."""
+        """Start the clock. Stop the run if its time is already up."""
         if "train" in self._ended:  # another fit continues the count
             self._before = self.time_elapsed()
         self._begin("train")
@@ -150,7 +142,7 @@ class Timer(Callback):
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop the run if its time is up, so that no other epoch begins."""
+        """Stop the run if its time is up."""
         self._look(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -179,7 +171,6 @@ class Timer(Callback):
         self._ended["test"] = time.monotonic()
 
     def _look(self, trainer: Trainer) -> None:
-        """Stop the run if its time is up."""
         if self._limit is None or trainer.should_stop or self.time_elapsed() < self._limit:
             return
         trainer.should_stop = True

@@ -1,4 +1,4 @@
-"""Callbacks that average the weights during training, for validation and for the final model."""
+"""Callbacks that average the weights during training."""
 
 from __future__ import annotations
 
@@ -21,32 +21,25 @@ _FUNCTIONS = ("avg_fn", "multi_avg_fn")
 class WeightAveraging(Averaging):
     """Callback that averages the weights, validates with the averages, and leaves them in the model after training.
 
-    After optimizer steps, each process averages the tensors that it holds, without communication, even if the model is
-    sharded. Before the first update, there are no averages, and validation uses the trained weights.
+    Each process averages the tensors that it holds, also if the model is sharded. Before the first update, validation
+    uses the trained weights.
 
     The model in a checkpoint that is saved during training has the trained weights. The checkpoint also contains the
-    averages, if there are any. A resumed run restores the averages with any world size. If the Trainer has this
-    callback, ``validate``, ``test`` and ``predict`` with a ``ckpt_path`` use the checkpoint's averages. If the
-    checkpoint has no averages, they warn and use its trained weights. `averaged_weights` returns the averages in a
-    checkpoint for other uses.
-
-    The callback runs before the task's own hooks (``after_task`` is 0), so the averages are already in the model in the
-    task's ``on_validation_start``.
+    averages, if there are any. A resumed run restores them with any world size. If the Trainer has this callback,
+    ``validate``, ``test`` and ``predict`` with a ``ckpt_path`` use the checkpoint's averages, if it has any.
+    `averaged_weights` returns them for other uses.
 
     Args:
         device: Device of the averages. If it differs from the weights' device, each update synchronizes. Default: the
             weights' device.
-        use_buffers: Also average the persistent buffers. Otherwise, the model's own buffers are used. Default: True.
+        use_buffers: Also average the persistent buffers. Default: True.
         kwargs: The averaging function, as in torch's ``AveragedModel``: ``avg_fn(averaged, current, num_averaged)`` for
             single tensors, or ``multi_avg_fn`` for lists of tensors. Default: all averaged values have the same weight.
 
     Raises:
-        TypeError: If an argument does not exist or has the wrong type.
-        RuntimeError: Before the first step, if ``device`` has an invalid value.
-        ValueError: If both functions are passed. Before the first step, if another callback also averages weights, if
-            the run uses DDP with ``local_sgd_steps``, or if a sharded model is on a device of another type than
-            ``device``. On resume or in an evaluation, if the checkpoint's averages do not match the model. If a
-            checkpoint is saved during a validation while the model has the averages.
+        ValueError, TypeError, RuntimeError: If an argument is invalid.
+        ValueError: In ``fit``, if another callback also averages weights, or if the run does not support averaging. If
+            the averages in a checkpoint do not match the model.
 
     References:
         Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", SIAM Journal on Control and
@@ -85,8 +78,6 @@ class WeightAveraging(Averaging):
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return whether to update the averages. The default is True after optimizer steps and False after epochs.
 
-        Override this method to choose other times.
-
         Args:
             step_idx: Index of the optimizer step that was just taken; None after an epoch. Default: None.
             epoch_idx: Index of the epoch that just ended; None after a step. Default: None.
@@ -96,22 +87,21 @@ class WeightAveraging(Averaging):
     # -- averaging -----------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Create the averages of the prepared model."""
+        """Create the averages."""
         self._make_room(trainer, pl_module, self._use_buffers, self._device, strict=True)
         self._latest_step = trainer.progress.step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Update the averages after an optimizer step, before a validation, if `should_update` returns True."""
+        """Update the averages, if this is due."""
         self._follow(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Make up for an update that is missing because an error ended the earlier run right after its last step."""
+        """Make up for an update that an error in the earlier run prevented."""
         self._follow(trainer)
 
     def _follow(self, trainer: Trainer) -> None:
-        """Update the averages if an optimizer step was taken and `should_update` returns True."""
         step = trainer.progress.step
         if step != self._latest_step:
             self._latest_step = step
@@ -120,7 +110,7 @@ class WeightAveraging(Averaging):
                 self._averages.update(self._average)  # type: ignore[union-attr]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Update the averages after an epoch if `should_update` returns True."""
+        """Update the averages, if this is due."""
         progress = trainer.progress
         if progress.epoch_is_over and progress.epoch > self._latest_epoch:
             self._latest_epoch = progress.epoch
@@ -130,23 +120,23 @@ class WeightAveraging(Averaging):
     # -- in the model --------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages, if any, into the model for the validation."""
+        """Put the averages, if any, into the model."""
         self._begin(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the trained weights back."""
+        """Put the model's own weights back."""
         self._end()
 
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the trained weights back. See `Callback.leave_validation`."""
+        """Put the model's own weights back."""
         self._end()
 
     def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages back into the model. See `Callback.return_to_validation`."""
+        """Put the averages, if any, into the model."""
         self._begin(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """If a checkpoint is evaluated, put its averages, if any, into the model."""
+        """Put the averages of the evaluated checkpoint, if any, into the model."""
         self._begin(trainer, pl_module)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -154,7 +144,7 @@ class WeightAveraging(Averaging):
         self._end()
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """If a checkpoint is evaluated, put its averages, if any, into the model."""
+        """Put the averages of the evaluated checkpoint, if any, into the model."""
         self._begin(trainer, pl_module)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -162,14 +152,13 @@ class WeightAveraging(Averaging):
         self._end()
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages, if any, into the model. They stay there if training ends without an error."""
+        """Put the averages, if any, into the model."""
         averages = self._averages
         if averages is not None and averages.count:
             self._ended = True
             _apply_averages(trainer, averages)
 
     def _begin(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages of the run, or those of the checkpoint to evaluate, into the model."""
         if trainer.stage == "fit":
             if self._averages is not None and self._averages.count:
                 _apply_averages(trainer, self._averages)
@@ -184,7 +173,6 @@ class WeightAveraging(Averaging):
             self._borrowed.apply_to_model()
 
     def _end(self) -> None:
-        """Put the model's own weights back."""
         super()._end()
         if self._borrowed is not None:
             self._borrowed.restore_model()
@@ -193,11 +181,7 @@ class WeightAveraging(Averaging):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Add the averages to the checkpoint.
-
-        Raises:
-            ValueError: If the averages are in the model, as during a validation.
-        """
+        """Add the averages to the checkpoint."""
         if self._averages is not None and self._averages.is_applied and not self._ended:
             raise ValueError(
                 "a checkpoint must contain the trained weights, but the model has the averages during a validation. "
@@ -213,22 +197,20 @@ class EMAWeightAveraging(WeightAveraging):
     The first update copies the weights.
 
     Args:
-        device: Device of the averages, as in `WeightAveraging`. Default: the weights' device.
-        use_buffers: Also average the persistent buffers, as in `WeightAveraging`. Default: True.
+        device: Device of the averages. Default: the weights' device.
+        use_buffers: Also average the persistent buffers. Default: True.
         decay: Fraction of the average that is kept, from 0 to 1. Default: 0.999.
         update_every_n_steps: Number of optimizer steps between updates; 0 updates only at the end of epochs. Default:
             1.
         update_starting_at_step: Index of the first optimizer step after which the averages may be updated. Ignored if
-            ``update_every_n_steps`` is 0. Default: None, which has the same effect as 0.
-        update_starting_at_epoch: Index of the first epoch in which the averages may be updated. Default: None, which
-            has the same effect as 0.
-        kwargs: Not supported. Any further argument raises a TypeError.
+            ``update_every_n_steps`` is 0. Default: None, as for 0.
+        update_starting_at_epoch: Index of the first epoch in which the averages may be updated. Default: None, as for
+            0.
+        kwargs: Not supported.
 
     Raises:
-        ValueError: If an argument is invalid. In ``fit`` and in evaluations, as for `WeightAveraging`.
-        TypeError: If an argument does not exist, ``decay`` is not a number, ``use_buffers`` is not a bool, or
-            ``device`` has the wrong type.
-        RuntimeError: Before the first step, if ``device`` has an invalid value.
+        ValueError, TypeError, RuntimeError: If an argument is invalid.
+        ValueError: In ``fit`` and in evaluations, as for `WeightAveraging`.
 
     References:
         Morales-Brotons et al., "Exponential Moving Average of Weights in Deep Learning: Dynamics and Benefits", 2024,
@@ -270,7 +252,7 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_epoch = None if epoch is None else check_int("update_starting_at_epoch", epoch, 0)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether an update is due according to the constructor's arguments."""
+        """Return whether an update is due."""
         if step_idx is None:
             return not self.update_every_n_steps and (epoch_idx or 0) >= (self.update_starting_at_epoch or 0)
         return (
@@ -282,7 +264,7 @@ class EMAWeightAveraging(WeightAveraging):
 
 
 def _apply_averages(trainer: Trainer, averages: Averages) -> None:
-    """Put the averages into the model, with rank zero's averaged buffers on all processes."""
+    """Put the averages into the model, with rank zero's buffers on all processes."""
     averages.apply_to_model()
     world = trainer.accelerator.world
     if world.size > 1:  # buffers differ between processes, but all must evaluate the same model
@@ -291,7 +273,6 @@ def _apply_averages(trainer: Trainer, averages: Averages) -> None:
 
 
 def _choose_average(name: str, kwargs: dict[str, Any]) -> Average:
-    """Return the averaging function that the keyword arguments select, or raise an error."""
     for key, value in kwargs.items():
         if key not in _FUNCTIONS:
             raise TypeError(f"{name} has no argument {key!r}.{nearest(key, _FUNCTIONS)}")
@@ -306,8 +287,6 @@ def _choose_average(name: str, kwargs: dict[str, Any]) -> Average:
 
 
 def _wrap_multi_avg_fn(function: Callable[[list[Tensor], list[Tensor], Tensor], Any]) -> Average:
-    """Return an averaging function that calls torch's ``multi_avg_fn``."""
-
     def average(averages: list[Tensor], current: list[Tensor], count: int) -> None:
         function(averages, current, torch.tensor(count, device="cpu"))
 

@@ -1,4 +1,4 @@
-"""`treadle completion bash|zsh|fish`: shell completion, without importing torch."""
+"""`treadle completion bash|zsh|fish`: shell completion."""
 
 from __future__ import annotations
 
@@ -52,11 +52,7 @@ _SWITCH = ("true", "false")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `treadle completion` and return the exit status: 2 if the arguments are invalid, otherwise 0.
-
-    Args:
-        arguments: The command-line arguments after `treadle completion`.
-    """
+    """Run `treadle completion` and return the exit status: 2 if the arguments are invalid, otherwise 0."""
     if len(arguments) == 3 and arguments[0] == "words":
         print("\n".join(list_candidates(arguments[2], in_parts=arguments[1] == "bash")))
         return 0
@@ -76,10 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 def list_candidates(line: str, in_parts: bool = False) -> list[str]:
     """Return the completions of the last word of a command line.
 
-    Args:
-        line: The command line up to the cursor.
-        in_parts: Whether the shell splits words at ``=``, as bash does, and expects only the text after ``=``. Default:
-            False.
+    ``in_parts`` returns only the text after ``=``, because bash splits words there.
     """
     try:
         words = shlex.split(line)[1:]
@@ -113,7 +106,6 @@ def _list_words(before: list[str], last: str) -> Iterable[str]:
 
 
 def _list_sweep_words(before: list[str], last: str) -> Iterable[str]:
-    """Return candidates for the last word of `treadle sweep ...`: options, keys, or the values of a key."""
     from .sweep import KEYS
 
     if before[-1] in ("-c", "--config"):

@@ -29,10 +29,10 @@ def run(
     `treadle sweep --help`.
 
     Args:
-        Model: The task's class. Default: None; the configuration must then name the class.
-        Data: The data module's class. Default: None; the configuration may then name the class.
-        defaults: Default configuration, as nested dicts by section. An earlier run's configuration, files and the
-            command line override it. Default: None.
+        Model: The task's class. Default: None; the configuration must name the class.
+        Data: The data module's class. Default: None; the configuration may name the class.
+        defaults: Default configuration, as nested dicts by section. Files and the command line override it. Default:
+            None.
         arguments: The command-line arguments. Default: ``sys.argv[1:]``.
 
     Returns:
@@ -40,8 +40,8 @@ def run(
         the return value of the Trainer's method.
 
     Raises:
-        SystemExit: With status 2 after an error in the command line or the configuration, with status 0 after
-            ``--help`` or ``--print-config``, and with the sweep's status after a sweep.
+        SystemExit: With status 2 after an error in the command line or the configuration. Also after ``--help``,
+            ``--print-config`` and a sweep.
     """
     remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
     program = sys.argv[0].rpartition("/")[2]

@@ -15,13 +15,8 @@ _waiting: dict[int, Callable[[], Any]] = {}
 def before_exit(work: Callable[[], Any]) -> Callable[[], None]:
     """Register a function to call when the main thread has ended, while threads and executors still accept work.
 
-    ``atexit`` is too late: by then, asyncio, which clients of object stores use, can no longer resolve host names.
-
-    Args:
-        work: Function to call without arguments. If it raises an exception, the exception is printed.
-
-    Returns:
-        A function that cancels the registration.
+    Return a function that cancels the registration. ``atexit`` is too late: by then, asyncio, which clients of object
+    stores use, can no longer resolve host names.
     """
     key = id(work)
     _waiting[key] = work

@@ -16,14 +16,14 @@ def parse_bytes(size: int | str, argument: str = "size", minimum: int = 0, small
     """Parse a size such as ``"1GB"`` (10**9 bytes) or ``"1.5GiB"`` (1.5 * 2**30 bytes), and return it in bytes.
 
     Args:
-        size: An integer number of bytes, or text such as ``"512"``, ``"1.5GiB"`` or ``"20 MB"``. The unit is B, KB to
-            PB (powers of 1000) or KiB to PiB (powers of 1024), with a capital ``B`` at the end.
+        size: An integer number of bytes, or text such as ``"512"`` or ``"20 MB"``. The unit is B, KB to PB (powers of
+            1000) or KiB to PiB (powers of 1024), with a capital ``B`` at the end.
         argument: The name of the argument, for the error. Default: ``"size"``.
         minimum: The smallest valid size in bytes. Default: 0.
         small_b: Whether the unit may end with a small ``b``. Default: False, because some read it as bits.
 
     Raises:
-        ValueError: If the size cannot be parsed or is below ``minimum``.
+        ValueError: If the size is invalid.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         count: int | None = size

@@ -23,10 +23,7 @@ def parse_duration(name: str, value: Any) -> timedelta:
         value: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments.
 
     Raises:
-        TypeError: If the value has another type, a key of the dict is not an argument of ``timedelta``, or a value of
-            the dict is not a number.
-        ValueError: If a string does not have the form ``"DD:HH:MM:SS"``, or the duration is zero, negative, not finite
-            or longer than 999,999,999 days.
+        TypeError, ValueError: If the value is not a positive, finite duration in one of these forms.
     """
     if isinstance(value, str):
         numbers = _TEXT.fullmatch(value)

@@ -12,14 +12,8 @@ from typing import Any
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports under ``if TYPE_CHECKING:`` only.
 
-    The package exports the names that the relative imports in this block bind. Type checkers and editors follow these
-    imports. At run time, the module of a name is imported when the name is first used.
-
-    Args:
-        package: The package's ``__name__``.
-
-    Raises:
-        ImportError: If the package is installed without its source files.
+    The package exports the names that the relative imports in this block bind. At run time, the module of a name is
+    imported when the name is first used.
     """
     loader = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
     source = loader.get_source(package)  # type: ignore[union-attr]

@@ -19,7 +19,6 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        """The current ``sys.stderr``."""
         return sys.stderr
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -52,10 +51,10 @@ def announce(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Warn on rank zero only, naming the line of the user's program that led to the warning.
+    """Warn on rank zero only, and name the line of the user's program that led to the warning, if there is one.
 
     Args:
-        text: Text of the warning. By default, Python shows the same text only once per line.
+        text: Text of the warning.
     """
     from .rank_zero import rank_zero_warn
 
@@ -63,10 +62,7 @@ def warn(text: str) -> None:
 
 
 def _count_frames_to_user() -> int:
-    """Return the position of the innermost frame outside the framework, counted from the caller of `warn` as 1.
-
-    If there is none, which happens in the framework's threads, return 1.
-    """
+    """Return the position of the innermost frame outside the framework, counted from the caller of `warn` as 1."""
     frame, count = sys._getframe(2), 1
     while frame.f_globals.get("__name__", "").partition(".")[0] in _FRAMEWORK:
         if frame.f_back is None:  # in one of the framework's threads
@@ -78,10 +74,7 @@ def _count_frames_to_user() -> int:
 def write_stderr(text: str) -> None:
     """Write lines to the standard error of the process, from a signal handler or a thread, on any rank.
 
-    The lines do not pass through ``sys.stderr``, because the main thread may hold its lock. An OSError is ignored.
-
-    Args:
-        text: The lines. Each is prefixed with the package's name.
+    The lines do not pass through ``sys.stderr``, because the main thread may hold its lock.
     """
     with contextlib.suppress(OSError):
         os.write(2, "".join(f"treadle: {line}\n" for line in text.splitlines()).encode())
@@ -91,11 +84,6 @@ def closest_name(name: object, valid: Iterable[object], cutoff: float = 0.5) -> 
     """Return the valid name closest to ``name``, or None if none is close.
 
     Case is ignored unless two valid names differ only in case.
-
-    Args:
-        name: Name that the user wrote.
-        valid: Names to choose from.
-        cutoff: Minimum similarity, from 0 to 1. Default: 0.5.
     """
     by_lower: dict[str, list[str]] = {}
     for candidate in map(str, valid):
@@ -127,11 +115,7 @@ def name_type(value: object) -> str:
 
 
 def add_article(noun: str) -> str:
-    """Return a noun with its indefinite article: ``"an int"``, ``"a dict"``.
-
-    Args:
-        noun: A noun in the singular, such as the name of a type.
-    """
+    """Return a noun with its indefinite article: ``"an int"``, ``"a dict"``."""
     return f"{'an' if noun[0] in 'aeioAEIO' else 'a'} {noun}"
 
 
@@ -147,12 +131,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def join_words(words: list[str], last: str = "or") -> str:
-    """Join words with commas and a conjunction, such as ``a``, ``a or b`` or ``a, b or c``.
-
-    Args:
-        words: At least one word.
-        last: The conjunction before the last word. Default: ``"or"``.
-    """
+    """Join words with commas and a conjunction, such as ``a``, ``a or b`` or ``a, b or c``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 

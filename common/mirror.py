@@ -1,4 +1,4 @@
-"""Local mirror of a folder in an object store, such as logs. Files are written locally and uploaded during training."""
+"""Local mirror of a folder in an object store, such as logs."""
 
 from __future__ import annotations
 
@@ -24,18 +24,9 @@ _lock = threading.Lock()
 def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
     """Return the local folder for a path or URL: the path itself, or a folder that is mirrored to the URL.
 
-    The first call for a URL downloads the files directly in its folder, except those over 1 GiB. Subfolders are not
-    downloaded. From then on, a thread of this process uploads each changed file and removes deleted files from the
-    store; see `flush`. Files whose names begin with a dot or end in ``.tmp`` are neither downloaded nor uploaded.
-
-    Args:
-        place: A path or a URL. The folder of a local path is not created.
-
-    Raises:
-        OSError: If the store cannot be read, or a local file cannot be written.
-        TypeError: If ``place`` is neither a path nor a URL.
-        ValueError: If the URL is invalid, or its scheme is not supported.
-        ModuleNotFoundError: If the package for the URL's scheme is not installed.
+    The first call for a URL downloads the files directly in its folder, except those over 1 GiB. From then on, a thread
+    of this process uploads each changed file and removes deleted files from the store; see `flush`. Files whose names
+    begin with a dot or end in ``.tmp`` are neither downloaded nor uploaded.
     """
     path = as_path(place)
     if isinstance(path, Path):
@@ -51,11 +42,10 @@ def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
 def flush(place: str | os.PathLike[str] | AnyPath | None = None) -> None:
     """Upload the changed files of mirrored folders, remove deleted ones from the store, and wait until this is done.
 
-    If a request fails, a warning names the local folder, which is then kept when the process ends.
+    If a request fails, the local folder is kept when the process ends.
 
     Args:
-        place: URL of a mirrored folder or of a place inside it. Any other place has no effect. Default: all mirrored
-            folders.
+        place: URL of a mirrored folder or of a place inside it. Default: all mirrored folders.
     """
     if not _mirrors:
         return
@@ -66,11 +56,7 @@ def flush(place: str | os.PathLike[str] | AnyPath | None = None) -> None:
 
 
 class _Mirror:
-    """Folder in a store and its local copy in this process.
-
-    Args:
-        url: URL of the folder in the store.
-    """
+    """Folder in a store and its local copy in this process."""
 
     def __init__(self, url: RemotePath) -> None:
         self._url = url
@@ -84,11 +70,7 @@ class _Mirror:
         before_exit(self._finish)
 
     def open(self, url: RemotePath) -> Path:
-        """Return the local folder for a URL. The first call for a URL downloads the files directly in its folder.
-
-        Args:
-            url: URL of the mirrored folder or of one of its subfolders.
-        """
+        """Return the local folder for a URL. The first call for a URL downloads the files directly in its folder."""
         here = self._here / url.relative_to(self._url)
         if url not in self._opened:
             here.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The limit of open files, which sockets and mapped files count towards."""
+"""The limit of open files."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ import sys
 
 
 def allow_open_files(count: int) -> bool:
-    """Raise this process's limit of open files to ``count``, as far as the system permits.
-
-    Args:
-        count: Number of files that the process may need at the same time.
-
-    Returns:
-        Whether the limit was raised.
-    """
+    """Raise this process's limit of open files to ``count`` if the system permits, and return whether it was raised."""
     if sys.platform == "win32":
         return False
     import resource

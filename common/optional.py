@@ -10,7 +10,7 @@ from typing import Any
 def is_installed(package: str) -> bool:
     """Return whether a package can be imported, without importing it.
 
-    A folder of the same name, such as the ``./wandb`` that W&B writes its runs to, is not a package.
+    A folder of the same name, such as W&B's ``./wandb``, is not a package.
 
     Args:
         package: Name under which the package is imported.
@@ -20,11 +20,7 @@ def is_installed(package: str) -> bool:
 
 
 def is_config(value: Any) -> bool:
-    """Return whether a value is a ``DictConfig`` or ``ListConfig`` of OmegaConf, without importing it.
-
-    Args:
-        value: Any value.
-    """
+    """Return whether a value is a ``DictConfig`` or ``ListConfig`` of OmegaConf, without importing it."""
     omegaconf = sys.modules.get("omegaconf")
     return omegaconf is not None and omegaconf.OmegaConf.is_config(value)
 
@@ -38,7 +34,7 @@ def require(needed_by: str, *packages: str, extra: str) -> None:
         extra: Treadle's extra that installs the packages.
 
     Raises:
-        ModuleNotFoundError: If packages are missing. The error lists them and states how to install them.
+        ModuleNotFoundError: If packages are missing.
     """
     missing = [package for package in packages if not is_installed(package)]
     if missing:

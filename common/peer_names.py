@@ -76,14 +76,8 @@ def find_peer_names(module: str) -> Callable[[str], Any]:
 def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
     """Return Treadle's counterpart of a peer's name, or else Treadle's submodule of that name.
 
-    Args:
-        module: ``__name__`` of the module from which ``name`` was requested.
-        name: Requested name.
-        valid: The module's names, for the suggestion in an error. Default: none.
-
     Raises:
-        ImportError, AttributeError: If Treadle has neither; an ImportError for ``from module import name``, otherwise
-            an AttributeError. If a peer has the name, the error states the replacement.
+        ImportError, AttributeError: If Treadle has neither; an ImportError for ``from module import name``.
     """
     path = peer_path(module)
     home = None if name.startswith("__") else read_names(path).get(name)
@@ -127,21 +121,13 @@ def _refuse(module: str, name: str, text: str) -> NoReturn:
 
 
 def peer_path(module: str) -> str:
-    """Return the path below a peer's root that a module corresponds to: ``"utils"`` for ``treadle.compat.utils``.
-
-    Args:
-        module: ``__name__`` of the module.
-    """
+    """Return the path below a peer's root that a module corresponds to: ``"utils"`` for ``treadle.compat.utils``."""
     return module.removeprefix("treadle").removeprefix(".compat").removeprefix(".")
 
 
 @cache
 def read_names(path: str) -> Mapping[str, str]:
-    """Return the peers' names in one module, each with its path below ``treadle`` or an `Elsewhere`.
-
-    Args:
-        path: Path of the module below a peer's root.
-    """
+    """Return the peers' names in one module, each with its path below ``treadle`` or an `Elsewhere`."""
     below_fabric = _below_fabric(path)
     if below_fabric is not None:  # most of Fabric's modules are Lightning's
         alike = read_names(below_fabric) if below_fabric else {}
@@ -150,17 +136,12 @@ def read_names(path: str) -> Mapping[str, str]:
 
 
 def _below_fabric(path: str) -> str | None:
-    """Return the path below ``fabric``, or None if the path is not in ``fabric``."""
     return path[len("fabric.") :] if path.split(".")[0] == "fabric" else None
 
 
 @cache
 def read_table(peer: str) -> Mapping[str, Any]:
-    """Return the parsed content of a peer's TOML file in ``compat``.
-
-    Args:
-        peer: ``"lightning"``, ``"fabric"`` or ``"accelerate"``.
-    """
+    """Return the parsed content of a peer's TOML file in ``compat``."""
     return tomllib.loads(files("treadle.compat").joinpath(f"{peer}.toml").read_text(encoding="utf-8"))
 
 
@@ -187,10 +168,7 @@ def _read_section(peer: str, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _own_module(module: str, path: str) -> Any:
-    """Return Treadle's own module at the same path as a module of ``compat``, or None.
-
-    For a module below ``fabric``, this is the module at the path of Lightning's counterpart.
-    """
+    """Return Treadle's own module at the same path as a module of ``compat``, or None."""
     below_fabric = _below_fabric(path)
     if not path or below_fabric == "":
         return None

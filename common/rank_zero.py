@@ -1,7 +1,4 @@
-"""Functions of ``lightning_utilities`` that act on rank zero only.
-
-Their rank is 0 until a `World` or another library sets it.
-"""
+"""Functions of ``lightning_utilities`` that act on rank zero only."""
 
 from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 

@@ -52,7 +52,7 @@ _FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFoun
 
 
 class StoreError(OSError):
-    """Error of a request to a store: each attempt failed, credentials are missing, or a write found no bucket."""
+    """Error of a request to a store."""
 
 
 class RemotePath:
@@ -123,22 +123,11 @@ class RemotePath:
         return next(iter(self.parents), self)
 
     def relative_to(self, folder: RemotePath) -> PurePosixPath:
-        """Return the path relative to a folder.
-
-        Args:
-            folder: Enclosing folder.
-
-        Raises:
-            ValueError: If the path is neither in the folder nor the folder itself.
-        """
+        """Return the path relative to a folder that contains it."""
         return PurePosixPath(*self._parts).relative_to(PurePosixPath(*folder._parts))
 
     def is_relative_to(self, folder: RemotePath) -> bool:
-        """Return whether this path is in a folder, or is the folder itself.
-
-        Args:
-            folder: Folder to check.
-        """
+        """Return whether this path is in a folder, or is the folder itself."""
         return self.scheme == folder.scheme and self._parts[: len(folder._parts)] == folder._parts
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -169,14 +158,7 @@ class RemotePath:
         return str(self._store._strip_protocol(str(self)))
 
     def _ask(self, action: str, request: Callable[[], T]) -> T:
-        """Make a request, up to `ATTEMPTS` times if it fails with an error that a further attempt may resolve.
-
-        Raises:
-            StoreError: If every attempt failed, or credentials are missing. The error states the store's reason.
-            PermissionError: If the store denies access.
-            OSError, ImportError: If the request raises another error in ``_FINAL``, such as a FileNotFoundError.
-            ValueError: If fsspec does not support the scheme.
-        """
+        """Make a request, up to `ATTEMPTS` times if it fails with an error that a further attempt may resolve."""
         store = self._store
         for attempt in range(ATTEMPTS):
             try:
@@ -235,32 +217,16 @@ class RemotePath:
         return {path[len(start) :]: entry for path, entry in entries.items() if len(path) > len(start)}
 
     def version(self) -> tuple[Any, ...]:
-        """Return a value that changes when the object is replaced.
-
-        Raises:
-            FileNotFoundError: If the object does not exist.
-        """
+        """Return a value that changes when the object is replaced."""
         entry = self._ask("looked up", lambda: self._store.info(self._key))
         return tuple(str(entry.get(name)) for name in ("ETag", "etag", "LastModified", "created", "mtime", "size"))
 
     def age(self) -> float:
-        """Return the object's age in seconds: this machine's time minus the store's time of the last change.
-
-        Raises:
-            FileNotFoundError: If the object does not exist.
-        """
+        """Return the object's age in seconds: this machine's time minus the store's time of the last change."""
         return float(time.time() - self._ask("looked up", lambda: self._store.modified(self._key)).timestamp())
 
     def read_bytes(self, limit: int | None = None) -> bytes:
-        """Return the object's content.
-
-        Args:
-            limit: Maximum size of the object in bytes. Default: None, no limit.
-
-        Raises:
-            FileNotFoundError: If the object does not exist.
-            ValueError: If the object is larger than the limit.
-        """
+        """Return the object's content. Raise a ValueError if it is larger than ``limit`` bytes."""
         if limit is not None and int(self._ask("looked up", lambda: self._store.size(self._key)) or 0) > limit:
             raise ValueError(f"it is larger than {limit:,} bytes")
         return bytes(self._ask("read", lambda: self._store.cat_file(self._key)))
@@ -277,11 +243,7 @@ class RemotePath:
             raise StoreError(f"{self} can't be {action}: {error}") from error
 
     def upload(self, file: Path) -> None:
-        """Upload a local file as the object. To S3, a large file is uploaded in several concurrent requests.
-
-        Args:
-            file: Path of the local file.
-        """
+        """Upload a local file as the object."""
         options = {"chunksize": _FILE_PART_BYTES} if self.scheme in _EXTRAS else {}
         self._write("uploaded", lambda: self._store.put_file(str(file), self._key, **options))
 
@@ -298,16 +260,9 @@ class RemotePath:
         return getattr(config, "request_checksum_calculation", "") == "when_supported"
 
     def upload_parts(self, pieces: Iterable[bytes | memoryview], size: int) -> None:
-        """Upload content while it is being produced. If it exceeds 8 MiB, parts are uploaded concurrently.
+        """Upload content of ``size`` bytes while it is being produced. Requires `takes_parts`.
 
-        Requires `takes_parts`.
-
-        Args:
-            pieces: Content, in pieces of any size. A piece must not be changed after it was passed.
-            size: Size of the content in bytes.
-
-        Raises:
-            StoreError: If every attempt of a request failed. No object is created from only some of the parts.
+        A piece must not be changed after it was passed. No object is created from only some of the parts.
         """
         if size <= _PART_BYTES:
             self.write_bytes(b"".join(pieces))
@@ -357,26 +312,11 @@ class RemotePath:
         return self._write("uploaded", lambda: self._store.call_s3(method, **options))
 
     def download(self, file: Path) -> None:
-        """Copy the object's content into a local file.
-
-        Args:
-            file: Path of the local file.
-
-        Raises:
-            FileNotFoundError: If the object does not exist.
-        """
+        """Copy the object's content into a local file."""
         self._ask("downloaded", lambda: self._store.get_file(self._key, str(file)))
 
     def unlink(self, missing_ok: bool = True) -> None:
-        """Delete the object.
-
-        Args:
-            missing_ok: Do nothing if the object does not exist. Default: True.
-
-        Raises:
-            FileNotFoundError: If the object does not exist, ``missing_ok`` is False, and the store reports missing
-                objects, which S3 does not.
-        """
+        """Delete the object. S3 does not report a missing object, even if ``missing_ok`` is False."""
         try:
             self._ask("deleted", lambda: self._store.rm_file(self._key))
         except FileNotFoundError:
@@ -405,11 +345,7 @@ AnyPath = Path | RemotePath
 
 
 def is_url(place: object) -> bool:
-    """Return whether a place is a `RemotePath` or a URL (``scheme://...``, including ``file://``).
-
-    Args:
-        place: Any value.
-    """
+    """Return whether a place is a `RemotePath` or a URL (``scheme://...``, including ``file://``)."""
     return isinstance(place, RemotePath) or (isinstance(place, str) and _URL.match(place) is not None)
 
 
@@ -421,7 +357,7 @@ def as_path(place: str | os.PathLike[str] | RemotePath) -> AnyPath:
 
     Raises:
         TypeError: If ``place`` is neither a path nor a URL.
-        ValueError: If `RemotePath` rejects the URL.
+        ValueError: If the URL is invalid.
     """
     if isinstance(place, RemotePath):
         return place

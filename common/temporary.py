@@ -14,11 +14,7 @@ from pathlib import Path
 def temporary_folder(name: str) -> Path:
     """Return this process's temporary folder for a name, which is created if it does not exist.
 
-    The folder is inside the system's folder for temporary files (``TMPDIR``). It is deleted when the process exits
-    normally, unless `keep` excludes it.
-
-    Args:
-        name: Text that identifies the folder, such as a URL. The same name returns the same folder.
+    It is deleted when the process exits normally, unless `keep` excludes it.
     """
     label = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[-60:]
     folder = _own_folder(os.getpid()) / f"{hashlib.sha256(name.encode()).hexdigest()[:12]}-{label}"
@@ -35,11 +31,7 @@ def _own_folder(pid: int) -> Path:
 
 
 def keep(folder: Path) -> None:
-    """Exclude a folder from deletion when the process ends.
-
-    Args:
-        folder: Result of `temporary_folder`.
-    """
+    """Exclude a folder from `temporary_folder` from deletion when the process ends."""
     _kept.add(folder)
 
 

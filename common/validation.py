@@ -1,7 +1,4 @@
-"""Argument checks. They run when an argument is passed, so the traceback contains the line that passes it.
-
-Most checks return the value. The error of a check states the argument, the value or its type, and the rule.
-"""
+"""Argument checks."""
 
 from __future__ import annotations
 
@@ -16,10 +13,8 @@ from .messages import join_words, name_type, nearest
 def check_bool(name: str, value: Any) -> bool:
     """Return the value if it is True or False.
 
-    For example, the string ``"False"`` is rejected, because it would count as true.
-
     Args:
-        name: Name of the argument, for the error message.
+        name: Name of the argument, for the error.
         value: Value to check.
 
     Raises:
@@ -34,13 +29,12 @@ def check_bool_or_word(name: str, value: Any, words: Iterable[str]) -> bool:
     """Return True for True and for words that mean True, and False for False.
 
     Args:
-        name: Name of the argument, for the error message.
+        name: Name of the argument, for the error.
         value: Value to check.
         words: Words that mean True.
 
     Raises:
-        ValueError: If the value is neither a bool nor one of the words. The error suggests a similar word, if there is
-            one.
+        ValueError: If the value is neither a bool nor one of the words.
     """
     words = list(words)
     if isinstance(value, bool) or (isinstance(value, str) and value in words):
@@ -53,13 +47,13 @@ def check_int(name: str, value: Any, low: int, meaning: str = "") -> int:
     """Return the value if it is an integer of at least ``low``; True and False are rejected.
 
     Args:
-        name: Name of the argument, for the error message.
+        name: Name of the argument, for the error.
         value: Value to check.
         low: Minimum value.
         meaning: Meaning of the minimum value, such as ``"means never"``. Default: none.
 
     Raises:
-        ValueError: If the value is not an integer of at least ``low``.
+        ValueError: If the value is invalid.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         meaning = f" ({low} {meaning})" if meaning else ""
@@ -71,7 +65,7 @@ def check_number(name: str, value: Any, low: float = -math.inf) -> float:
     """Return the value if it is an integer or float of at least ``low``. NaN is rejected.
 
     Args:
-        name: Name of the argument, for the error message.
+        name: Name of the argument, for the error.
         value: Value to check.
         low: Minimum value. Default: no minimum.
 
@@ -90,9 +84,9 @@ def check_positive(name: str, value: Any, otherwise: str = "") -> float:
     """Return the value if it is an integer or float above zero.
 
     Args:
-        name: Name of the argument, for the error message.
+        name: Name of the argument, for the error.
         value: Value to check.
-        otherwise: Alternative to a number, for the message, such as ``"or None to leave it off"``. Default: none.
+        otherwise: Alternative to a number, such as ``"or None to leave it off"``. Default: none.
 
     Raises:
         ValueError: If the value is not a number above zero.
@@ -103,46 +97,21 @@ def check_positive(name: str, value: Any, otherwise: str = "") -> float:
 
 
 def check_text(name: str, value: Any) -> str:
-    """Return the value if it is a string.
-
-    Args:
-        name: Name of the argument, for the error message.
-        value: Value to check.
-
-    Raises:
-        TypeError: If the value has another type.
-    """
+    """Return the value if it is a string; otherwise, raise a TypeError."""
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r} must be a string, not {name_type(value)}.")
     return value
 
 
 def check_path(name: str, value: Any) -> str:
-    """Return a path as a string.
-
-    Args:
-        name: Name of the argument, for the error message.
-        value: Value to check.
-
-    Raises:
-        TypeError: If the value is neither a string nor an ``os.PathLike``.
-    """
+    """Return a path as a string; raise a TypeError for any other value."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name}={value!r} must be a path, not {name_type(value)}.")
     return os.fspath(value)
 
 
 def check_optional_type(name: str, value: Any, kind: type) -> None:
-    """Check that an argument is None or an object of a class, such as a configuration.
-
-    Args:
-        name: Name of the argument, for the error message.
-        value: Value to check.
-        kind: The class.
-
-    Raises:
-        TypeError: If the value has another type.
-    """
+    """Raise a TypeError unless an argument is None or an object of a class."""
     if value is not None and not isinstance(value, kind):
         raise TypeError(
             f"{name} is {name_type(value)}, but must be a {kind.__name__}. Pass {name}={kind.__name__}(...)."
@@ -170,12 +139,12 @@ def choose(name: str, value: object, choices: Iterable[str]) -> str:
     """Return the value if it is one of several strings.
 
     Args:
-        name: Name of the argument, for the error message.
+        name: Name of the argument, for the error.
         value: Value to check.
         choices: Valid strings.
 
     Raises:
-        ValueError: If the value is not one of ``choices``. The error lists them.
+        ValueError: If the value is not one of ``choices``.
     """
     choices = list(choices)
     if isinstance(value, str) and value in choices:

@@ -23,30 +23,22 @@ class Steppable(Protocol):
     """Protocol of objects with the ``step`` method of an optimizer."""
 
     def step(self, closure: Callable[[], float] | None = ...) -> float | None:
-        """Update the parameters once, and return the closure's value, or None without a closure.
-
-        Args:
-            closure: Function that recomputes the gradients and returns the loss. Default: None.
-        """
+        """Update the parameters once, and return the closure's value, or None without a closure."""
 
 
 @runtime_checkable
 class Optimizable(Steppable, Protocol):
-    """Protocol of objects with an optimizer's attributes and its methods for steps and for the state."""
+    """Protocol of objects with the main attributes and methods of an optimizer."""
 
     param_groups: list[dict[Any, Any]]
     defaults: dict[Any, Any]
     state: Any
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, which `load_state_dict` restores."""
+        """Return the optimizer's state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimizer's state.
-
-        Args:
-            state_dict: The return value of `state_dict`.
-        """
+        """Restore the optimizer's state."""
 
 
 __all__ = [

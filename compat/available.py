@@ -1,4 +1,4 @@
-"""Queries about installed packages and the machine's hardware, under Accelerate's names."""
+"""Accelerate's queries about installed packages and hardware."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
     """Return whether a version, or the version of an installed library, satisfies a comparison.
 
     Args:
-        library_or_version: The left-hand side: a ``packaging`` ``Version``, or the name under which pip lists a
-            library.
+        library_or_version: A ``packaging`` ``Version``, or the name under which pip lists a library.
         operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
         requirement_version: The version on the right-hand side.
 
     Raises:
-        ValueError: If the operation is unknown or ``requirement_version`` is not a valid version.
+        ValueError: If the operation or ``requirement_version`` is invalid.
         PackageNotFoundError: If the library is not installed.
     """
     compare = _COMPARE[choose("operation", operation, _COMPARE)]
@@ -49,11 +48,8 @@ def is_torch_version(operation: str, version: str) -> bool:
     """Return whether torch's version, without suffixes such as ``+cu128``, satisfies a comparison.
 
     Args:
-        operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
+        operation: See `compare_versions`.
         version: The version on the right-hand side.
-
-    Raises:
-        ValueError: If the operation is unknown or ``version`` is not a valid version.
     """
     return compare_versions(parse(parse(torch.__version__).base_version), operation, version)
 
@@ -97,7 +93,7 @@ def is_rocm_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Return whether torch is 2.4 or later, which has ``torch.serialization.add_safe_globals``."""
+    """Return whether torch is 2.4 or later."""
     return is_torch_version(">=", "2.4.0")
 
 
@@ -107,26 +103,22 @@ def is_pippy_available() -> bool:
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Return whether NumPy ``min_version`` or later is installed.
-
-    Args:
-        min_version: Minimum version of NumPy. Default: ``"1.25.0"``.
-    """
+    """Return whether NumPy ``min_version`` or later is installed."""
     return _is_version_installed("numpy", min_version)
 
 
 def is_4bit_bnb_available() -> bool:
-    """Return whether ``bitsandbytes`` 0.39.0 or later, which supports 4-bit weights, is installed."""
+    """Return whether ``bitsandbytes`` supports 4-bit weights (version 0.39.0 or later)."""
     return _is_version_installed("bitsandbytes", "0.39.0")
 
 
 def is_8bit_bnb_available() -> bool:
-    """Return whether ``bitsandbytes`` 0.37.2 or later, which supports 8-bit weights, is installed."""
+    """Return whether ``bitsandbytes`` supports 8-bit weights (version 0.37.2 or later)."""
     return _is_version_installed("bitsandbytes", "0.37.2")
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
-    """Return whether ``torchdata`` 0.8.0 or later, which has ``StatefulDataLoader``, is installed."""
+    """Return whether ``torchdata`` has ``StatefulDataLoader`` (version 0.8.0 or later)."""
     return _is_version_installed("torchdata", "0.8.0")
 
 
@@ -147,11 +139,7 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 
 def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function so that calls raise an ImportError if ``torchao`` is not installed.
-
-    Args:
-        func: The function to decorate.
-    """
+    """Decorate a function so that calls raise an ImportError if ``torchao`` is not installed."""
 
     @wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Single-file checkpoints for scripts. The Trainer does not use these classes."""
+"""Lightning's classes for single-file checkpoints. The Trainer does not use them."""
 
 from __future__ import annotations
 
@@ -23,33 +23,17 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint.
-
-        Args:
-            checkpoint: The content of the checkpoint.
-            path: The path of the file or directory to write.
-            storage_options: Options that the subclass defines. Default: None.
-        """
+        """Write a checkpoint. Subclasses define the ``storage_options``."""
 
     @abstractmethod
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, location: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint and return its content.
-
-        Args:
-            path: The path of the file or directory to read.
-            map_location: See ``torch.load``.
-            weights_only: See ``torch.load``.
-        """
+        """Load a checkpoint and return its content. The options are those of ``torch.load``."""
 
     @abstractmethod
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint.
-
-        Args:
-            path: The checkpoint's path.
-        """
+        """Remove a checkpoint."""
 
     def teardown(self) -> None:  # noqa: B027  a subclass may have nothing to finish
         """Wait for pending writes. The base class does nothing."""
@@ -62,16 +46,7 @@ class TorchCheckpointIO(CheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint to a file, and create the file's folder if it is missing.
-
-        Args:
-            checkpoint: The content of the checkpoint.
-            path: Path of the file.
-            storage_options: Must be None.
-
-        Raises:
-            TypeError: If ``storage_options`` is not None.
-        """
+        """Write a checkpoint to a file, whose folder is created if it is missing. ``storage_options`` must be None."""
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} is not supported. Remove it.")
         path = Path(path)
@@ -88,11 +63,8 @@ class TorchCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Return the checkpoint in a file, or a run's checkpoint as `treadle.load_checkpoint` returns it.
 
-        Args:
-            path: Path of the file, or of the directory of a run's checkpoint.
-            map_location: See ``torch.load``. Default: the CPU.
-            weights_only: See ``torch.load``. Default: None, which means True and loads data only. With False, code in
-                the file is run.
+        By default, tensors are loaded to the CPU, and code in the file is not run. With ``weights_only=False``, it is
+        run.
 
         Raises:
             FileNotFoundError: If ``path`` does not exist.
@@ -109,11 +81,7 @@ class TorchCheckpointIO(CheckpointIO):
         return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a file or folder if it exists.
-
-        Args:
-            path: Path of the file or folder.
-        """
+        """Remove a file or folder if it exists."""
         path = Path(path)
         if path.is_dir():
             shutil.rmtree(path)
@@ -124,8 +92,8 @@ class TorchCheckpointIO(CheckpointIO):
 class AsyncCheckpointIO(CheckpointIO):
     """`CheckpointIO` that copies the tensors and then writes checkpoints one after the other in a thread.
 
-    Training can continue during the write. If a write fails, a later call of any method raises its error, at the latest
-    `teardown`. If several writes have failed by then, only the first error is raised.
+    Training can continue during the write. If writes fail, a later call raises the error of the first, at the latest
+    `teardown`.
 
     Args:
         checkpoint_io: The `CheckpointIO` that writes the checkpoints. Default: a `TorchCheckpointIO`.
@@ -137,7 +105,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._writes: list[Future[None]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Copy the tensors and write the checkpoint in the thread; see `CheckpointIO.save_checkpoint`."""
+        """Copy the tensors and write the checkpoint in the thread."""
         self._raise_failures(Future.done)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1)
@@ -147,12 +115,12 @@ class AsyncCheckpointIO(CheckpointIO):
         )
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Wait for pending writes and return a checkpoint; see `CheckpointIO.load_checkpoint`."""
+        """Wait for pending writes and return a checkpoint."""
         self._raise_failures(lambda write: True)
         return self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Wait for pending writes and remove a checkpoint; see `CheckpointIO.remove_checkpoint`."""
+        """Wait for pending writes and remove a checkpoint."""
         self._raise_failures(lambda write: True)
         self.checkpoint_io.remove_checkpoint(path)
 

@@ -1,4 +1,4 @@
-"""Constants that scripts import from Accelerate, such as file names of model weights."""
+"""Constants that scripts import from Accelerate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device types as objects: ``Trainer(accelerator=CPUAccelerator())`` means ``Trainer(accelerator="cpu")``."""
+"""Lightning's device types as objects, and queries about devices."""
 
 from __future__ import annotations
 
@@ -38,10 +38,7 @@ _QUERIES = {
 
 
 class _Kind(type):
-    """Metaclass that lets ``isinstance(trainer.accelerator, CUDAAccelerator)`` check the type of the device.
-
-    A run's `treadle.Accelerator` does much more than name a device type, so it cannot be an instance of these classes.
-    """
+    """Metaclass that lets ``isinstance(trainer.accelerator, CUDAAccelerator)`` check the type of the device."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if isinstance(instance, engine.Accelerator):
@@ -64,57 +61,33 @@ class Accelerator(str, metaclass=_Kind):
         return cls.kind
 
     def setup_device(self, device: torch.device) -> None:
-        """Check the type of a device. `CUDAAccelerator` also makes it the current device.
-
-        Args:
-            device: A device of this type.
-
-        Raises:
-            ValueError: If the device is of another type.
-        """
+        """Raise a ValueError if a device is of another type."""
         if device.type != self.kind:
             raise ValueError(f"device={str(device)!r} must be of type {self.kind!r} for {type(self).__name__}.")
 
     def setup(self, trainer: Any) -> None:
-        """Do nothing, because the Trainer sets up its device.
-
-        Args:
-            trainer: Accepted and ignored.
-        """
+        """Do nothing, because the Trainer sets up its device."""
 
     def teardown(self) -> None:
         """Do nothing, because the Trainer releases its device."""
 
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
-        """Return the statistics of a device's allocator by name, in bytes and counts.
-
-        Args:
-            device: A device of this type.
-        """
+        """Return the statistics of a device's allocator by name, in bytes and counts."""
         return dict(read_device_stats(torch.device(device)))
 
     @classmethod
     def parse_devices(cls, devices: Devices) -> list[int]:
         """Return the indices of the devices that a value of ``Trainer(devices=...)`` selects.
 
-        Args:
-            devices: A number of devices, a list of indices, a string such as ``"2"`` (a number) or ``"0,2"`` (indices),
-                or -1 or ``"auto"`` for all devices.
-
         Raises:
-            ValueError: If the value is invalid, or selects a device that torch does not see.
-            TypeError: If the value is a bool, or neither an integer, a string nor a sequence.
+            ValueError, TypeError: If the value is invalid.
         """
         indices = parse_devices(cls.kind, devices)
         return list(range(cls.auto_device_count())) if indices is None else indices
 
     @classmethod
     def get_parallel_devices(cls, devices: int | Sequence[int]) -> list[torch.device]:
-        """Return the devices with these indices, or the first ``devices`` devices.
-
-        Args:
-            devices: Indices, or a number of devices.
-        """
+        """Return the devices with these indices, or the first ``devices`` devices."""
         return [device_of(cls.kind, index) for index in (range(devices) if isinstance(devices, int) else devices)]
 
     @classmethod
@@ -137,25 +110,12 @@ class CPUAccelerator(Accelerator):
     kind = "cpu"
 
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
-        """Return the utilization of CPU, memory and swap in percent, by name. Requires ``psutil``.
-
-        Args:
-            device: Accepted and ignored.
-        """
+        """Return the utilization of CPU, memory and swap in percent, by name. Requires ``psutil``."""
         return get_cpu_stats()
 
     @classmethod
     def parse_devices(cls, devices: Devices) -> int:  # type: ignore[override]
-        """Return the number of processes that a value of ``Trainer(devices=...)`` requests.
-
-        Args:
-            devices: A number of processes, a list of indices, a string such as ``"2"`` (a number) or ``"0,1"``
-                (indices), or -1 or ``"auto"`` for one process.
-
-        Raises:
-            ValueError: If the value is invalid.
-            TypeError: If the value is a bool, or neither an integer, a string nor a sequence.
-        """
+        """Return the number of processes that a value of ``Trainer(devices=...)`` requests; 1 for -1 and ``"auto"``."""
         return len(super().parse_devices(devices))
 
 
@@ -165,7 +125,7 @@ class CUDAAccelerator(Accelerator):
     kind = "cuda"
 
     def setup_device(self, device: torch.device) -> None:
-        """See `Accelerator.setup_device`."""
+        """Make a device the current one; see `Accelerator.setup_device`."""
         super().setup_device(device)
         torch.cuda.set_device(device)
 
@@ -189,11 +149,6 @@ def get_nvidia_gpu_stats(device: torch.device | str | int) -> dict[str, float]:
 
     Returns:
         Values by name and unit, such as ``"utilization.gpu (%)"``; 0.0 for a value that the device does not report.
-
-    Raises:
-        FileNotFoundError: If ``nvidia-smi`` is not installed.
-        subprocess.CalledProcessError: If ``nvidia-smi`` fails, for example because the device does not exist.
-        subprocess.TimeoutExpired: If ``nvidia-smi`` does not answer within 60 seconds.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -220,8 +175,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         num_devices: The number of devices; -1 (default) for all usable devices, possibly none.
 
     Raises:
-        ValueError: If torch detects fewer devices than ``num_devices``, or no device if ``num_devices`` is -1.
-        RuntimeError: If fewer devices than ``num_devices`` are usable.
+        ValueError, RuntimeError: If torch detects or can use too few devices.
     """
     count = torch.cuda.device_count()
     if num_devices == 0:

@@ -1,4 +1,4 @@
-"""Accelerate's enums, whose members scripts pass as arguments and use in comparisons."""
+"""Accelerate's enums, and `TensorInformation`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BaseEnum(enum.Enum, metaclass=EnumWithContains):
 
 
 class _TextEnum(enum.StrEnum):
-    """Enum whose members are equal to their values and print as their values, like those of `DistributedType`."""
+    """Enum whose members are equal to their values and print as their values."""
 
 
 class SageMakerDistributedType(_TextEnum):
@@ -44,7 +44,7 @@ class SageMakerDistributedType(_TextEnum):
 
 
 class FP8BackendType(_TextEnum):
-    """Libraries for 8-bit training. Treadle always uses torchao, the member ``AO``."""
+    """Libraries for 8-bit training. Treadle uses torchao, the member ``AO``."""
 
     NO = "NO"
     TE = "TE"
@@ -83,7 +83,7 @@ class DynamoBackend(str, BaseEnum):
 
 
 class LoggerType(BaseEnum):
-    """Names of trackers. Treadle supports those that the documentation of ``Accelerator(log_with=...)`` lists."""
+    """Names of trackers; see `Accelerator` for those that Treadle supports."""
 
     ALL = "all"
     AIM = "aim"

@@ -1,4 +1,4 @@
-"""Helpers that scripts import from Accelerate, for environment variables, memory, progress bars and hardware."""
+"""Accelerate's helpers for environment variables, memory, progress bars, hardware and names."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from ..strategies.distributed import current_place, variables_set
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set environment variables within a ``with`` block, and restore them afterwards, even after an error.
+    """Set environment variables within a ``with`` block, and restore them afterwards.
 
     Args:
         **kwargs: Values by name. Names are converted to upper case, and values to strings.
+
 
     Example:
         >>> import os
@@ -41,7 +42,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment within a ``with`` block, and restore it afterwards, even after an error."""
+    """Empty the environment within a ``with`` block, and restore it afterwards."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -52,7 +53,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Release the unused memory that the GPU's allocator caches. Without a CUDA or Apple GPU, nothing is released.
+    """Release the unused memory that the allocator of a CUDA or Apple GPU caches.
 
     Args:
         garbage_collection: Whether to run Python's garbage collector first. Default: False.
@@ -68,8 +69,8 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 def release_memory(*objects: Any) -> list[None]:
     """Collect garbage, empty the device's memory cache, and return a list with None for each argument.
 
-    The caller's variables refer to the objects during the call. The objects are freed when the result is assigned to
-    these variables and nothing else refers to the objects: ``a, b = release_memory(a, b)``.
+    Assign the result to the variables that hold the objects, so that they can be freed: ``a, b = release_memory(a,
+    b)``.
 
     Args:
         *objects: The objects to release.
@@ -81,18 +82,12 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Show a progress bar of ``tqdm.auto``. By default, it is shown only on local rank zero of each machine.
+    """Return a progress bar of ``tqdm.auto``. By default, it is shown only on local rank zero of each machine.
 
     Args:
         *args: Positional arguments of tqdm.
         main_process_only: Whether the bar is disabled on the other ranks of the machine. Default: True.
         **kwargs: Keyword arguments of tqdm.
-
-    Returns:
-        The progress bar.
-
-    Raises:
-        TypeError: If the first argument is a bool.
     """
     from tqdm.auto import tqdm as bar
 
@@ -112,9 +107,6 @@ def write_basic_config(*args: Any, **kwargs: Any) -> NoReturn:
     Args:
         *args: Accepted and ignored.
         **kwargs: Accepted and ignored.
-
-    Raises:
-        RuntimeError: Always.
     """
     raise RuntimeError(
         "write_basic_config is not supported: Treadle has no machine-wide configuration file. Pass the settings "
@@ -123,15 +115,7 @@ def write_basic_config(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Return 1 for ``y, yes, t, true, on, 1`` and 0 for ``n, no, f, false, off, 0``, regardless of case.
-
-    Args:
-        value: The word to convert.
-        to_bool: Whether to return a bool instead of 1 or 0. Default: False.
-
-    Raises:
-        ValueError: If ``value`` is a different word.
-    """
+    """Return 1 for ``y, yes, t, true, on, 1`` and 0 for ``n, no, f, false, off, 0``; with ``to_bool``, a bool."""
     truth = _parse_truth("value", value)
     return truth if to_bool else int(truth)
 
@@ -148,60 +132,27 @@ _FALSE_WORDS = ("n", "no", "f", "false", "off", "0")
 
 
 def parse_flag_from_env(key: str, default: Any = False) -> bool:
-    """Return the truth value of an environment variable, or of ``default`` if the variable is not set.
-
-    Args:
-        key: The name of the environment variable.
-        default: The value to use if the variable is not set. Default: False.
-
-    Raises:
-        ValueError: If the variable's value or, if the variable is not set, ``str(default)`` is not a word that
-            `str_to_bool` accepts.
-    """
+    """Return the truth value of an environment variable, or of ``default`` if it is not set; see `str_to_bool`."""
     return _parse_truth(key, os.environ.get(key, str(default)))
 
 
 def parse_choice_from_env(key: str, default: Any = "no") -> str:
-    """Return the value of an environment variable, or ``default`` as text if the variable is not set.
-
-    Args:
-        key: The name of the environment variable.
-        default: The value to use if the variable is not set. Default: ``"no"``.
-    """
+    """Return the value of an environment variable, or ``default`` as text if the variable is not set."""
     return os.environ.get(key, str(default))
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the value of the first environment variable with a number of at least 0, or ``default``.
-
-    Args:
-        env_keys: Names of environment variables, in order of precedence.
-        default: The value to return if no variable contains such a number.
-
-    Raises:
-        ValueError: If a variable that is looked up contains text that is not an integer.
-    """
+    """Return the value of the first environment variable with a number of at least 0, or ``default``."""
     return next((number for key in env_keys if (number := int(os.environ.get(key, -1))) >= 0), default)
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return the names of the libraries that have been imported.
-
-    Args:
-        *library_names: Names of modules.
-    """
+    """Return the names of the libraries that have been imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    r"""Return a line ``"KEY=value\n"`` for each variable in ``current_env``.
-
-    A variable is skipped, with a warning, if its name or value is empty or contains one of ``;<>``, a space or a line
-    break.
-
-    Args:
-        current_env: Values of the variables, by name.
-    """
+    r"""Return a line ``"KEY=value\n"`` for each variable. Skip invalid variables, with a warning."""
     lines = []
     for key, value in current_env.items():
         if key and value and not set(";\n<> ") & set(key + value):
@@ -215,28 +166,18 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return ``("cuda", "MULTI_GPU")`` on every machine: the device type and `DistributedType` of training on GPUs."""
+    """Return ``("cuda", "MULTI_GPU")`` on every machine."""
     return "cuda", "MULTI_GPU"
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of the machine's GPUs and their number, from ``nvidia-smi``, without initializing CUDA.
-
-    Raises:
-        FileNotFoundError: If ``nvidia-smi`` is not installed.
-        subprocess.CalledProcessError: If ``nvidia-smi`` fails, for example because there is no driver.
-    """
+    """Return the names of the machine's GPUs and their number, from ``nvidia-smi``, without initializing CUDA."""
     names = _query_gpus("name")
     return names, len(names)
 
 
 def get_driver_version() -> str:
-    """Return the version of the NVIDIA driver that ``nvidia-smi`` reports.
-
-    Raises:
-        FileNotFoundError: If ``nvidia-smi`` is not installed.
-        subprocess.CalledProcessError: If ``nvidia-smi`` fails, for example because there is no driver.
-    """
+    """Return the version of the NVIDIA driver that ``nvidia-smi`` reports."""
     return _query_gpus("driver_version")[0]
 
 
@@ -246,11 +187,7 @@ def _query_gpus(field: str) -> list[str]:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return whether the machine's GPUs can exchange data directly.
-
-    The result is False if there are several GPUs and the name of one of them contains ``RTX 40``, such as GeForce RTX
-    4090. In all other cases, including without a driver, it is True.
-    """
+    """Return False if there are several GPUs and the name of one contains ``RTX 40``, otherwise True."""
     try:
         names, count = get_gpu_info()
     except (OSError, subprocess.CalledProcessError):  # no driver is installed, so there is no objection
@@ -269,10 +206,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return this process's ranks and world sizes from the variables of torchrun, Intel MPI, Open MPI or MVAPICH2.
-
-    Without these variables, the ranks are 0 and the world sizes are 1.
-    """
+    """Return this process's ranks and world sizes from the variables of torchrun, Intel MPI, Open MPI or MVAPICH2."""
     return CPUInformation(
         get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
         get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
@@ -286,11 +220,7 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorate a function, or the test methods of a class, to restore variables ``ACCELERATE_*`` after each call.
-
-    Args:
-        func_or_cls: The function or class to decorate.
-    """
+    """Decorate a function, or the test methods of a class, to restore variables ``ACCELERATE_*`` after each call."""
     if not isinstance(func_or_cls, type):
         return _restore_variables(func_or_cls)
 
@@ -324,21 +254,12 @@ def _restore_variables(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
-    """Return the value of a path variable, such as ``PYTHONPATH``, with a path appended. The variable is not modified.
-
-    Args:
-        env_var_name: The name of the environment variable.
-        path_to_add: The path to append.
-    """
+    """Return the value of a path variable, such as ``PYTHONPATH``, with a path appended."""
     return ":".join([path for path in os.environ.get(env_var_name, "").split(":") if path] + [str(path_to_add)])
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Return whether a port of this machine, by default 29500, accepts connections.
-
-    Args:
-        port: The port's number. Default: None, which means 29500.
-    """
+    """Return whether a port of this machine, by default 29500, accepts connections."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
         return connection.connect_ex(("localhost", 29500 if port is None else port)) == 0
 
@@ -360,13 +281,7 @@ def check_os_kernel() -> None:
 
 
 def convert_bytes(size: float) -> str:
-    """Return a number of bytes as text with a unit from bytes to PB, such as ``"1.5 KB"`` for 1536.
-
-    Each unit is 1024 times the previous one.
-
-    Args:
-        size: The number of bytes.
-    """
+    """Return a number of bytes as text with a unit from bytes to PB, such as ``"1.5 KB"`` for 1536."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
@@ -375,12 +290,7 @@ def convert_bytes(size: float) -> str:
 
 
 def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Merge ``source`` into ``destination``, nested dicts item by item, and return ``destination``.
-
-    Args:
-        source: The dict to take items from.
-        destination: The dict to modify.
-    """
+    """Merge ``source`` into ``destination``, nested dicts item by item, and return ``destination``."""
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -390,31 +300,18 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return a nested attribute by its dotted name, such as ``"encoder.layer.weight"``.
-
-    Args:
-        obj: The object that has the attribute.
-        attr: The dotted name.
-    """
+    """Return a nested attribute by its dotted name, such as ``"encoder.layer.weight"``."""
     return operator.attrgetter(attr)(obj)
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the qualified name of a class or function, or of the class of any other object.
-
-    Args:
-        obj: The class, function or object.
-    """
+    """Return the qualified name of a class or function, or of the class of any other object."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Return whether an error is a ``RuntimeError`` that reports exhausted memory or cuDNN's "not supported".
-
-    Args:
-        exception: The error to examine.
-    """
+    """Return whether an error is a ``RuntimeError`` that reports exhausted memory or cuDNN's "not supported"."""
     signs = (
         " out of memory.",
         "MPS backend out of memory",
@@ -427,12 +324,7 @@ def should_reduce_batch_size(exception: Exception) -> bool:
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, and ignore all arguments.
-
-    Args:
-        *args: Accepted and ignored.
-        **kwargs: Accepted and ignored.
-    """
+    """Do nothing, whatever the arguments are."""
 
 
 def test_launch() -> None:

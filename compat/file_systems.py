@@ -10,16 +10,7 @@ if TYPE_CHECKING:
 
 
 def get_filesystem(path: str | Path, **kwargs: Any) -> AbstractFileSystem:
-    """Return the file system of a path or URL, such as ``"s3://bucket/key"``.
-
-    Args:
-        path: Path or URL of a file or folder.
-        **kwargs: Arguments of fsspec's file system, such as credentials.
-
-    Raises:
-        ValueError: If fsspec does not support the protocol.
-        ImportError: If the protocol's package is not installed.
-    """
+    """Return fsspec's file system of a path or URL, such as ``"s3://bucket/key"``, with these options."""
     from fsspec.core import url_to_fs  # installed with torch
 
     file_system, _ = url_to_fs(str(path), **kwargs)

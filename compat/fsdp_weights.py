@@ -26,10 +26,7 @@ _NO_LIMIT = 2**63  # bytes; no file is larger
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Set environment variables that make Transformers load weights only on the local rank zero of each machine.
-
-    An existing value of ``ACCELERATE_USE_FSDP`` is kept.
-    """
+    """Set environment variables that make Transformers load weights only on the local rank zero of each machine."""
     os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
 
@@ -40,11 +37,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries with the prefixes of compilation and activation checkpointing removed from their names.
-
-    Args:
-        named_params: Parameters, or other values, keyed by parameter name.
-    """
+    """Return the entries with the prefixes of compilation and activation checkpointing removed from their names."""
     return {
         strip_compile_prefix(name.replace("._checkpoint_wrapped_module", "")).replace("._orig_mod", ""): value
         for name, value in named_params.items()
@@ -56,11 +49,7 @@ def get_parameters_from_modules(
 ) -> set[nn.Parameter]:
     """Return the set of parameters of modules that are passed, or that a regular expression selects by name.
 
-    Args:
-        modules: The modules, a regular expression for their full names, or None for no modules. Modules that are
-            selected by name are moved to ``device``.
-        model: The model in which names are looked up.
-        device: Device for modules that are selected by name.
+    Modules that are selected by their full names in ``model`` are moved to ``device``.
     """
     if isinstance(modules, str):
         pattern = re.compile(modules)
@@ -73,10 +62,7 @@ def ensure_weights_retied(
 ) -> Callable[[nn.Module], nn.Module]:
     """Return a function that calls ``param_init_fn`` and then ties the module's tied weights again.
 
-    Args:
-        param_init_fn: Function that initializes a module, and may replace its parameters.
-        model: The model. Its ``_tied_weights_keys`` names the tied weights.
-        device: Accepted and ignored.
+    ``model._tied_weights_keys`` names the tied weights.
     """
     names: Iterable[str] = getattr(model, "_tied_weights_keys", None) or ()  # type: ignore[assignment]
     first: dict[int, Tensor | None] = {id(model.get_parameter(name)): None for name in names}
@@ -98,12 +84,10 @@ def ensure_weights_retied(
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Tensor]) -> None:
     """Replace the parameters of an optimizer in place.
 
-    Args:
-        optimizer: Optimizer to change.
-        mapping: New parameters, keyed by the ``data_ptr`` methods of the old parameters.
+    ``mapping`` contains the new parameters, keyed by the ``data_ptr`` methods of the old ones.
 
     Raises:
-        KeyError: If a parameter of the optimizer has no replacement and would no longer be trained.
+        KeyError: If a parameter of the optimizer has no replacement.
     """
     for group in optimizer.param_groups:
         missing = [tuple(parameter.shape) for parameter in group["params"] if parameter.data_ptr not in mapping]
@@ -117,16 +101,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Shard a model with the accelerator's FSDP and return it.
-
-    Args:
-        accelerator: Accelerator that shards models.
-        model: Model to shard.
-
-    Raises:
-        ValueError: If the accelerator does not shard models, or cannot prepare the model; see
-            `Accelerator.prepare_model`.
-    """
+    """Shard a model with the accelerator's FSDP and return it; see `Accelerator.prepare_model`."""
     _check_sharded(accelerator)
     return accelerator.prepare_model(model)  # type: ignore[no-any-return]
 
@@ -134,21 +109,11 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
 ) -> nn.Module:
-    """Load rank zero's full state into a sharded model. Must be called on all ranks.
-
-    Args:
-        accelerator: The accelerator that sharded the model.
-        model: The sharded model.
-        full_sd: Full state of the model. It is ignored on ranks other than zero.
-        cpu_offload: Accepted and ignored. Each shard is loaded to the device of the existing shard.
-
-    Returns:
-        The model.
+    """Load rank zero's full state into a sharded model, and return the model. Must be called on all ranks.
 
     Raises:
         ValueError: If the accelerator does not shard models.
-        KeyError: On every rank, if the state lacks a tensor of the model.
-        RuntimeError: On at least one rank, if the state has additional tensors or tensors of other shapes.
+        KeyError, RuntimeError: If the state does not fit the model.
     """
     _check_sharded(accelerator)
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -175,21 +140,14 @@ def save_fsdp_model(
     """Write a sharded model's weights in Accelerate's format. Must be called on all ranks.
 
     Args:
-        fsdp_plugin: Plugin whose ``state_dict_type`` selects the format. ``FULL_STATE_DICT`` writes the full state to
-            ``pytorch_model_fsdp.bin``. ``SHARDED_STATE_DICT`` writes shards to a folder ``pytorch_model_fsdp_0`` of
-            ``torch.distributed.checkpoint``. None, the only value that Treadle's `FullyShardedDataParallelPlugin`
-            accepts, writes shards with ``fsdp_version=2``, and otherwise the full state.
+        fsdp_plugin: Plugin whose ``state_dict_type`` selects one file with the full state, or a folder of shards. None
+            means shards with ``fsdp_version=2``, otherwise the full state.
         accelerator: The accelerator that sharded the model.
         model: The sharded model.
         output_dir: The folder, which is created if it is missing.
-        model_index: Index of the model, if there are several. Default: 0. An index other than 0 replaces the number in
-            the folder's name and is appended to the file's name, as in ``pytorch_model_fsdp_1.bin``.
-        adapter_only: Whether to omit the parameters that are not trainable. Buffers are written. Default: False.
+        model_index: Index of the model in the names of files and folders. Default: 0.
+        adapter_only: Whether to omit parameters that are not trainable. Default: False.
         use_dcp: Must be True (default), unless the full state is written.
-
-    Raises:
-        ValueError: If ``state_dict_type`` is ``LOCAL_STATE_DICT``, or if ``use_dcp`` is False and the full state is not
-            written.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -210,15 +168,8 @@ def load_fsdp_model(
 ) -> Any:
     """Load weights that were saved by `save_fsdp_model` into a sharded model. Must be called on all ranks.
 
-    ``input_dir`` is the folder to load from. The other arguments are those of `save_fsdp_model`. With ``adapter_only``,
-    weights that are missing in the checkpoint are kept.
-
-    Returns:
-        The missing and unexpected keys, as ``Module.load_state_dict`` returns them.
-
-    Raises:
-        ValueError: If `save_fsdp_model` rejects the arguments. On rank zero, also if the file with the full state lacks
-            weights of the model, unless ``adapter_only`` is set.
+    The arguments are those of `save_fsdp_model`. With ``adapter_only``, weights that are missing in the checkpoint are
+    kept. The missing and unexpected keys are returned.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -243,12 +194,9 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of a sharded model's optimizer to ``optimizer.bin`` or to a folder ``optimizer_0``.
+    """Write the state of a sharded model's optimizer to a file or folder. Must be called on all ranks.
 
-    This function must be called on all ranks.
-
-    ``optimizer`` is the prepared optimizer of ``model``, and ``optimizer_index`` is its index if there are several. The
-    other arguments are those of `save_fsdp_model`.
+    The arguments are those of `save_fsdp_model`.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -269,11 +217,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load the optimizer state that `save_fsdp_optimizer` wrote. Must be called on all ranks.
-
-    ``input_dir`` is the folder to load from, and ``adapter_only`` is ignored. The other arguments are those of
-    `save_fsdp_optimizer`.
-    """
+    """Load the optimizer state that `save_fsdp_optimizer` wrote. Must be called on all ranks."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_optimizer_state_dict,
@@ -296,18 +240,17 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Merge a sharded checkpoint into one file, ``output_path/model.safetensors``, on rank zero. The other ranks wait.
+    """Merge a sharded checkpoint into one file on rank zero. The other ranks wait.
 
     Args:
-        checkpoint_dir: A folder of ``torch.distributed.checkpoint``, or a checkpoint of Treadle. The index of the
-            former is unpickled, which may run code. Loading a checkpoint of Treadle never runs code.
-        output_path: The folder, which is created if it is missing.
-        safe_serialization: Whether to write safetensors. False writes ``pytorch_model.bin`` in torch's format.
-        remove_checkpoint_dir: Whether to delete the sharded checkpoint once the file is complete.
+        checkpoint_dir: A checkpoint of Treadle, or a folder of ``torch.distributed.checkpoint``, whose index is
+            unpickled, which may run code.
+        output_path: The folder for the file, which is created if it is missing.
+        safe_serialization: Whether to write ``model.safetensors`` instead of ``pytorch_model.bin``. Default: True.
+        remove_checkpoint_dir: Whether to delete ``checkpoint_dir`` afterwards. Default: False.
 
     Raises:
-        ValueError: If the folder is not a checkpoint of a model's weights. If it has a subfolder
-            ``pytorch_model_fsdp_0``, the error names the subfolder.
+        ValueError: If the folder is not a checkpoint of a model's weights.
     """
     folder, world = Path(checkpoint_dir), current_world()
     if not folder.is_dir():
@@ -373,7 +316,6 @@ def _is_full(plugin: Any, use_dcp: bool) -> bool:
 
 
 def _refuse_missing(module: nn.Module, state: dict[str, Any]) -> None:
-    """Raise a ValueError if a full state lacks weights of the model, which torch would keep without an error."""
     tensors = module.state_dict(keep_vars=True)
     present = {id(tensor) for name, tensor in tensors.items() if name in state}
     missing = [name for name, tensor in tensors.items() if name not in state and id(tensor) not in present]

@@ -1,4 +1,4 @@
-"""Gradient scalers for training loops that call ``scaler.step`` without an Accelerator."""
+"""Gradient scalers for training loops without an Accelerator."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import torch
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
     """Return a gradient scaler for this machine's accelerator, or for CUDA if the machine has none.
 
-    Args:
-        distributed_type: ``DistributedType.FSDP`` for a scaler that checks the shards of all ranks for overflow. Other
-            values have no effect. Default: None.
-        **kwargs: Arguments of ``torch.amp.GradScaler``, except ``device``.
+    With ``DistributedType.FSDP``, it checks the shards of all ranks for overflow.
     """
     if getattr(distributed_type, "value", distributed_type) == "FSDP":
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -24,9 +21,5 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.Gr
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """Return torch's standard gradient scaler, which Accelerate also returns for FSDP2.
-
-    Args:
-        **kwargs: Arguments of ``torch.amp.GradScaler``.
-    """
+    """Return torch's ``GradScaler(**kwargs)``, as Accelerate does for FSDP2."""
     return torch.amp.GradScaler(**kwargs)

@@ -1,4 +1,4 @@
-"""Arguments of ``__init__`` read from a frame, and attributes looked up in a task and its data module."""
+"""Lightning's helpers for hyperparameters, and for attributes of a task and its data module."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
-    """Delete hyperparameters that cannot be pickled, with a warning for each.
-
-    Args:
-        hparams: Hyperparameters by name, which are changed in place.
-    """
+    """Delete hyperparameters that cannot be pickled, in place, with a warning for each."""
     for name in [name for name, value in hparams.items() if not is_picklable(value)]:
         warn(
             f"hyperparameter {name!r} can't be pickled and is removed. To avoid this warning, call "
@@ -29,11 +25,7 @@ def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
 
 
 def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
-    """Return the names of ``self``, ``*args`` and ``**kwargs`` in a class's ``__init__``; None for a missing one.
-
-    Args:
-        cls: Class whose ``__init__`` is inspected.
-    """
+    """Return the names of ``self``, ``*args`` and ``**kwargs`` in a class's ``__init__``; None for a missing one."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
     positional, keyword = (next((p.name for p in parameters if p.kind == kind), None) for kind in _VARIADIC)
     return parameters[0].name, positional, keyword
@@ -42,11 +34,7 @@ def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
 def get_init_args(frame: FrameType) -> dict[str, Any]:
     """Return the arguments of the ``__init__`` that runs in a frame, by name; an empty dict for any other frame.
 
-    Arguments in ``*args`` are omitted. An ``__init__`` that does not refer to ``__class__``, as ``super()`` does,
-    counts as any other frame.
-
-    Args:
-        frame: Frame of a running function.
+    An ``__init__`` that does not refer to ``__class__``, as ``super()`` does, counts as any other frame.
     """
     return _read_frame(frame)[1]
 
@@ -67,15 +55,10 @@ def _read_frame(frame: FrameType) -> tuple[Any, dict[str, Any]]:
 def collect_init_args(
     frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Return the arguments of the nested ``__init__`` calls around a frame, from the innermost to the outermost call.
+    """Append the arguments of the nested ``__init__`` calls around a frame to ``path_args``, and return it.
 
-    Args:
-        frame: Frame in which the search starts.
-        path_args: List to which the arguments of each call are appended as a dict. It is returned.
-        inside: Whether ``frame`` is inside such a call, so the search ends at the first frame that is not. By default,
-            the search first skips frames until it reaches such a call.
-        classes: Classes whose ``__init__`` counts. Default: all. The method must refer to ``__class__``, as ``super()``
-            does. Without ``classes``, another method that does so counts too, and an empty dict is appended for it.
+    The innermost call comes first. A call counts if its method refers to ``__class__``, as ``super()`` does, and its
+    object is of one of ``classes``, if any. Unless ``inside`` is True, frames are skipped until the first such call.
     """
     current: FrameType | None = frame
     while current is not None and current.f_back is not None:
@@ -100,12 +83,11 @@ def save_hyperparameters(
 
     Args:
         obj: A task, a data module, or another object with the method ``save_hyperparameters``.
-        *args: Names of the arguments to save, or one object that holds all hyperparameters. Default: all arguments. An
-            object is ignored if ``given_hparams`` is set or ``obj`` is a dataclass.
+        *args: Names of the arguments to save, or one object that holds all hyperparameters. Default: all arguments.
         ignore: Name or names to omit. Default: None.
         frame: The frame whose arguments are saved. Default: the caller's.
-        given_hparams: Values by name that are saved instead of a frame's arguments. Default: for a dataclass, the
-            fields that its ``__init__`` sets; otherwise None.
+        given_hparams: Values to save instead of a frame's arguments. Default: the fields of a dataclass, otherwise
+            None.
     """
     if dataclasses.is_dataclass(obj) and given_hparams is None:
         given_hparams = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
@@ -116,7 +98,6 @@ def save_hyperparameters(
 
 
 def _find_holders(model: Any, attribute: str) -> list[Any]:
-    """Return the holders of an attribute, in order: task, its hyperparameters, data module, its hyperparameters."""
     trainer = model.__dict__.get("_trainer")
     holders = []
     for owner in (model, None if trainer is None else trainer.datamodule):
@@ -136,24 +117,14 @@ def _get_holders(model: Any, attribute: str) -> list[Any]:
 
 
 def lightning_hasattr(model: Any, attribute: str) -> bool:
-    """Return whether a task, its data module or the hyperparameters of either have an attribute.
-
-    Args:
-        model: The task.
-        attribute: The attribute's name.
-    """
+    """Return whether a task, its data module or the hyperparameters of either have an attribute."""
     return bool(_find_holders(model, attribute))
 
 
 def lightning_getattr(model: Any, attribute: str) -> Any:
     """Return an attribute of a task, its data module, or the hyperparameters of either.
 
-    If several of these objects have the attribute, the last one in this order applies: the task, the task's
-    hyperparameters, the data module, the data module's hyperparameters.
-
-    Args:
-        model: The task.
-        attribute: The attribute's name.
+    The data module precedes the task, and hyperparameters precede attributes.
 
     Raises:
         AttributeError: If none of these objects has the attribute.
@@ -164,11 +135,6 @@ def lightning_getattr(model: Any, attribute: str) -> Any:
 
 def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
     """Set an attribute wherever it exists: in a task, its data module, and the hyperparameters of either.
-
-    Args:
-        model: The task.
-        attribute: The attribute's name.
-        value: The new value.
 
     Raises:
         AttributeError: If none of these objects has the attribute.

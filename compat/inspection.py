@@ -1,4 +1,4 @@
-"""Queries about a module, a value or the machine that scripts import from Lightning's utilities."""
+"""Lightning's queries about a module, a value or the machine."""
 
 from __future__ import annotations
 
@@ -29,11 +29,8 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
         group_separator: Text between the kind of norm and the parameter's name. Default: ``"/"``.
 
     Returns:
-        0-d tensors by name, such as ``"grad_2.0_norm/net.weight"``; the last one is ``"grad_2.0_norm_total"``. The dict
-        is empty if no parameter has a gradient.
-
-    Raises:
-        ValueError: If ``norm_type`` is not a number above 0.
+        0-d tensors by name, such as ``"grad_2.0_norm/net.weight"``, with ``"grad_2.0_norm_total"``; empty without
+        gradients.
     """
     order = float(norm_type)
     if order <= 0:
@@ -57,7 +54,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
     """Return the names of shared parameters, one list per parameter.
 
     Args:
-        module: The module to search.
+        module: The module.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -66,14 +63,11 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """Retie each group of parameters that `find_shared_parameters` returned.
+    """Retie each group of parameters that `find_shared_parameters` returned, and return the module.
 
     Args:
         module: The module, which is changed in place.
         shared_params: Lists of names. All names in a list share the parameter of the first name.
-
-    Returns:
-        The module.
     """
     for first, *others in shared_params:
         parameter = module.get_parameter(first)
@@ -84,7 +78,7 @@ def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[st
 
 
 def is_picklable(obj: object) -> bool:
-    """Return whether an object can be pickled, and therefore sent to another process.
+    """Return whether an object can be pickled.
 
     Args:
         obj: Any object.
@@ -101,9 +95,6 @@ def suggested_max_num_workers(local_world_size: int) -> int:
 
     Args:
         local_world_size: Number of processes on this machine, at least 1.
-
-    Raises:
-        ValueError: If ``local_world_size`` is not an integer of at least 1.
     """
     check_int("local_world_size", local_world_size, 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -116,11 +107,6 @@ def is_shared_filesystem(strategy: Strategy | World, path: str | Path | None = N
     Args:
         strategy: The run's strategy, or its world.
         path: An existing directory. Default: the working directory.
-
-    Raises:
-        ValueError: If ``path`` is not a directory on this rank.
-        OSError: On rank zero, if a file cannot be created in ``path``.
-        RuntimeError: If the call fails on another rank.
     """
     world = strategy if isinstance(strategy, World) else strategy.world
     folder = Path.cwd() if path is None else Path(path)

@@ -1,4 +1,4 @@
-"""Accelerate's wrapper of a function that launched processes run."""
+"""`PrepareForLaunch`, Accelerate's wrapper of a function that launched processes run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,12 @@ from ..strategies.distributed import DistributedType
 class PrepareForLaunch:
     """Callable for ``torch.multiprocessing`` that sets this process's rank and runs a function.
 
-    `treadle.notebook_launcher` does not need this class.
-
     Args:
         launcher: Function to run.
         distributed_type: A `DistributedType` or its value. With ``MULTI_*``, the rank is computed from the process's
             index and the environment variables ``NODE_RANK`` and ``NPROC``; other types set no rank. Default: ``"NO"``.
-        debug: Whether to connect the processes with gloo instead of setting the rank. The environment variables
-            ``WORLD_SIZE`` and ``ACCELERATE_DEBUG_RDV_FILE``, the path of a file for the connection, must then be set.
+        debug: Whether to connect the processes with gloo instead, through the file ``ACCELERATE_DEBUG_RDV_FILE``.
             Default: False.
-
-    Raises:
-        ValueError: If ``distributed_type`` is unknown.
     """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: Any = "NO", debug: bool = False) -> None:
@@ -34,12 +28,7 @@ class PrepareForLaunch:
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:
-        """Set the rank or connect the processes, as configured, and run the function with ``args``.
-
-        Args:
-            index: Index of this process on its machine; with ``debug``, its rank.
-            *args: Arguments of the function.
-        """
+        """Set the rank or connect the processes, as configured, and run the function with ``args``."""
         if self.debug:
             size = int(os.environ["WORLD_SIZE"])
             store = torch.distributed.FileStore(os.environ["ACCELERATE_DEBUG_RDV_FILE"], size)

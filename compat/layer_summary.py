@@ -16,14 +16,11 @@ _UNITS = (" ", "K", "M", "B", "T")
 
 
 class ModelSummary(Summary):
-    """Table of a model's modules, built from the model as in Lightning; see `treadle.callbacks.summarize`.
+    """Table of a model's modules; see `treadle.callbacks.summarize`.
 
     Args:
-        model: Model to summarize.
+        model: The model.
         max_depth: Number of levels of modules to list; -1 lists all levels, 0 lists only the totals. Default: 1.
-
-    Raises:
-        ValueError: If ``max_depth`` is not an integer of at least -1.
     """
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
@@ -34,8 +31,7 @@ class LayerSummary:
     """Summary of a layer: its class, its parameters, and the input and output shapes of its first call.
 
     Args:
-        module: The layer. A hook on it records the shapes and is then removed. TorchScript modules do not support
-            hooks, so their shapes stay unknown.
+        module: The layer. A hook on it records the shapes. Those of TorchScript modules stay unknown.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -61,12 +57,12 @@ class LayerSummary:
 
     @property
     def in_size(self) -> Any:
-        """Shape of the inputs of the first call, as `parse_batch_shape` returns it; ``"?"`` before that call."""
+        """Shape of the inputs of the first call; see `parse_batch_shape`."""
         return self._sizes[0]
 
     @property
     def out_size(self) -> Any:
-        """Shape of the output of the first call, as `parse_batch_shape` returns it; ``"?"`` before that call."""
+        """Shape of the output of the first call; see `parse_batch_shape`."""
         return self._sizes[1]
 
     @property
@@ -76,7 +72,7 @@ class LayerSummary:
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of all parameters. Uninitialized parameters count as 0."""
+        """Number of elements of all parameters, except uninitialized ones."""
         return sum(p.numel() for p in self._module.parameters() if not is_lazy(p))
 
     @property
@@ -86,35 +82,21 @@ class LayerSummary:
 
 
 def parse_batch_shape(batch: Any) -> Any:
-    """Return the shape of a tensor as a list, or nested shapes for lists and tuples; ``"?"`` for any other value.
-
-    Args:
-        batch: A tensor, or nested lists and tuples of tensors.
-    """
+    """Return the shape of a tensor as a list, or nested shapes for lists and tuples; ``"?"`` for any other value."""
     if hasattr(batch, "shape"):
         return list(batch.shape)
     return [parse_batch_shape(part) for part in batch] if isinstance(batch, list | tuple) else UNKNOWN_SIZE
 
 
 def get_formatted_model_size(total_model_size: float) -> str:
-    """Return a size in MB as text with thousands separators and three decimals, such as ``"1,234.500"``.
-
-    Args:
-        total_model_size: The size in MB.
-    """
+    """Return a size as text with thousands separators and three decimals, such as ``"1,234.500"``."""
     return f"{total_model_size:,.3f}"
 
 
 def get_human_readable_count(number: float) -> str:
-    """Return a count as text with a unit, such as ``"1.2 K"`` or ``"400 T"``.
+    """Return a count of at least 0 as text with the unit K, M, B or T, such as ``"1.2 K"`` or ``"400 T"``.
 
-    The units are K, M, B and T, for thousands to trillions. Counts below 1000 have no unit and end with two spaces.
-
-    Args:
-        number: The count, at least 0.
-
-    Raises:
-        ValueError: If the number is negative.
+    Counts below 1000 have no unit and end with two spaces.
     """
     if number < 0:
         raise ValueError(f"number={number} must be at least 0.")

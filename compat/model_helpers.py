@@ -1,4 +1,4 @@
-"""Accelerate's helpers for models: regional compilation, order of modules, state dicts for safetensors."""
+"""Accelerate's helpers for models, their state dicts and their files."""
 
 from __future__ import annotations
 
@@ -23,29 +23,17 @@ from ..engine.weights import save_object
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether a model is, or contains, a module that ``torch.compile`` returned.
-
-    Args:
-        module: Model to inspect.
-    """
+    """Return whether a model is, or contains, a module that ``torch.compile`` returned."""
     return any(is_compiled_module(part) for part in module.modules()) and bool(module._modules)
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module is a non-empty ``ModuleList`` whose items are all instances of the first item's class.
-
-    Args:
-        module: Any module.
-    """
+    """Return whether a module is a non-empty ``ModuleList`` whose items are all instances of the first item's class."""
     return isinstance(module, nn.ModuleList) and len(module) > 0 and all(isinstance(m, type(module[0])) for m in module)
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module is, or contains, a list of blocks for which `is_repeated_blocks` is True.
-
-    Args:
-        module: Any module.
-    """
+    """Return whether a module is, or contains, a list of blocks for which `is_repeated_blocks` is True."""
     return any(is_repeated_blocks(part) for part in module.modules())
 
 
@@ -53,8 +41,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """Return a copy of the model that shares its parameters and has each repeated block compiled separately.
 
     The repeated blocks are the items of lists for which `is_repeated_blocks` is True. Each remaining submodule is
-    compiled as a whole. Blocks of one class can share compiled code, which shortens the first step; see torch's
-    tutorial on regional compilation.
+    compiled as a whole. Blocks of one class can share compiled code; see torch's tutorial on regional compilation.
 
     Args:
         module: The model. Without repeated blocks, it is compiled as a whole.
@@ -82,12 +69,7 @@ def _compile_parts(module: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile each repeated block and each remaining submodule in place, and return the model; see `compile_regions`.
-
-    Args:
-        module: Model to compile. Without repeated blocks, it is compiled as a whole.
-        **compile_kwargs: Arguments of ``nn.Module.compile``.
-    """
+    """Compile each repeated block and each remaining submodule in place, and return the model."""
     if is_repeated_blocks(module):
         for block in module.children():
             block.compile(**compile_kwargs)
@@ -100,12 +82,7 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Return all modules of a model. Each module follows its submodules, and the model comes last.
-
-    Args:
-        model: Model whose modules are listed.
-        return_fqns: Whether to return pairs of name and module. Default: False.
-    """
+    """Return all modules of a model, or pairs of name and module. Each module follows its submodules."""
     waiting, ordered = [("", model)], []
     while waiting:
         name, module = waiting.pop()
@@ -115,30 +92,17 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the class of the first module whose class has this name, or None.
-
-    Args:
-        module: Model whose modules are searched.
-        name: Name of the class.
-    """
+    """Return the class of the first module whose class has this name, or None."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Return whether any parameter is a ``DTensor``.
-
-    Args:
-        model: Model to inspect.
-    """
+    """Return whether any parameter is a ``DTensor``."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return the number of ranks over which Transformers has split the model's matrices, or None if they are not split.
-
-    Args:
-        model: A model of Transformers.
-    """
+    """Return the number of ranks over which Transformers has split the model's matrices, or None."""
     size = getattr(model, "tp_size", None)
     if size is not None:
         return int(size)
@@ -151,9 +115,6 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
     If a tensor has several names, all but the first are removed, with a warning. Other tensors that share memory with
     an earlier one are copied.
-
-    Args:
-        state_dict: Tensors by name. The dict is not changed.
     """
     names: dict[Any, str] = {}
     storages: set[tuple[torch.device, int]] = set()
@@ -179,12 +140,7 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 
 def move_to_device(state: Any, device: Any) -> Any:
-    """Return an optimizer's state with every tensor on ``device``.
-
-    Args:
-        state: The optimizer's ``state_dict()``, or other tensors in nested lists, tuples and dicts.
-        device: Device to which the tensors are moved.
-    """
+    """Return nested lists, tuples and dicts, such as an optimizer's state, with every tensor on ``device``."""
     if isinstance(state, list | tuple):
         return honor_type(state, (move_to_device(item, device) for item in state))
     if isinstance(state, dict):
@@ -195,17 +151,9 @@ def move_to_device(state: Any, device: Any) -> Any:
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write an object on rank zero with ``torch.save`` or safetensors.
+    """Write an object with ``torch.save``, or a dict of tensors with safetensors, on rank zero.
 
-    Args:
-        obj: Object to write; for safetensors, a dict of tensors.
-        f: Path of the file, or an open binary file.
-        save_on_each_node: Whether to write on the local rank zero of every machine. Default: False.
-        safe_serialization: Whether to write safetensors. Default: False.
-
-    Raises:
-        TypeError: If ``safe_serialization`` is True and ``obj`` contains a value that is not a tensor, or a tensor of a
-            dtype that safetensors does not support.
+    With ``save_on_each_node``, local rank zero of every machine writes.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
@@ -216,13 +164,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Load a ``torch.save`` file. By default, only tensors, NumPy arrays and plain values are unpickled.
-
-    Args:
-        f: Path of the file, or an open binary file.
-        map_location: See ``torch.load``.
-        **kwargs: Further arguments of ``torch.load``.
-    """
+    """Load a ``torch.save`` file. By default, only tensors, NumPy arrays and plain values are unpickled."""
     core = np._core.multiarray  # type: ignore[attr-defined]
     safe = [core._reconstruct, core.scalar, np.ndarray, np.dtype, codecs.encode, *_NUMPY_TYPES]
     with torch.serialization.safe_globals(safe):
@@ -235,15 +177,10 @@ _NUMPY_TYPES = [kind for kind in vars(np.dtypes).values() if isinstance(kind, ty
 def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
     """Write ``obj.state_dict()`` to ``path/custom_checkpoint_{index}.pkl`` on rank zero.
 
-    Args:
-        obj: An object with ``state_dict``.
-        path: Directory of the file.
-        index: The number in the file's name. Default: 0.
-        save_on_each_node: Whether to write on the local rank zero of every machine. Default: False.
+    With ``save_on_each_node``, local rank zero of every machine writes.
 
     Raises:
-        TypeError: On a rank that writes, if the state contains values that `load_custom_state` could not load. No file
-            is written.
+        TypeError: If the state contains values that `load_custom_state` could not load. No file is written.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
@@ -263,11 +200,5 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
 
 
 def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
-    """Load the state that `save_custom_state` wrote. Only tensors, NumPy arrays and plain values are unpickled.
-
-    Args:
-        obj: An object with ``load_state_dict``.
-        path: Directory of the file.
-        index: The number in the file's name. Default: 0.
-    """
+    """Load the state that `save_custom_state` wrote. Only tensors, NumPy arrays and plain values are unpickled."""
     obj.load_state_dict(load(Path(path) / f"custom_checkpoint_{index}.pkl", map_location="cpu"))

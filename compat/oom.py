@@ -1,4 +1,4 @@
-"""Queries about errors: whether memory ran out on a device, in cuDNN or on the host. Also `recursive_detach`."""
+"""Lightning's queries about exhausted memory, and `recursive_detach`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ __all__ = [
 
 
 def is_cuda_out_of_memory(exception: BaseException) -> bool:
-    """Return whether a CUDA device ran out of memory.
-
-    Args:
-        exception: Error to inspect.
-    """
+    """Return whether an error reports exhausted memory of a CUDA device."""
     text = str(exception)
     return isinstance(exception, torch.cuda.OutOfMemoryError) or (
         isinstance(exception, RuntimeError) and "CUDA" in text and "out of memory" in text
@@ -32,30 +28,17 @@ def is_cuda_out_of_memory(exception: BaseException) -> bool:
 
 
 def is_cudnn_snafu(exception: BaseException) -> bool:
-    """Return whether cuDNN reports "not supported", as it does if it cannot allocate a workspace.
-
-    Args:
-        exception: Error to inspect.
-    """
+    """Return whether an error is cuDNN's "not supported", as it is if cuDNN cannot allocate a workspace."""
     return isinstance(exception, RuntimeError) and "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED" in str(exception)
 
 
 def is_out_of_cpu_memory(exception: BaseException) -> bool:
-    """Return whether the host ran out of memory.
-
-    Args:
-        exception: Error to inspect.
-    """
+    """Return whether an error reports exhausted memory of the host."""
     return isinstance(exception, MemoryError) or (
         isinstance(exception, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(exception)
     )
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
-    """Return nested data with its tensors detached and, with ``to_cpu``, moved to the CPU.
-
-    Args:
-        in_dict: Tensors, or nested dicts, lists and tuples that contain tensors.
-        to_cpu: Whether to move the tensors to the CPU. Default: False.
-    """
+    """Return nested dicts, lists and tuples with their tensors detached and, with ``to_cpu``, moved to the CPU."""
     return apply_to_collection(in_dict, Tensor, lambda t: t.detach().cpu() if to_cpu else t.detach())

@@ -1,4 +1,4 @@
-"""Collectives of the Accelerator as functions, for code without an Accelerator. They use the current process group."""
+"""Collectives and seeds as functions, for code without an Accelerator."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ def gather(tensor: Any) -> Any:
     """Concatenate every rank's tensors along dimension 0, on every rank; see `Accelerator.gather`.
 
     Args:
-        tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same structure on every rank. The
-            numbers of rows may differ, except in Accelerate's debug mode; see `PartialState.debug`.
+        tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same structure on every rank.
 
     Returns:
-        The values, with the same structure as the input. Parts without tensors become lists of the values of all ranks.
+        The values, with the structure of the input. Parts without tensors become lists of all ranks' values.
 
     Raises:
         TypeError: If ``tensor`` contains no tensor.
-        DistributedOperationException: On every rank, if the values differ between ranks in number, dtype, a dimension
-            other than 0 or, in debug mode, the number of rows.
+        DistributedOperationException: On every rank, if the values of the ranks do not fit together.
     """
     world = current_world()
     collectives.check_equal_shapes("gather", tensor, world)
@@ -51,7 +49,6 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         from_process: Rank that sends its tensors. Default: 0.
 
     Raises:
-        ValueError: If ``from_process`` is not a rank of the group.
         DistributedOperationException: On every rank, if the tensors differ in number, shape or dtype.
     """
     return collectives.broadcast(tensor, current_world(), from_process)
@@ -63,10 +60,6 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     Args:
         object_list: List of objects that can be pickled.
         from_process: Rank that sends its list. Default: 0.
-
-    Raises:
-        TypeError: If ``object_list`` is not a list.
-        ValueError: If ``from_process`` is not a rank of the group.
     """
     world = current_world()
     collectives.check_process(from_process, world.size, "from_process")
@@ -77,7 +70,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Reduce tensors over the ranks; see `Accelerator.reduce`, which returns the sum by default.
+    """Reduce tensors over the ranks, and return them in the structure of the input. The mean of integers is float64.
 
     Args:
         tensor: A tensor, or nested lists, tuples and dicts of tensors, of the same shapes and dtypes on every rank.
@@ -85,29 +78,21 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
             tensors.
         scale: Factor by which the result is multiplied, except with ``"none"``. Default: 1.0.
 
-    Returns:
-        The reduced tensors, with the same structure as the input. The mean of integers is float64.
-
     Raises:
-        ValueError: If ``reduction`` is unknown.
-        DistributedOperationException: On every rank, if the tensors differ in number, shape or dtype, unless
-            ``reduction`` is ``"none"``.
+        DistributedOperationException: On every rank, if tensors that have to be reduced differ in number, shape or
+            dtype.
     """
     return collectives.reduce(tensor, current_world(), reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Pad tensors along ``dim`` to the greatest length of any rank.
+    """Return tensors that are padded along ``dim`` to the greatest length of any rank.
 
     Args:
-        tensor: A tensor, or nested lists, tuples and dicts of tensors. Each rank needs the same number of tensors, with
-            the same numbers of dimensions.
+        tensor: A tensor, or nested lists, tuples and dicts of tensors.
         dim: The dimension to pad. Tensors without this dimension are unchanged. Default: 0.
         pad_index: The value to pad with. Default: 0.
         pad_first: Whether to pad at the beginning instead of the end. Default: False.
-
-    Returns:
-        The padded tensors, with the same structure as the input.
 
     Raises:
         DistributedOperationException: On every rank, if the tensors differ in number or in their number of dimensions.
@@ -125,12 +110,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: Seed from 0 to 2**32 - 1.
-        device_specific: Whether to add the rank to the seed, so each rank has a different seed. Default: False.
-        deterministic: Whether torch must use deterministic algorithms, and raise an error if an operation has none.
-            Default: False, which leaves torch's setting unchanged.
-
-    Raises:
-        ValueError: If ``seed`` is not an integer from 0 to 2**32 - 1.
+        device_specific: Whether to add the rank to the seed. Default: False.
+        deterministic: Whether torch must use deterministic algorithms. Default: False, which leaves torch's setting
+            unchanged.
     """
     if device_specific:
         seed_everything(seed)  # an invalid seed is reported as it was passed
@@ -149,8 +131,7 @@ def synchronize_rng_states(rng_types: list[Any], generator: torch.Generator | No
         generator: Generator to which ``"generator"`` refers. Default: None.
 
     Raises:
-        ValueError: If a kind is unknown, is ``"cuda"`` on a process without CUDA, or is ``"generator"`` and
-            ``generator`` is None.
+        ValueError: If a kind is unknown or not available in this process.
     """
     for kind in rng_types:
         synchronize_rng_state(kind, generator)
@@ -162,10 +143,6 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
     Args:
         rng_type: ``"torch"``, ``"cuda"`` or ``"generator"``, or a member of `RNGType`.
         generator: Generator to which ``"generator"`` refers. Default: None.
-
-    Raises:
-        ValueError: If the kind is unknown, is ``"cuda"`` on a process without CUDA, or is ``"generator"`` and
-            ``generator`` is None.
     """
     name = choose("rng_type", getattr(rng_type, "value", rng_type), ("torch", "cuda", "generator"))
     world = current_world()

@@ -1,4 +1,4 @@
-"""Precisions as Lightning's plugins: ``Trainer(plugins=DoublePrecision())`` equals ``Trainer(precision="64-true")``."""
+"""Precisions as Lightning's plugins, such as ``Trainer(plugins=DoublePrecision())``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DoublePrecision", "FSDPPrecision", "HalfPrecision", "MixedPrecision"
 
 
 class _Named(Precision):
-    """Precision that is built from its name, such as ``"bf16-mixed"``."""
+    """Precision that is built from its name."""
 
     names: tuple[str, ...] = ()
 
@@ -36,21 +36,11 @@ class _Named(Precision):
         return self.name
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Convert a module's floating-point parameters and buffers to ``storage`` in place, and return the module.
-
-        If ``storage`` is None, the module is unchanged.
-
-        Args:
-            module: Module to convert.
-        """
+        """Convert a module's floating-point tensors to ``storage`` in place, if it is set, and return the module."""
         return module if self.storage is None else module.to(dtype=self.storage)
 
     def convert_input(self, data: Any) -> Any:
-        """Return a batch with its floating-point tensors in the dtype ``storage``, or unchanged if ``storage`` is None.
-
-        Args:
-            data: A tensor, or nested collections of tensors.
-        """
+        """Return a batch with its floating-point tensors in the dtype ``storage``, if it is set."""
         return self.cast(data)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
@@ -65,12 +55,8 @@ class MixedPrecision(_Named):
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
-        device: Device for the autocast context that `forward_context` returns, such as ``"cuda"``. The Trainer ignores
-            it and uses its own device.
-        scaler: Must be None, because a run with float16 creates its own gradient scaler.
-
-    Raises:
-        ValueError: If ``precision`` is unknown or ``scaler`` is not None.
+        device: Device for `forward_context`, such as ``"cuda"``. The Trainer ignores it.
+        scaler: Must be None, because a run creates its own gradient scaler.
     """
 
     names = ("16-mixed", "bf16-mixed")
@@ -89,9 +75,6 @@ class HalfPrecision(_Named):
 
     Args:
         precision: ``"16-true"`` (default) or ``"bf16-true"``.
-
-    Raises:
-        ValueError: If ``precision`` is unknown.
     """
 
     names = ("bf16-true", "16-true")
@@ -100,7 +83,7 @@ class HalfPrecision(_Named):
         super().__init__(precision)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return a context for the forward pass, in which new floating-point tensors are 16-bit by default."""
+        """Return a context in which new floating-point tensors are 16-bit by default."""
         return self.tensor_init_context()
 
 
@@ -113,7 +96,7 @@ class DoublePrecision(_Named):
         super().__init__("64-true")
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return a context for the forward pass, in which new floating-point tensors are float64 by default."""
+        """Return a context in which new floating-point tensors are float64 by default."""
         return self.tensor_init_context()
 
 
@@ -122,10 +105,7 @@ class FSDPPrecision(_Named):
 
     Args:
         precision: ``"32-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``.
-        scaler: Must be None, because a run with float16 creates its own gradient scaler.
-
-    Raises:
-        ValueError: If ``precision`` is unknown or ``scaler`` is not None.
+        scaler: Must be None, because a run creates its own gradient scaler.
     """
 
     names = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")

@@ -1,4 +1,4 @@
-"""Logger whose records appear once per job instead of once per process."""
+"""`RankLogger`, whose records appear once per job instead of once per process, and its factory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from ..strategies.distributed import current_place, current_world
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     """Adapter of a standard logger that logs on rank zero only, by default. It works without an Accelerator.
 
-    Each logging method takes two additional arguments. ``main_process_only`` (default True) restricts the record to
-    rank zero. With ``in_order=True`` (default False), all ranks log one after the other, so all ranks must call the
-    method.
+    Each logging method takes the additional arguments ``main_process_only`` and ``in_order``; see `log`.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -38,8 +36,8 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
             level: The record's level, such as ``logging.INFO``.
             msg: The message, a format string for ``args``.
             *args: Arguments of the message.
-            main_process_only: Whether only rank zero logs. Default: True. Ignored with ``in_order=True``.
-            in_order: Whether all ranks log one after the other. Default: False.
+            main_process_only: Whether only rank zero logs, unless ``in_order`` is True. Default: True.
+            in_order: Whether all ranks, which must all call the method, log one after the other. Default: False.
             **kwargs: Keyword arguments of ``Logger.log``.
         """
         rank, size, _ = current_place()
@@ -55,23 +53,12 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
                 world.barrier()
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Prefix the message with the rank if there are several processes.
-
-        Args:
-            msg: Text of the message.
-            kwargs: Keyword arguments of the call, which are returned unchanged.
-        """
+        """Prefix the message with the rank if there are several processes."""
         rank, size, _ = current_place()
         return (f"[RANK {rank}] {msg}" if size > 1 else msg), kwargs
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a warning only the first time that this `RankLogger` receives its text.
-
-        Args:
-            msg: The message, a format string for ``args``.
-            *args: Arguments of the message.
-            **kwargs: Keyword arguments of `log`.
-        """
+        """Log a warning, as `log` does, only the first time that this `RankLogger` receives its text."""
         text = str(msg) % args if args else str(msg)
         if text not in self._warned_texts:
             self._warned_texts.add(text)
@@ -85,10 +72,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 class _FallbackHandler(logging.StreamHandler[TextIO]):
-    """Handler for records that no other handler shows.
-
-    Without any handler, `logging` falls back to its last resort, which hides all records below WARNING.
-    """
+    """Handler for records that no other handler shows, including those below WARNING."""
 
     def __init__(self, logger: logging.Logger) -> None:
         logging.Handler.__init__(self)
@@ -118,12 +102,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
     Args:
         name: The logger's name, such as ``__name__``.
-        log_level: The lowest level to log. Without another handler, records go to standard error. Default: the value of
-            ``ACCELERATE_LOG_LEVEL``, else the level of `logging`, which by default hides records below WARNING.
-
-    Raises:
-        ValueError: If the name of the level is unknown.
-        TypeError: If ``log_level`` is neither a string, an integer nor None.
+        log_level: The lowest level to log. Default: the value of ``ACCELERATE_LOG_LEVEL``, else the level of `logging`.
     """
     logger = logging.getLogger(name)
     if log_level is None:

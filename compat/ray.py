@@ -22,9 +22,7 @@ __all__ = [
 
 
 def RayLightningEnvironment() -> LaunchEnvironment:
-    """Return the ranks that Ray assigned to this process, for a Trainer's ``plugins``.
-
-    A Trainer without this plugin reads the same ranks.
+    """Return the ranks that Ray assigned to this process, for a Trainer's ``plugins``. The Trainer does not need it.
 
     Raises:
         RuntimeError: If this is not a Ray Train worker.
@@ -41,11 +39,8 @@ def RayLightningEnvironment() -> LaunchEnvironment:
 def prepare_trainer(trainer: Trainer) -> Trainer:
     """Return the Trainer after checking that its rank and world size are those that Ray assigned.
 
-    Args:
-        trainer: Trainer to check.
-
     Raises:
-        RuntimeError: If this is not a Ray Train worker, or if the Trainer's rank or world size differs from Ray's.
+        RuntimeError: If they differ, or this is not a Ray Train worker.
     """
     launched = RayLightningEnvironment()
     if (trainer.global_rank, trainer.world_size) != (launched.rank, launched.world_size):
@@ -57,10 +52,7 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
 
 
 class TuneReportCallback(TuneReportCheckpointCallback):
-    """`TuneReportCheckpointCallback` that saves no checkpoints.
-
-    The arguments ``metrics`` and ``on`` are those of that class.
-    """
+    """`TuneReportCheckpointCallback` that saves no checkpoints."""
 
     def __init__(
         self,

@@ -1,8 +1,4 @@
-"""Samplers for one of several ranks that yield the same indices as Accelerate's and can fill short last batches.
-
-`treadle.Accelerator` and the Trainer distribute every batch without repeating a sample, so they do not use these
-samplers.
-"""
+"""Samplers and a stream dataset that yield the same samples as Accelerate's."""
 
 from __future__ import annotations
 
@@ -16,12 +12,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 
 def check_multiple(batch_size: int, num_processes: int) -> None:
-    """Raise a ValueError if a batch cannot be split evenly among the processes.
-
-    Args:
-        batch_size: The global batch size.
-        num_processes: Number of ranks that share each batch.
-    """
+    """Raise a ValueError if a batch cannot be split evenly among the processes."""
     if batch_size % num_processes:
         valid = num_processes * math.ceil(batch_size / num_processes)
         raise ValueError(
@@ -31,9 +22,7 @@ def check_multiple(batch_size: int, num_processes: int) -> None:
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Random sampler whose order depends only on a seed and the epoch.
-
-    A complete pass advances the epoch.
+    """Random sampler whose order depends only on a seed and the epoch. A complete pass advances the epoch.
 
     Args:
         args, kwargs: Arguments of torch's ``RandomSampler``. A ``generator`` is reseeded for each pass.
@@ -53,11 +42,7 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-        """
+        """Set the epoch of the next pass."""
         self.epoch = epoch
 
 
@@ -66,18 +51,16 @@ class BatchSamplerShard(BatchSampler):
 
     Args:
         batch_sampler: Batch sampler that yields lists of indices. Only its last batch may be short.
-        num_processes: Number of ranks that share the batches.
-        process_index: Rank that the share belongs to.
-        split_batches: Whether the share is a slice of every batch instead of every ``num_processes``-th batch.
+        num_processes: Number of ranks that share the batches. Default: 1.
+        process_index: Rank of the share. Default: 0.
+        split_batches: Whether the share is a slice of every batch instead of every ``num_processes``-th batch. Default:
+            False.
         even_batches: Whether to fill the last batches with indices from the beginning, so that all ranks have the same
-            number of batches, all of the same size. If the batch sampler has no ``batch_size``, whole batches are
-            repeated, whose sizes may differ. With False, a rank's last batch may be short or missing. Ignored if the
-            batch sampler's ``drop_last`` is True: an incomplete batch is then dropped, and so are last batches that not
-            every rank would get. Default: True.
+            number of batches. With False, a rank's last batch may be short or missing. Ignored if the batch sampler's
+            ``drop_last`` is True. Default: True.
 
     Raises:
-        ValueError: With ``split_batches``, if the batch sampler has no ``batch_size``, or if the batch size is not a
-            multiple of ``num_processes``.
+        ValueError: With ``split_batches``, if the batch size is unknown or not a multiple of ``num_processes``.
     """
 
     def __init__(
@@ -105,7 +88,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Number of batches of the batch sampler, before they are distributed among the ranks."""
+        """Number of batches of the batch sampler, before they are distributed."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -161,10 +144,7 @@ class BatchSamplerShard(BatchSampler):
             yield from self._fill_round(index, batch, first_round)
 
     def _fill_round(self, index: int, batch: list[Any], first_round: list[list[Any]]) -> Iterator[list[Any]]:
-        """Yield this rank's batch of the last round, if it has to be filled with indices from the beginning.
-
-        A round consists of ``num_processes`` batches. The last round of the batch sampler ends with ``batch``.
-        """
+        """Yield this rank's batch of the last round, if it has to be filled with indices from the beginning."""
         if self._is_complete(batch):
             index, batch = index + 1, []
         fill_batches = itertools.cycle(first_round)
@@ -183,18 +163,14 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
     """One rank's share of a stream that is identical on all ranks.
 
     Args:
-        dataset: The stream. A stream with a ``generator`` and no ``set_epoch`` is seeded with the epoch before each
+        dataset: The stream. A ``generator`` of a stream without ``set_epoch`` is seeded with the epoch before each
             pass.
-        batch_size: Batch size per rank; with ``split_batches``, the global batch size.
-        drop_last: Whether to skip the samples after the last complete global batch. Otherwise, the last batch is filled
-            with samples from the beginning.
-        num_processes: Number of ranks that share the stream.
-        process_index: Rank that the share belongs to.
-        split_batches: Whether to split each batch of ``batch_size`` samples among the ranks. Otherwise, each rank gets
-            ``batch_size`` samples of every ``batch_size * num_processes``.
-
-    Raises:
-        ValueError: With ``split_batches``, if the batch size is not a multiple of ``num_processes``.
+        batch_size: Batch size per rank; with ``split_batches``, the global batch size. Default: 1.
+        drop_last: Whether to skip samples after the last complete global batch, instead of filling the last batch with
+            samples from the beginning. Default: False.
+        num_processes: Number of ranks that share the stream. Default: 1.
+        process_index: Rank of the share. Default: 0.
+        split_batches: Whether ``batch_size`` is the global batch size. Default: False.
     """
 
     def __init__(
@@ -217,11 +193,7 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of this share and, if its dataset has ``set_epoch``, of the dataset.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-        """
+        """Set the epoch of this share and, if its dataset has ``set_epoch``, of the dataset."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -248,12 +220,7 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
 
 
 class SkipBatchSampler(BatchSampler):
-    """Batch sampler that draws but does not yield the first batches of another one.
-
-    Args:
-        batch_sampler: Batch sampler from which batches are drawn.
-        skip_batches: Number of batches to skip.
-    """
+    """Batch sampler that draws but does not yield the first ``skip_batches`` batches of another one."""
 
     def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler

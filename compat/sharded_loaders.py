@@ -1,8 +1,4 @@
-"""Accelerate's dataloaders for one of several ranks, without an Accelerator; see `prepare_data_loader`.
-
-By default, these dataloaders yield exactly Accelerate's samples: last batches are filled with samples from the
-beginning. A dataloader prepared by `treadle.Accelerator` does not repeat samples.
-"""
+"""Accelerate's dataloaders for one of several ranks, without an Accelerator."""
 
 from __future__ import annotations
 
@@ -45,11 +41,7 @@ _OWN_SETTINGS = {
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """Return the sampler that draws a dataloader's indices, or None if there is no batch sampler with a sampler.
-
-    Args:
-        dataloader: A ``DataLoader`` or a dataloader of this module.
-    """
+    """Return the sampler that draws a dataloader's indices, or None if there is no batch sampler with a sampler."""
     holder = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
     return getattr(holder, "sampler", None)
 
@@ -59,9 +51,8 @@ class DataLoaderStateMixin:
 
     Attributes:
         end_of_dataloader: Whether the current batch is the last one. Always False for a `SkipDataLoader`.
-        remainder: Number of samples in the last global batch, not counting repeated ones; -1 if unknown, for example
-            with ``drop_last``. A complete batch counts as 0 or as the global batch size. For an `IterableDatasetShard`,
-            the value is also 0 for a batch that contains repeated samples.
+        remainder: Number of samples in the last global batch without repeated ones, 0 or the batch size for a complete
+            batch, -1 if unknown. Not exact for an `IterableDatasetShard`.
     """
 
     end_of_dataloader = False
@@ -92,16 +83,12 @@ class DataLoaderStateMixin:
 class DataLoaderAdapter:
     """Base class of dataloaders that wrap a ``DataLoader`` (or torchdata's ``StatefulDataLoader``).
 
-    An adapter counts as an instance of the wrapped dataloader's class, and has the attributes of the wrapped
-    dataloader.
+    An adapter counts as an instance of the wrapped dataloader's class, and has its attributes.
 
     Args:
         dataset: Dataset of the wrapped dataloader.
         use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``. Default: False.
         batch_sampler, kwargs: Arguments of the dataloader.
-
-    Raises:
-        ModuleNotFoundError: If ``use_stateful_dataloader`` is True and torchdata is not installed.
     """
 
     def __init__(
@@ -147,11 +134,7 @@ class DataLoaderAdapter:
         return self.dl_state_dict
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restore a position in the data, from which the next pass starts. Requires ``use_stateful_dataloader=True``.
-
-        Args:
-            state_dict: The position that `state_dict` returned.
-        """
+        """Restore a position that `state_dict` returned. Requires ``use_stateful_dataloader=True``."""
         self.base_dataloader.load_state_dict(state_dict)
 
     def _update_state_dict(self) -> None:
@@ -160,25 +143,17 @@ class DataLoaderAdapter:
             self.dl_state_dict["_iterator_finished"] = getattr(self, "end_of_dataloader", False)
 
     def get_sampler(self) -> Any:
-        """Return the sampler that draws this dataloader's indices, or None; see the function `get_sampler`."""
+        """See the function `get_sampler`."""
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Replace the sampler that draws the indices, inside the batch sampler.
-
-        Args:
-            sampler: The new sampler.
-        """
+        """Replace the sampler that draws the indices."""
         loader: Any = self
         holder = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
         _set_in_batch_sampler(holder, sampler)
 
     def skip_first_batches(self, num_batches: int) -> Any:
-        """Return a dataloader like this one without its first batches, for `treadle.skip_first_batches`.
-
-        Args:
-            num_batches: Number of batches to skip.
-        """
+        """Return a dataloader like this one without its first batches, for `treadle.skip_first_batches`."""
         loader: Any = self
         settings = _copy_settings(loader)
         names = ("iteration", "_drop_last", "_non_blocking", *_OWN_SETTINGS.get(type(loader).__name__, ()))
@@ -212,7 +187,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _set_sampler_epoch(sampler: Any, epoch: int) -> bool:
-    """Set the epoch of a batch sampler and of its inner samplers, and return whether any of them has ``set_epoch``."""
+    """Set the epoch of a batch sampler and its inner samplers, and return whether any has ``set_epoch``."""
     found = False
     for holder in (sampler, getattr(sampler, "sampler", None)):
         if holder is not None and hasattr(holder, "set_epoch"):
@@ -226,18 +201,13 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     """Dataloader that yields one rank's batches, moved to ``device`` unless it is None.
 
     Args:
-        dataset: Dataset from which samples are read.
-        device: Device to which batches are moved; None (default) to leave them in place.
+        dataset, use_stateful_dataloader, kwargs: See `DataLoaderAdapter`.
+        device: Device to which batches are moved. Default: None, which leaves them in place.
         rng_types: RNG states that all ranks copy from rank zero before each pass; see `synchronize_rng_states`.
         synchronized_generator: Generator to which ``"generator"`` in ``rng_types`` refers.
-        skip_batches: Number of batches to skip at the start of each pass over the data.
-        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``. Default: False.
+        skip_batches: Number of batches to skip in each pass. Default: 0.
         torch_device_mesh: Accepted and ignored.
         iteration: Number of the first epoch. Default: 0.
-        kwargs: Arguments of the ``DataLoader``.
-
-    Raises:
-        ModuleNotFoundError: If ``use_stateful_dataloader`` is True and torchdata is not installed.
     """
 
     def __init__(
@@ -286,11 +256,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass and of the samplers, or of the dataset if no sampler has ``set_epoch``.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-        """
+        """Set the epoch of the next pass and of the samplers, or of the dataset if no sampler has ``set_epoch``."""
         _set_epoch(self, epoch)
 
     @property
@@ -316,20 +282,14 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     All ranks must iterate together.
 
     Args:
-        dataset: Dataset from which rank zero reads samples.
-        split_batches: Whether to split each batch of the dataloader among the ranks. Otherwise, as many batches as
-            there are ranks are concatenated, and the result is split.
-        skip_batches: Number of batches to skip at the start of each pass over the data.
-        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``. Default: False.
+        dataset, use_stateful_dataloader, kwargs: See `DataLoaderAdapter`.
+        split_batches: Whether to split each batch of the dataloader among the ranks. Otherwise, one batch per rank is
+            concatenated and the result is split. Default: False.
+        skip_batches: Number of batches to skip in each pass. Default: 0.
         slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` returns rows of a batch. Default:
             `slice_tensors`.
-        torch_device_mesh: Device mesh of the ranks. Default: None.
+        torch_device_mesh: Device mesh of the ranks, without a dimension ``"tp"``. Default: None.
         iteration: Number of the first epoch. Default: 0.
-        kwargs: Arguments of the ``DataLoader``.
-
-    Raises:
-        ValueError: If the mesh has a dimension ``"tp"``, whose ranks need the same rows.
-        ModuleNotFoundError: If ``use_stateful_dataloader`` is True and torchdata is not installed.
     """
 
     def __init__(
@@ -361,7 +321,6 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self._non_blocking = _non_blocking
 
     def _read_global_batch(self, batches: Iterator[Any]) -> Any:
-        """Read the next global batch on rank zero; return `_END` after the last one."""
         wanted = 1 if self.split_batches else self.state.num_processes
         parts = []
         for _ in range(wanted):
@@ -422,11 +381,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass and of the samplers, or of the dataset if no sampler has ``set_epoch``.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-        """
+        """See `DataLoaderShard.set_epoch`."""
         _set_epoch(self, epoch)
 
     def __len__(self) -> int:
@@ -448,17 +403,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """Dataloader that skips its first batches, which are still read; see `skip_first_batches`.
-
-    Args:
-        dataset: Dataset from which samples are read.
-        skip_batches: Number of batches to skip.
-        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``. Default: False.
-        kwargs: Arguments of the ``DataLoader``.
-
-    Raises:
-        ModuleNotFoundError: If ``use_stateful_dataloader`` is True and torchdata is not installed.
-    """
+    """Dataloader that reads but skips its first ``skip_batches`` batches; see `DataLoaderAdapter`."""
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
@@ -498,29 +443,29 @@ def prepare_data_loader(
 ) -> Any:
     """Return a dataloader of one rank's batches with Accelerate's semantics. No Accelerator is needed.
 
-    To draw the same random order on all ranks, seed torch equally before this call; pass ``rng_types=["generator"]``
-    without ``use_seedable_sampler``; or set ``use_seedable_sampler`` and ``data_seed``.
+    By default, last batches are filled with samples from the beginning, as in Accelerate. A dataloader prepared by
+    `treadle.Accelerator` does not repeat samples. To draw the same random order on all ranks, seed torch equally before
+    this call, pass ``rng_types=["generator"]``, or set ``use_seedable_sampler`` and ``data_seed``.
 
     Args:
         dataloader: A ``DataLoader``.
-        device: Device to which batches are moved if ``put_on_device`` is set. None (default) leaves them in place.
+        device: Device for ``put_on_device``. Default: None, which leaves batches in place.
         num_processes: Number of ranks that share the batches, unless a mesh is set. Default: the world size.
         process_index: Rank whose share is read. Default: the rank of this process.
-        split_batches: Whether to split each batch among the ranks, so that its size is the global batch size.
-        put_on_device: Whether to move batches to ``device`` or, with ``dispatch_batches``, to this process's device.
+        split_batches: Whether the dataloader's batch size is the global one. Default: False.
+        put_on_device: Whether to move batches to ``device``, or to this process's device if rank zero reads the data.
         rng_types: RNG states that all ranks copy from rank zero before each pass; see `synchronize_rng_states`.
         dispatch_batches: Whether only rank zero reads data. Default: only for a stream that is put on a device.
         even_batches: Whether to fill the last batches of an indexed dataset from its beginning. Default: True.
         slice_fn_for_dispatch: See `DataLoaderDispatcher`.
-        use_seedable_sampler: Whether to draw a random order with `SeedableRandomSampler`.
+        use_seedable_sampler: Whether to draw a random order with `SeedableRandomSampler`. Default: False.
         data_seed: Seed of the `SeedableRandomSampler`. Default: the seed of torch's generator.
-        non_blocking: Whether to move batches without waiting for the copy.
-        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``. Default: False.
+        non_blocking: Whether to move batches without waiting for the copy. Default: False.
+        use_stateful_dataloader: See `DataLoaderAdapter`. Default: False.
         torch_device_mesh: Mesh in which ranks that differ only along ``"tp"`` and ``"cp"`` read the same batches.
 
     Raises:
-        ValueError: If an argument does not fit the loader, the number of ranks or the other arguments.
-        ModuleNotFoundError: If ``use_stateful_dataloader`` is True and torchdata is not installed.
+        ValueError: If an argument does not fit the dataloader, the number of ranks or the other arguments.
     """
     dispatches = _decide_dispatch(dataloader, dispatch_batches, put_on_device)
     rank, count = _place(num_processes, process_index, torch_device_mesh)
@@ -562,7 +507,7 @@ def _decide_dispatch(dataloader: Any, dispatch_batches: bool | None, put_on_devi
 
 
 def _place(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
-    """Return the rank's index among the ranks that share the batches, and the number of these ranks."""
+    """Return the rank's index among the ranks that share the batches, and their number."""
     state = PartialState()
     count = state.num_processes if num_processes is None else num_processes
     rank = state.process_index if process_index is None else process_index
@@ -611,7 +556,6 @@ def _make_shard(
 
 
 def _select_rng_types(rng_types: Sequence[Any] | None, generator: torch.Generator | None) -> list[Any] | None:
-    """Return the RNG types, without ``"generator"`` if there is no generator."""
     if rng_types is None or generator is not None:
         return None if rng_types is None else list(rng_types)
     return [kind for kind in rng_types if getattr(kind, "value", kind) != "generator"]
@@ -622,8 +566,6 @@ def _copy_settings(dataloader: Any) -> dict[str, Any]:
 
 
 def _place_in_mesh(mesh: Any, rank: int) -> tuple[int, int]:
-    """Return the rank's index among the ranks that read different batches, and the number of these ranks."""
-
     def measure(*names: str) -> int:
         return math.prod(mesh[name].size() for name in names if name in mesh.mesh_dim_names)
 
@@ -658,7 +600,7 @@ def _shard_stream(dataloader: Any, count: int, rank: int, split_batches: bool) -
 
 
 def _seed_generator(sampler: Any) -> torch.Generator | None:
-    """Return a sampler's generator, or None if the sampler cannot have one. A new generator is seeded from torch's."""
+    """Return a sampler's generator, seeded from torch's if it is new, or None if the sampler cannot have one."""
     if not hasattr(sampler, "generator"):
         return None
     if sampler.generator is None:

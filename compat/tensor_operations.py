@@ -1,4 +1,4 @@
-"""Less common Accelerate operations on tensors in nested dicts, lists and tuples."""
+"""Less common Accelerate operations on nested tensors and collectives."""
 
 from __future__ import annotations
 
@@ -20,53 +20,33 @@ from .operations import gather_object
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Category that Accelerate's warning filters name. Treadle does not issue this warning."""
+    """Category that Accelerate's warning filters name. Treadle does not issue it."""
 
 
 def get_shape(data: Any) -> Any:
-    """Return ``data`` with each tensor replaced by its shape, as a list.
-
-    Args:
-        data: Tensors in nested dicts, lists and tuples.
-    """
+    """Return nested ``data`` with each tensor replaced by its shape, as a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def get_data_structure(data: Any) -> Any:
-    """Return ``data`` with each tensor replaced by a `TensorInformation`.
-
-    Args:
-        data: Tensors in nested dicts, lists and tuples.
-    """
+    """Return nested ``data`` with each tensor replaced by a `TensorInformation`."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Return whether an object is a `TensorInformation`.
-
-    Args:
-        tensor_info: Any object.
-    """
+    """Return whether an object is a `TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Return the data that `get_data_structure` described, with uninitialized tensors on torch's default device.
-
-    Args:
-        data_structure: Nested data with a `TensorInformation` in place of each tensor.
-    """
+    """Return the data that `get_data_structure` described, with uninitialized tensors on torch's default device."""
     return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
     )
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the batch size of ``data``, or None if ``data`` contains no tensor, or only 0-d tensors.
-
-    Args:
-        data: Tensors in nested dicts, lists and tuples.
-    """
+    """Return the batch size of nested ``data``, or None if it contains no tensor, or only 0-d tensors."""
     try:
         return find_batch_size(data)
     except TypeError:
@@ -74,25 +54,14 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Return whether a tensor is on an Intel GPU.
-
-    Args:
-        tensor: Tensor to inspect.
-    """
+    """Return whether a tensor is on an Intel GPU."""
     return isinstance(tensor, Tensor) and tensor.device.type == "xpu"
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Append rows of zeros until the number of rows is a multiple of ``num_processes``.
+    """Append rows of zeros to nested tensors until the number of rows is a multiple of ``num_processes``.
 
-    Args:
-        tensor: A tensor, or tensors in nested dicts, lists and tuples, each with ``batch_size`` rows.
-        batch_size: The current number of rows.
-        num_processes: The divisor of the new number of rows.
-        dim: The dimension of the rows, not negative. Default: 0.
-
-    Raises:
-        TypeError: If ``tensor`` contains a value other than tensors.
+    Each tensor has ``batch_size`` rows along the dimension ``dim``, which must not be negative.
     """
     missing = -batch_size % num_processes
 
@@ -104,10 +73,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """Return a copy, on every rank's device, of the tensor that exactly one rank passes.
-
-    Args:
-        tensor: The tensor on one rank, None on the other ranks.
+    """Return a copy, on every rank's device, of the tensor that exactly one rank passes. The other ranks pass None.
 
     Raises:
         ValueError: On every rank, if not exactly one rank passed a tensor.
@@ -125,11 +91,7 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a collective to compare tensor shapes across ranks first in debug mode; see `PartialState.debug`.
 
-    In debug mode with several ranks, the decorated function raises a `DistributedOperationException` on every rank if
-    structures, shapes or device types differ.
-
-    Args:
-        function: Collective to decorate. Its first argument, or its keyword argument ``tensor``, holds the tensors.
+    If structures, shapes or device types differ, a `DistributedOperationException` is raised on every rank.
     """
 
     @wraps(function)
@@ -152,11 +114,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an operation so that a `DistributedOperationException` raised inside it names the operation.
-
-    Args:
-        function: Operation to decorate.
-    """
+    """Decorate an operation so that a `DistributedOperationException` raised inside it names the operation."""
 
     @wraps(function)
     def chained(*args: Any, **kwargs: Any) -> Any:
@@ -170,18 +128,14 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ConvertOutputsToFp32:
-    """Callable that runs a function and converts its half-precision outputs to float32.
-
-    Args:
-        model_forward: Function to run, such as a model's ``forward``.
-    """
+    """Callable that runs a function and converts its half-precision outputs to float32."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
         update_wrapper(self, model_forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function and return its output with half-precision tensors converted to float32."""
+        """Run the function and return its converted output."""
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> Any:
@@ -192,12 +146,5 @@ class ConvertOutputsToFp32:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Do nothing, because only DeepSpeed's ZeRO-3 gathers parameters in this context. The arguments are Accelerate's.
-
-    Args:
-        params: Accepted and ignored.
-        modifier_rank: Accepted and ignored.
-        fwd_module: Accepted and ignored.
-        enabled: Accepted and ignored.
-    """
+    """Do nothing, because only DeepSpeed's ZeRO-3 gathers parameters in this context. The arguments are ignored."""
     yield

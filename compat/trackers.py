@@ -1,4 +1,4 @@
-"""Functions of Accelerate that select trackers, and a decorator for methods of trackers."""
+"""Accelerate's functions for trackers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from .enums import LoggerType
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a tracker's method to run on rank zero only, if the tracker's ``main_process_only`` is True.
-
-    On other ranks, the method then returns None.
-
-    Args:
-        function: Method to decorate.
-    """
+    """Decorate a tracker's method to run on rank zero only, if the tracker's ``main_process_only`` is True."""
 
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,21 +33,14 @@ def get_available_trackers() -> list[LoggerType]:
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
     """Return the trackers in ``log_with``: the `GeneralTracker` objects, then each name once.
 
-    ``"all"`` selects all installed trackers. Other names are then ignored.
-
     Args:
-        log_with: A name, a member of `LoggerType`, a `GeneralTracker`, a list or tuple of these, or None, which selects
-            no trackers.
+        log_with: A name, a member of `LoggerType`, a `GeneralTracker`, a list or tuple of these, or None. ``"all"``
+            selects all installed trackers.
         logging_dir: Folder for trackers that write files. Default: None.
 
-    Returns:
-        Tracker objects, members of `LoggerType`, and the names of trackers that are not in `LoggerType`, such as
-        ``"csv"``.
-
     Raises:
-        ValueError: If Treadle does not support a tracker, or a required ``logging_dir`` is missing.
+        ValueError, TypeError: If a tracker is not supported, or a required ``logging_dir`` is missing.
         ModuleNotFoundError: If the package of a tracker is not installed.
-        TypeError: If ``log_with`` contains an object that is not a tracker.
     """
     if log_with is None:
         return []

@@ -1,4 +1,4 @@
-"""Transformers' ``TrainingArguments`` translated to arguments of the Trainer, the dataloaders and the task."""
+"""Transformers' ``TrainingArguments`` translated to Treadle's arguments."""
 
 from __future__ import annotations
 
@@ -83,17 +83,14 @@ _LOGGERS: dict[str, Any] = {
 def training_arguments(args: Any) -> dict[str, Any]:
     """Return the arguments of the `Trainer` that corresponds to ``TrainingArguments``.
 
-    Use the result as ``Trainer(**training_arguments(args))``. `loader_arguments` returns the arguments of the
-    dataloaders, and `task_arguments` returns those of the task. Call ``seed_everything(args.seed)`` first, and pass
-    ``args.resume_from_checkpoint`` to ``fit`` as ``ckpt_path``. A table of all fields is in
-    ``docs/from_hf_trainer.md``.
+    Call ``seed_everything(args.seed)`` first, and pass ``args.resume_from_checkpoint`` to ``fit`` as ``ckpt_path``. A
+    table of all fields is in ``docs/from_hf_trainer.md``.
 
     Args:
         args: A ``transformers.TrainingArguments``.
 
     Raises:
         ValueError: If a field has a value that cannot be translated. The error names the field and states a fix.
-        ModuleNotFoundError: If the package of a logger in ``args.report_to`` is not installed.
     """
     _refuse(args)
     interval = _count_accumulated(args)
@@ -145,7 +142,7 @@ def task_arguments(args: Any) -> dict[str, Any]:
         args: A ``transformers.TrainingArguments``.
 
     Raises:
-        ValueError: If ``args.optim`` is neither ``"adamw_torch"`` nor ``"adamw_torch_fused"``.
+        ValueError: If ``args.optim`` is not torch's AdamW.
     """
     if _read(args, "optim") not in _OPTIMIZERS:
         raise ValueError(
@@ -218,12 +215,7 @@ def _count_accumulated(args: Any) -> int:
 
 
 def _read_steps(args: Any, name: str) -> int:
-    """Return a field that is a number of optimizer steps.
-
-    Raises:
-        ValueError: If the field is not a whole number of at least 1. A fraction of the run is not supported, because
-            only the dataloader determines the length of the run.
-    """
+    """Return a field that is a number of optimizer steps."""
     value = getattr(args, name)
     if not 0 < value < math.inf or value != int(value):
         raise ValueError(

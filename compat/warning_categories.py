@@ -1,4 +1,4 @@
-"""Lightning's category of warnings about something that may be intended. Treadle issues none, but libraries do."""
+"""Lightning's category of warnings about something that may be intended."""
 
 from __future__ import annotations
 
@@ -10,10 +10,5 @@ class PossibleUserWarning(UserWarning):
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Ignore warnings of category `PossibleUserWarning`.
-
-    Args:
-        module: Regular expression that matches the beginning of the name of the module that warns. Default: all
-            modules.
-    """
+    """Ignore warnings of category `PossibleUserWarning`, by default from all modules."""
     warnings.filterwarnings("ignore", category=PossibleUserWarning, module=module)

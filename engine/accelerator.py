@@ -1,9 +1,4 @@
-"""The `Accelerator`: device, precision, gradient accumulation, collectives and checkpoints of one process.
-
-This file defines the public methods of the `Accelerator`, except for those that it shares with `PartialState` (see
-`process_state`). Most of them delegate to an object that the Accelerator owns. The Trainer owns an Accelerator and uses
-only its public methods and attributes, as a hand-written loop does.
-"""
+"""The `Accelerator`: device, precision, gradient accumulation, collectives and checkpoints of one process."""
 
 from __future__ import annotations
 
@@ -94,77 +89,61 @@ class Accelerator(Process):
     """Distributed training, mixed precision and checkpoints for a user-defined loop.
 
     Args:
-        device_placement: Whether to move models and batches to the device. If False, models must already be on it.
-        split_batches: If True, the ``batch_size`` of a prepared loader is the global batch size. Default: it is the
-            batch size per process.
+        device_placement: Whether to move models and batches to the device. Default: True.
+        split_batches: Whether ``batch_size`` is the global batch size, not the one per process. Default: False.
         mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"``, or any name that `Precision` accepts. Default: ``"no"``.
         gradient_accumulation_steps: Number of micro-batches per optimizer step. Default: 1.
         cpu: Same as ``accelerator="cpu"``.
-        dataloader_config: Settings of prepared loaders; see `DataLoaderConfiguration`.
-        deepspeed_plugin: Not supported; any value but None raises an error. The same holds for ``deepspeed_plugins``,
-            ``torch_tp_plugin`` and ``megatron_lm_plugin``.
-        deepspeed_plugins: See ``deepspeed_plugin``.
-        fsdp_plugin: Accelerate's equivalent of ``strategy=FSDP(...)``, which shards models.
-        torch_tp_plugin: See ``deepspeed_plugin``.
-        megatron_lm_plugin: See ``deepspeed_plugin``.
-        rng_types: Accepted for compatibility with Accelerate: None or ``["generator"]``, which have the same effect.
-            The order of the data is always the same on all processes.
+        dataloader_config: Settings of prepared loaders.
+        deepspeed_plugin: Not supported; must be None.
+        deepspeed_plugins: Not supported; must be None.
+        fsdp_plugin: Accelerate's equivalent of ``strategy=FSDP(...)``.
+        torch_tp_plugin: Not supported; must be None.
+        megatron_lm_plugin: Not supported; must be None.
+        rng_types: None or ``["generator"]``, which have the same effect.
         log_with: A tracker's name (``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"``, ``"aim"``, ``"clearml"``,
-            ``"comet_ml"``, ``"swanlab"``, ``"trackio"``, or a registered one), ``"all"`` for the built-in trackers that
-            are installed (those that need a directory only if one is set), a logger of `treadle.loggers`, a
-            `GeneralTracker`, or a list of these. Default: none.
+            ``"comet_ml"``, ``"swanlab"``, ``"trackio"``, or a registered one), ``"all"`` for the installed built-in
+            trackers, a logger of `treadle.loggers`, a `GeneralTracker`, or a list of these. Default: none.
         project_dir: Directory for the files of the run. Default: none.
-        project_config: Settings of directories and checkpoint names beyond ``project_dir``; see `ProjectConfiguration`.
-        gradient_accumulation_plugin: Settings of gradient accumulation beyond the number of micro-batches; see
-            `GradientAccumulationPlugin`.
-        step_scheduler_with_optimizer: Set to False for schedulers that the loop steps once per epoch. Schedulers are
-            then not wrapped, and each ``step()`` advances the schedule by one. Their state is still saved. Default:
-            True.
-        kwargs_handlers: Settings of autocast, the loss scaler, the process group, DDP and the profiler: at most one
-            each of `AutocastKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`, `DistributedDataParallelKwargs` and
-            `ProfileKwargs`.
-        dynamo_backend: The ``torch.compile`` backend that compiles prepared models in place. Default: models are not
-            compiled.
-        dynamo_plugin: Backend and further settings of compilation, instead of ``dynamo_backend``; see
-            `TorchDynamoPlugin`.
+        project_config: Settings of directories and checkpoint names.
+        gradient_accumulation_plugin: Further settings of gradient accumulation.
+        step_scheduler_with_optimizer: Set to False for schedulers that the loop steps once per epoch. Default: True.
+        kwargs_handlers: At most one each of `AutocastKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`,
+            `DistributedDataParallelKwargs` and `ProfileKwargs`.
+        dynamo_backend: The ``torch.compile`` backend for prepared models. Default: models are not compiled.
+        dynamo_plugin: Settings of compilation, instead of ``dynamo_backend``.
         parallelism_config: The numbers of replicas, shards and tensor parallel ranks.
         strategy: A name (``"single"``, ``"ddp"``, ``"fsdp"``, or a registered one), a `Strategy`, or ``"auto"`` (the
-            one that ``fsdp_plugin``, ``parallelism_config`` or ``kwargs_handlers`` selects, else DDP for several
-            processes and a single device for one).
+            one that other arguments select, else DDP for several processes and a single device for one). Default:
+            ``"auto"``.
         accelerator: Kind of device: ``"cpu"``, ``"cuda"`` (``"gpu"``), ``"mps"``, or ``"auto"`` (CUDA if available,
-            else MPS, else the CPU).
+            else MPS, else the CPU). Default: ``"auto"``.
         devices: Number of processes on this machine, or the indices of their GPUs; see `open_world`. ``"auto"`` uses
-            the processes that a launcher started, else one (but see ``spread``).
-        num_nodes: Number of machines.
+            the processes that a launcher started, else one (but see ``spread``). Default: ``"auto"``.
+        num_nodes: Number of machines. Default: 1.
         spread: Whether ``devices="auto"`` may start a process for each GPU; see `open_world`. Default: False.
         timeout: Maximum time that a rank may go without progress: ``"DD:HH:MM:SS"``, a timedelta or a dict of its
-            arguments. The limit applies until the rank's script ends. If a rank exceeds the limit, Treadle names that
-            rank, writes the Python stacks of all ranks, and ends the run with exit status 124. Default: slightly less
-            than the timeout of collectives (30 minutes), and only for ranks that wait for other ranks.
+            arguments. If a rank exceeds it, Treadle writes the Python stacks of the ranks and ends the run with exit
+            status 124. Default: slightly less than the timeout of collectives, and only for ranks that wait for other
+            ranks.
         on_nonfinite: Policy for gradients that are not finite when a prepared optimizer is about to apply them.
-            ``"raise"`` raises an error on all ranks (on accelerators one step later, or in `end_training`). ``"skip"``
-            skips the step on all ranks, which makes the host wait for the device in every step. ``"ignore"`` does not
-            check gradients. With float16, the loss scaler skips such steps.
-        unknown: Any other argument raises a TypeError that names the nearest valid one.
+            ``"raise"`` raises an error (on accelerators one step later, or in `end_training`). ``"skip"`` skips the
+            step, and makes the host wait for the device in every step. ``"ignore"`` does not check gradients. With
+            float16, the loss scaler skips such steps. Default: ``"raise"``.
+        unknown: Any other argument raises a TypeError.
 
     Attributes:
-        strategy: The strategy that distributes models over the processes.
-        precision: The dtypes of weights and computation.
-        models, optimizers, schedulers, loaders: The prepared objects, in the order in which they were prepared.
-        accumulation: Gradient accumulation over the micro-batches of an optimizer step.
-        checkpointer: The object that saves and loads checkpoints.
+        models, optimizers, schedulers, loaders: The prepared objects, in the order of preparation.
         tracking: The trackers that ``log_with`` named.
         rng: The RNG state that ranks share, and the stream from which the order of the data is drawn.
-        watchdog: Monitor that ends the run if a rank hangs, or None, for example with one process and no ``timeout``.
-        deepspeed_plugin: Always None, for scripts that read it to find out whether DeepSpeed is used.
+        watchdog: Monitor that ends the run if a rank hangs, or None.
+        deepspeed_plugin: Always None.
 
     Raises:
-        TypeError: If an argument does not exist (the error names the nearest valid one), or if a value has the wrong
-            type.
-        ValueError: If a value is not supported, or contradicts another argument or the environment.
+        TypeError: If an argument does not exist or has the wrong type.
+        ValueError: If an argument is invalid.
         ModuleNotFoundError: If ``log_with`` names a tracker whose package is not installed.
-        SystemExit: If this call has run the script again in several processes, as ``devices=2`` does without a
-            launcher, after these processes have ended.
+        SystemExit: If this call has run the script again in several processes, after they have ended.
 
     Example:
         >>> import torch, treadle
@@ -283,17 +262,16 @@ class Accelerator(Process):
         """Move and wrap models, wrap optimizers and schedulers, and shard the batches of loaders over the processes.
 
         Args:
-            objects: The models, optimizers, schedulers and loaders to prepare. Other objects are returned unchanged,
-                with a warning unless they are None.
-            device_placement: One value per object. True or False overrides the Accelerator's ``device_placement``.
+            objects: Models, optimizers, schedulers and loaders. Other objects are returned unchanged.
+            device_placement: One value per object: True, False, or None for the Accelerator's setting. Default: None
+                for each.
 
         Returns:
             The prepared objects as a tuple in the same order; for a single object, the prepared object itself.
 
         Raises:
-            ValueError: If ``device_placement`` and ``objects`` differ in length, or if an object cannot be prepared;
-                see `prepare_model`, `prepare_optimizer` and `prepare_data_loader`.
-            TypeError: If ``device_placement`` is a single bool rather than a list; see also `prepare_data_loader`.
+            ValueError: If an object or an argument is invalid.
+            TypeError: If an argument has the wrong type.
             ModuleNotFoundError: If the precision is float8 and torchao is not installed.
         """
         placement: Sequence[bool | None] = [None] * len(objects) if device_placement is None else device_placement
@@ -346,18 +324,18 @@ class Accelerator(Process):
         manual_optimization: bool = False,
         by_parts: bool = False,
     ) -> nn.Module:
-        """Move a model to the device and wrap it for training. Return the model to call in the loop.
+        """Move a model to the device, wrap it for training, and return the model to call in the loop.
 
         Args:
-            model: The user's module. A prepared one is wrapped again only if other parameters are trainable now.
-            device_placement: If False, the model must be on the device already. Default: the Accelerator's setting.
-            evaluation_mode: Prepare the model for evaluation only: move it or, with a sharding strategy, shard it.
+            model: The user's module.
+            device_placement: Whether to move the model to the device. Default: the Accelerator's setting.
+            evaluation_mode: Prepare the model for evaluation only. Default: False.
             step: Name of the method that returns the training loss, if not ``forward``; call it through `method`.
             manual_optimization: Reduce gradients only in optimizer steps; call methods through `local_method`.
             by_parts: If models are compiled, compile the submodules instead, for loops that do not call ``forward``.
 
         Raises:
-            ValueError: If the model cannot be prepared, for example because it differs between ranks.
+            ValueError: If the model cannot be prepared.
             ModuleNotFoundError: If the precision is float8 and torchao is not installed.
         """
         module = self.strategy.unwrap(model)
@@ -400,14 +378,13 @@ class Accelerator(Process):
     def compare_settings(self, settings: Mapping[str, Any] | None = None) -> None:
         """Check that all ranks have the same settings.
 
-        Only the first call has an effect, until `free_memory` or `forget_prepared` is called. Treadle makes this call
-        when the first trainable model or loader is prepared.
+        Only the first call has an effect, until `free_memory` or `forget_prepared` is called.
 
         Args:
             settings: The values to compare, by name. Default: the arguments of the Accelerator that affect the steps.
 
         Raises:
-            ValueError: If settings differ. Every rank raises the error; see `check_values_match`.
+            ValueError: If settings differ. Every rank raises the error.
         """
         if not self._compared:
             values = self._collect_settings() if settings is None else settings
@@ -438,12 +415,9 @@ class Accelerator(Process):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
         """Wrap an optimizer so that it steps at the end of each accumulation group.
 
-        Its state is moved to the device of its parameters. If the optimizer was prepared before, the existing wrapper
-        is returned.
-
         Args:
             optimizer: The user's optimizer.
-            device_placement: Accepted for compatibility with Accelerate; it has no effect.
+            device_placement: No effect.
 
         Returns:
             The optimizer to call in the loop.
@@ -470,7 +444,7 @@ class Accelerator(Process):
             scheduler: The user's scheduler.
 
         Returns:
-            The scheduler to call in the loop. With ``step_scheduler_with_optimizer=False`` it is ``scheduler`` itself.
+            The scheduler to call in the loop; with ``step_scheduler_with_optimizer=False``, ``scheduler`` itself.
         """
         for prepared in self.schedulers:
             if scheduler is prepared or scheduler is getattr(prepared, "scheduler", None):
@@ -502,18 +476,18 @@ class Accelerator(Process):
         """Shard a loader over the processes.
 
         Args:
-            loader: A ``DataLoader``, `CombinedLoader` or iterable of batches. A prepared one is returned unchanged.
+            loader: A ``DataLoader``, `CombinedLoader` or iterable of batches.
             device_placement: Whether to move batches to the device. Default: the Accelerator's setting.
-            shard: If False, each process gets all batches of its own loader.
-            evaluation: Do not group batches for gradient accumulation, and merge a short last batch; see `Loader`.
+            shard: If False, each process gets all batches of its own loader. Default: True.
+            evaluation: Do not group batches for gradient accumulation; see `Loader`. Default: False.
             move: Function to apply to each batch instead of moving it to the device.
 
         Returns:
             The prepared loader.
 
         Raises:
-            TypeError: If ``loader`` is not iterable, was sharded without an Accelerator, or contains a prepared loader.
-            ValueError: If loaders or settings differ between ranks, or a setting of the loader is not supported.
+            TypeError: If ``loader`` is not iterable, or is already sharded.
+            ValueError: If loaders or settings differ between ranks, or are not supported.
         """
         if isinstance(loader, Loader):
             return loader
@@ -571,14 +545,8 @@ class Accelerator(Process):
     def start_order(self) -> None:
         """Broadcast rank zero's RNG state, and draw the order of the data from it, or from ``data_seed`` if it is set.
 
-        From this call until the first batch, random numbers that the script draws on the CPU (for a split of the data
-        or initial weights) are therefore the same on all ranks. With the first batch, `draw_apart` is called.
-
-        This method is called automatically when the first loader is prepared. Call it yourself for a new run with the
-        same Accelerator.
-
-        Raises:
-            ValueError: If ``data_seed`` is not an integer from 0 to 2**32 - 1.
+        Until `draw_apart` is called, the ranks then draw the same random numbers on the CPU. This method is called
+        automatically when the first loader is prepared. Call it yourself for a new run with the same Accelerator.
         """
         self.rng.start(self.dataloader_config.data_seed)
 
@@ -593,9 +561,6 @@ class Accelerator(Process):
     def drawing_alike(self, purpose: str) -> AbstractContextManager[None]:
         """Return a context in which all ranks draw the same random numbers, for use after `draw_apart`.
 
-        The numbers depend on the run's first RNG state and on ``purpose``. With a world size of one, or before
-        `draw_apart`, nothing changes.
-
         Args:
             purpose: A name for the block; different names give different numbers after `draw_apart`.
         """
@@ -608,26 +573,18 @@ class Accelerator(Process):
 
         A rank that runs out of batches waits at the end of the context. Each step of the remaining ranks uses the mean
         of their gradients. At the end, all ranks get the parameters, buffers, optimizer states and schedules of the
-        rank that took the most steps. Prepared DataLoaders keep all ranks in step, so with them the context changes
-        nothing.
-
-        Only replicated models support this. With sharded models, and with ``comm_hook``, ``sync_batchnorm``, ``zero``
-        or ``local_sgd_steps`` of DDP, the context warns and has no effect.
+        rank that took the most steps. Prepared DataLoaders do not need this context. With sharded models, and with some
+        settings of DDP, the context warns and has no effect.
 
         Args:
-            joinables: Prepared models. Optimizers may be listed too and have no effect.
-            even_batches: True states that all ranks have the same number of batches, so that no rank waits for another.
-                Unlike in Accelerate, None is never treated as True, and loaders do not repeat samples.
-
-        Returns:
-            The context to run the loop in.
+            joinables: Prepared models. Optimizers have no effect.
+            even_batches: True states that all ranks have the same number of batches; the context then has no effect.
+                Unlike in Accelerate, None is never treated as True.
 
         Raises:
-            TypeError: If ``joinables`` is not an iterable of models and optimizers, or if ``even_batches`` is not a
-                bool or None.
-            ValueError: With several processes, if a model is not prepared, or if ``backward(weight=...)`` is called on
-                a batch that does not come from a prepared DataLoader. A rank without further batches could not pass its
-                weight.
+            TypeError: If an argument has the wrong type.
+            ValueError: With several processes, if a model is not prepared, or if `backward` gets a ``weight`` for a
+                user-defined batch.
 
         Example:
             >>> import torch, treadle
@@ -645,13 +602,11 @@ class Accelerator(Process):
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
         """Return a context that creates the parameters of a model on the run's device and in its dtype.
 
-        If the strategy shards models, all ranks must enter the context, and no parameters are allocated in it.
-        `prepare_model` gives each process its shard, with the same values as in a model that rank zero creates without
-        the context.
+        If the strategy shards models, all ranks must enter the context, and `prepare_model` gives each process its
+        shard.
 
         Args:
-            empty_init: Skip the most common functions of ``torch.nn.init``, such as those that torch's own layers call,
-                because a checkpoint will be loaded. Default: False.
+            empty_init: Skip common functions of ``torch.nn.init``, because a checkpoint will be loaded. Default: False.
         """
         return self.strategy.construction(empty_init)
 
@@ -665,9 +620,9 @@ class Accelerator(Process):
         return self.strategy.method(model, name)
 
     def local_method(self, model: nn.Module, name: str) -> Callable[..., Any]:
-        """Return method ``name`` of a prepared model, run in the run's precision, for evaluation.
+        """Return method ``name`` of a prepared model, in the run's precision, for evaluation.
 
-        Without a sharding strategy, Treadle adds no collectives, so one rank may call the method alone.
+        Without a sharding strategy, one rank may call the method alone.
 
         Args:
             model: A prepared model.
@@ -678,17 +633,12 @@ class Accelerator(Process):
     def check_replicas(self, model: nn.Module | None = None, *, buffers: bool = False) -> None:
         """Check that all processes hold the same replicated parameters, bit for bit. Call it on all processes.
 
-        With ``TREADLE_DEBUG=1``, this check runs after the first step of each optimizer and then, by default, after
-        every 100 steps.
-
         Args:
             model: One prepared model. Default: all of them.
-            buffers: Compare buffers too. Buffers that forward passes update, such as BatchNorm's statistics, usually
-                differ between processes.
+            buffers: Compare buffers too. BatchNorm's statistics usually differ between processes. Default: False.
 
         Raises:
-            ReplicasDiffer: If parameters, or buffers that are compared, differ. All processes raise the error, which
-                describes the differences.
+            ReplicasDiffer: On all processes, if compared tensors differ.
         """
         models = self.models if model is None else [model]
         replica_check.check((self.strategy.unwrap(m) for m in models), self.world, buffers)
@@ -735,7 +685,7 @@ class Accelerator(Process):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """True if the last optimizer step was skipped because gradients overflowed or were not finite."""
+        """True if the last call of an optimizer's ``step`` skipped the step, such as after a float16 overflow."""
         return self.accumulation.optimizer_step_was_skipped
 
     @property
@@ -745,7 +695,7 @@ class Accelerator(Process):
 
     @property
     def agreement(self) -> Agreement:
-        """Votes of all processes in each step, such as stop requests and whether losses are finite; see `Agreement`."""
+        """Votes of all processes in each step, such as stop requests; see `Agreement`."""
         return self.accumulation.agreement
 
     @property
@@ -760,12 +710,9 @@ class Accelerator(Process):
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
         """Return a context for the forward and backward pass of one micro-batch, and for the optimizer's ``step``.
 
-        In the last micro-batch of a group, the backward pass reduces the gradients, and the optimizer then steps.
-
         Args:
-            models: The prepared models whose gradients are reduced only in the last micro-batch of a group. The
-                gradients of other models are reduced in every micro-batch, which takes longer but gives the same
-                result.
+            models: The prepared models whose gradients are reduced only in the last micro-batch of a group, if the
+                strategy permits this. For other models, they are reduced in every micro-batch.
         """
         self.accumulation.note_entered()
         return self.accumulation.accumulate(*models)
@@ -777,7 +724,7 @@ class Accelerator(Process):
             model: A prepared model.
 
         Raises:
-            ValueError: If `DDP` has ``static_graph`` set and no backward pass has reduced gradients yet.
+            ValueError: If the settings of `DDP` do not support it.
         """
         return self.accumulation.no_sync(model)
 
@@ -788,7 +735,7 @@ class Accelerator(Process):
             model: A prepared model.
 
         Raises:
-            ValueError: If `DDP` has ``find_unused_parameters`` or ``static_graph`` set.
+            ValueError: If the settings of `DDP` do not support it.
         """
         return self.accumulation.trigger_sync_in_backward(model)
 
@@ -796,8 +743,7 @@ class Accelerator(Process):
         """Return the autocast context of the run's precision, for computations outside of a prepared model.
 
         Args:
-            autocast_handler: Settings of the context. ``AutocastKwargs(enabled=False)`` computes in full precision
-                inside a prepared model.
+            autocast_handler: Settings of the context. ``AutocastKwargs(enabled=False)`` disables autocast.
         """
         if autocast_handler is None:
             return self.precision.context(self.device) or nullcontext()
@@ -813,15 +759,13 @@ class Accelerator(Process):
     ) -> None:
         """Run the backward pass of one micro-batch, with the loss weighted and scaled.
 
-        Pass the plain mean loss. It is weighted by the number of samples that the prepared loader put into the
-        micro-batch. The gradient of the step is therefore the mean over all samples of the group on all processes.
-        Without a prepared loader, all micro-batches of a group have the same weight.
+        Pass the plain mean loss. With a prepared loader, the gradient of the step is the mean over all samples of the
+        group on all processes. Without a prepared loader, all micro-batches of a group have the same weight.
 
         Args:
             loss: The mean loss of the micro-batch, as a 0-d tensor.
-            weight: The number of items, such as tokens, over which the loss is averaged; not needed if the items are
-                the samples. The gradient of the step is then the mean over all items. Pass it in every micro-batch of a
-                group, or in none.
+            weight: The number of items, such as tokens, over which the loss is averaged. The gradient of the step is
+                then the mean over all items.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward`` or ``by``.
 
@@ -837,11 +781,11 @@ class Accelerator(Process):
 
         Args:
             parameters: The parameters whose gradients are clipped.
-            max_norm: The norm to which gradients with a larger total norm are scaled down.
+            max_norm: The maximum total norm.
             norm_type: The p of the p-norm; ``inf`` is the maximum norm. Default: 2.
 
         Returns:
-            The norm before clipping (0-d tensor); None inside a group, before the gradients are complete.
+            The norm before clipping (0-d tensor); None before the end of a group.
         """
         if not self.accumulation.sync_gradients:
             return None
@@ -863,7 +807,7 @@ class Accelerator(Process):
         """Divide the gradients by the total ``weight`` passed to `backward` and by the float16 loss scale.
 
         Args:
-            optimizer: The prepared optimizer whose gradients are unscaled. Default: all of them.
+            optimizer: The optimizer whose gradients are divided by the loss scale. Default: all prepared optimizers.
         """
         self.accumulation.unscale_gradients(optimizer)
 
@@ -884,17 +828,19 @@ class Accelerator(Process):
         self.accumulation.drop_gradients()
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Enable the exchange of all ranks' votes in the last backward pass of every step; `agree` returns the result.
+        """Enable the exchange of all ranks' votes in every step; `agree` returns the result.
+
+        The check of ``on_nonfinite`` is disabled.
 
         Args:
             finite: Whether to check that losses and gradients are finite. With float16, the loss scaler checks the
-                gradients instead. The check of ``on_nonfinite`` is disabled even if this is False.
-            at_once: Read the values in the same step on accelerators too, which waits for the device.
+                gradients.
+            at_once: Read the votes in the same step, which waits for the device.
         """
         self.accumulation.agree_on_steps(finite=finite, at_once=at_once)
 
     def agree(self) -> Agreement:
-        """Return the agreement of all processes in the last backward pass, for loops that call `agree_on_steps`."""
+        """Return the agreement of all processes in the current step, for loops that call `agree_on_steps`."""
         return self.accumulation.agree()
 
     def not_finite_on(self) -> list[int]:
@@ -906,21 +852,18 @@ class Accelerator(Process):
     ) -> AbstractContextManager[Preemption]:
         """Return a context in which SIGTERM, SIGUSR1 and SIGHUP request the end of a loop and do not end the process.
 
-        Call `Preemption.should_stop` once per step. It returns True after the same step on every rank, regardless of
-        which rank received the signal. Then save, and call `Preemption.leave`, which ends the process with status 143
-        (129 for SIGHUP) and makes SLURM requeue a job that received SIGUSR1. A signal that arrives after the last step
-        ends the process at the end of the block, unless the script has set its own handler. Outside the main thread,
-        signals are not handled.
+        Call `Preemption.should_stop` once per step. It returns True after the same step on every rank. Then save, and
+        call `Preemption.leave`, which ends the process with status 143 (129 for SIGHUP) and asks SLURM to requeue a job
+        that received SIGUSR1. Outside the main thread, signals are not handled.
 
         Args:
-            grace: Time from the signal to the end of all ranks, regardless of their state: ``"DD:HH:MM:SS"``, a
-                timedelta or a dict of its arguments. Default: no limit.
-            interrupts: Handle Ctrl-C in the same way; `Preemption.leave` then raises KeyboardInterrupt. A second
-                Ctrl-C, and one after the last step, raise it immediately. Default: Ctrl-C raises it immediately.
+            grace: Time from the signal to the end of all ranks: ``"DD:HH:MM:SS"``, a timedelta or a dict of its
+                arguments. Default: no limit.
+            interrupts: Handle Ctrl-C in the same way; `Preemption.leave` then raises KeyboardInterrupt. A second Ctrl-C
+                is not delayed. Default: False.
 
         Raises:
-            ValueError: If several processes have neither a process group over TCP nor torch 2.8 or newer, or if
-                ``grace`` is not a valid positive duration.
+            ValueError: If ``grace`` is not a valid positive duration, or the process group does not support this.
             TypeError: If ``grace`` has the wrong type.
 
         Example:
@@ -953,15 +896,14 @@ class Accelerator(Process):
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Save the states of objects in later checkpoints, and restore them in `load_state`.
 
-        The objects need the methods ``state_dict`` and ``load_state_dict``. Checkpoints that are saved with
-        ``weights_only=True`` do not contain the states.
+        Checkpoints that are saved with ``weights_only=True`` do not contain the states.
 
         Args:
-            objects: Objects whose saved states are matched by class name and position.
-            named: Objects whose saved states are matched by these names.
+            objects: Objects with ``state_dict`` and ``load_state_dict``, matched by class name and position.
+            named: Further objects, matched by these names.
 
         Raises:
-            TypeError: If an object lacks one of the two methods.
+            TypeError: If an object lacks one of these methods.
             ValueError: If another object is registered under one of the names.
         """
         self.checkpointer.register(objects, named)
@@ -970,8 +912,8 @@ class Accelerator(Process):
         """Call ``hook(models, weights, output_dir)`` before `save_state` writes.
 
         The hook is called on all ranks. ``models`` and ``weights`` are lists of the prepared models and of their state
-        dicts, as returned by `get_state_dict`. State dicts that the hook removes from ``weights`` are not saved. Files
-        that it writes to ``output_dir`` become part of the checkpoint.
+        dicts; see `get_state_dict`. State dicts that the hook removes from ``weights`` are not saved. Files that it
+        writes to ``output_dir`` become part of the checkpoint.
 
         Args:
             hook: The function to call.
@@ -984,8 +926,7 @@ class Accelerator(Process):
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` before `load_state` loads models.
 
-        The hook is called on all ranks, but not by ``load_state(models=False)``. Models that it removes from ``models``
-        are not loaded.
+        The hook is called on all ranks. Models that it removes from ``models`` are not loaded.
 
         Args:
             hook: The function to call.
@@ -1010,37 +951,29 @@ class Accelerator(Process):
         """Save all prepared and registered objects, and every process's RNG state. Call it on all processes.
 
         Args:
-            output_dir: The checkpoint directory, or a URL such as ``s3://bucket/run/last``. A directory is put in place
-                by one rename once it is complete. A checkpoint at a URL is replaced by one request once all files are
-                uploaded. The argument may be omitted with ``ProjectConfiguration(automatic_checkpoint_naming=True)``
-                and a ``project_dir``.
-            safe_serialization: Only True is accepted; there is no other format.
-            info: Plain data to store in the manifest, such as numbers and names; `load_state` returns it.
-            parts: Further states by name, each saved in its own files.
-            weights_only: Save only the models, ``parts`` and ``info``.
-            trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model under
-                adapters. The checkpoint stores their digests, and can be loaded into a model with the same frozen
-                weights.
-            blocking: If False, write the checkpoint in the background, from copies of the state in host memory.
-                Optimizer states may be copied after the method returns, but before the next optimizer step. Change them
-                only by optimizer steps until the save has ended. Only one save runs at a time: the next one waits for
-                the current one. `poll_saving` checks whether it has ended, and `finish_saving` waits for it. If it
-                failed, the first of these calls, or the next save or load, raises its error.
-            also: Further directories or URLs for the same state, each a complete checkpoint. They cannot be combined
-                with a hook of `register_save_state_pre_hook`.
+            output_dir: The checkpoint directory, or a URL such as ``s3://bucket/run/last``. An earlier checkpoint there
+                remains until the new one is complete. Default: a new one, if ``automatic_checkpoint_naming`` and
+                ``project_dir`` are set.
+            safe_serialization: Must be True; there is no other format.
+            info: Plain data, such as numbers and names, that `load_state` returns.
+            parts: Further states by name.
+            weights_only: Save only the models, ``parts`` and ``info``. Default: False.
+            trainable_only: Omit frozen weights (``requires_grad=False``). The checkpoint can be loaded into a model
+                with the same frozen weights. Default: False.
+            blocking: If False, write the checkpoint in the background, from copies of the state in host memory. Until
+                the save has ended, change optimizer states only by optimizer steps. If it fails, the next
+                `poll_saving`, `finish_saving`, save or load raises its error. Default: True.
+            also: Further directories or URLs for copies of the checkpoint. Not supported together with a save hook.
 
         Returns:
             The path of the checkpoint.
 
         Raises:
             RuntimeError: On ranks that did not detect the error that another rank raises.
-            ValueError: If an argument is invalid; if ``output_dir`` is missing without automatic naming, differs
-                between the ranks of a machine, or has content that is not a checkpoint; if weights or optimizer states
-                are not finite; or if the call is inside an accumulation group and ``weights_only`` is False.
-            TypeError: If an argument has the wrong type, a state or ``info`` is not plain data, or ``info`` contains a
-                tensor or an array.
-            OSError: If a disk operation or an upload fails. The files of the attempt are removed, and an earlier
-                checkpoint at this path remains.
+            ValueError: If an argument is invalid, or the state cannot be saved, for example because weights are not
+                finite.
+            TypeError: If an argument has the wrong type, or a state contains something that cannot be saved.
+            OSError: If a disk operation or an upload fails.
         """
         return self.checkpointer.save_state(
             output_dir,
@@ -1054,7 +987,7 @@ class Accelerator(Process):
         )
 
     def poll_saving(self) -> bool:
-        """Return True if no ``save_state(blocking=False)`` is in progress. The call never waits.
+        """Return True if no ``save_state(blocking=False)`` is in progress, without waiting for one.
 
         Raises:
             Exception: The error of the last save, if it failed. It is raised only once.
@@ -1082,35 +1015,30 @@ class Accelerator(Process):
     ) -> dict[str, Any]:
         """Restore a checkpoint that `save_state` wrote. Call it on all processes.
 
-        An accumulation group in progress is discarded. The state of a registered object is sharded over the processes
-        in the same way as the object's current ``state_dict``.
+        An accumulation group in progress is discarded.
 
         Args:
-            input_dir: A checkpoint directory, its URL, or an open checkpoint (an `OpenCheckpoint`). It may be omitted
-                with ``automatic_checkpoint_naming`` and a ``project_dir``, in which case the latest intact checkpoint
-                is loaded and a warning names each one that was skipped.
-            load_kwargs: Accepted if empty; loading has no options.
-            models: Restore the models.
-            state: Restore everything else.
-            strict: False loads the entries that fit from the state of another model or optimizer, and reports those
-                that do not. Default: the model's ``strict_loading`` if it has one, else True.
+            input_dir: A checkpoint directory, its URL, or an `OpenCheckpoint`. Default: the latest one that can be
+                loaded, if ``automatic_checkpoint_naming`` and ``project_dir`` are set.
+            load_kwargs: Must be empty; loading has no options.
+            models: Restore the models. Default: True.
+            state: Restore everything else. Default: True.
+            strict: False loads only the entries that fit, and reports the others. Default: the model's
+                ``strict_loading`` if it has one, else True.
             schedule: The source of learning rates and schedules: ``"saved"`` for the checkpoint, or ``"script"`` for
-                the prepared optimizers and schedulers, advanced by the same number of steps. Default: the saved ones,
-                with a warning if those of the script differ.
-            finish_epoch: If the state was saved with the last batch of an epoch, start the next epoch and return its
-                number as ``epoch``. A script that derives its first epoch from its steps then trains a whole epoch. If
-                False, the first pass over the loader is empty, for loops that resume in the saved epoch. For a stream
-                of unknown length, this first pass is empty with either value.
+                the prepared optimizers and schedulers, advanced by the same number of steps. Default: ``"saved"``, with
+                a warning if those of the script differ.
+            finish_epoch: If the state was saved after the last batch of an epoch whose length is known, start the next
+                epoch. The returned ``epoch`` is then the new one, unless ``info`` held a different ``epoch``. If False,
+                the first pass over the loader is empty, for loops that resume in the saved epoch. Default: True.
 
         Returns:
             The ``info`` that was passed to `save_state`, and metadata such as ``step``, ``epoch`` and ``world_size``.
 
         Raises:
             RuntimeError: On ranks that did not detect the error that another rank raises.
-            ValueError: If an argument is invalid, the path is not a checkpoint, or the checkpoint is damaged, belongs
-                to another model or optimizer, or was replaced while it was read. In these cases, no object is changed
-                on any process. An error in the ``load_state_dict`` of a scheduler, dataloader or registered object is
-                raised later, after models and optimizers are loaded.
+            ValueError: If an argument is invalid, or the checkpoint is damaged, does not fit the prepared objects, or
+                was replaced while it was read.
             TypeError: If ``input_dir`` has the wrong type.
             OSError: If a file cannot be read, or a store cannot be reached.
         """
@@ -1133,9 +1061,8 @@ class Accelerator(Process):
 
         Args:
             model: A prepared model.
-            keep_fp32_wrapper: Accepted for compatibility with Accelerate; it has no effect, because ``forward`` is
-                never replaced.
-            keep_torch_compile: Return the compiled form of the module, if that form was prepared.
+            keep_fp32_wrapper: No effect.
+            keep_torch_compile: Return the compiled form of the module, if that form was prepared. Default: True.
         """
         module = self.strategy.unwrap(model)
         if not keep_torch_compile:
@@ -1147,12 +1074,11 @@ class Accelerator(Process):
 
         Args:
             model: The model, prepared or not.
-            unwrap: False keeps the names of the prepared model, with DDP's ``module.`` prefix.
+            unwrap: False keeps the names of the prepared model, with DDP's ``module.`` prefix. Default: True.
 
         Returns:
-            On rank zero, the tensors by name. Sharded tensors are gathered in host memory. Tensors that are not sharded
-            are the model's own, which training changes; clone those that you keep. Other ranks get None for each
-            sharded tensor.
+            On rank zero, the tensors by name. Sharded tensors are gathered in host memory. Other tensors are the
+            model's own; clone those that you keep. Other ranks get None for each sharded tensor.
         """
         return self.checkpointer.get_state_dict(model, unwrap)
 
@@ -1162,26 +1088,21 @@ class Accelerator(Process):
         return True
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write data, such as a state dict or nested numbers, to a file on rank zero, which may call this method alone.
+        """Write data, such as a state dict, to a file on rank zero, which may call this method alone.
 
         With ``ProjectConfiguration(save_on_each_node=True)``, local rank zero of each machine writes the file. A write
-        to a path or URL is atomic. Without ``safe_serialization``, the file contains only tensors, numbers, text,
-        bytes, None, dtypes and devices, in dicts, lists, tuples and sets, and can be read with ``torch.load(f,
-        weights_only=True)``. NumPy numbers are written as Python numbers, and a defaultdict as a dict.
+        to a path or URL is atomic. Files in torch's format can be read with ``torch.load(f, weights_only=True)``.
 
         Args:
-            obj: The data to write. For a module, pass its ``state_dict()``; for a sharded module, the result of
-                `get_state_dict`.
+            obj: Tensors, numbers, text and other plain data. For a module, pass the result of `get_state_dict`.
             f: A path, a URL, or an open file.
-            safe_serialization: Write safetensors; ``obj`` must be a dict of tensors. Tied tensors are written once, and
-                the header lists their names.
+            safe_serialization: Write safetensors; ``obj`` must be a dict of tensors. Tied tensors are written once.
+                Default: False.
 
         Raises:
-            TypeError: If ``obj`` holds anything else (NumPy arrays, paths, objects) or, with ``safe_serialization``, is
-                not a dict of tensors. Also if ``f`` is neither a path, a URL nor an open file.
-            ValueError: Without ``safe_serialization``, if ``obj`` contains itself or is nested more than 100 levels
-                deep.
-            OSError, RuntimeError: If the file cannot be written, for example because its directory does not exist.
+            TypeError: If ``obj`` contains something that cannot be saved, or ``f`` has the wrong type.
+            ValueError: If ``obj`` contains itself or is nested too deeply.
+            OSError, RuntimeError: If the file cannot be written.
         """
         self.checkpointer.save(obj, f, safe_serialization)
 
@@ -1199,17 +1120,15 @@ class Accelerator(Process):
 
         Args:
             model: The model, prepared or not.
-            save_directory: The directory, created if it does not exist, or a URL. It must not be a checkpoint. Files of
-                an earlier save, in either format, are deleted once the new ones are complete.
+            save_directory: The directory or URL, which must not be a checkpoint. Files of an earlier save are deleted
+                once the new ones are complete.
             max_shard_size: The largest size of a file: a number of bytes, or text such as ``"500MB"`` or ``"2GiB"``. A
-                file exceeds it only if it contains a single, larger tensor.
-            safe_serialization: False writes ``pytorch_model.bin``, or several such files and their index, in torch's
-                format. Default: True.
+                single, larger tensor gets a file of its own. Default: ``"10GB"``.
+            safe_serialization: False writes torch's format, such as ``pytorch_model.bin``. Default: True.
 
         Raises:
-            ValueError: If ``max_shard_size`` is not a valid size, or ``save_directory`` is a checkpoint.
-            TypeError: If the model's state contains something that cannot be exported, such as a value that is not a
-                tensor, a sparse tensor, or a tensor on device ``meta``.
+            ValueError: If ``max_shard_size`` or ``save_directory`` is invalid.
+            TypeError: If the model's state contains something that cannot be exported.
             OSError, RuntimeError: If a file cannot be written.
         """
         self.checkpointer.save_model(model, save_directory, max_shard_size, safe_serialization)
@@ -1238,12 +1157,10 @@ class Accelerator(Process):
         Args:
             project_name: The project that the run belongs to.
             config: The run's configuration by name, which trackers store. Default: none.
-            init_kwargs: Further arguments of the trackers' constructors, by the tracker's name. Trackers that were
-                passed as objects ignore them.
+            init_kwargs: Further arguments of the trackers' constructors, by the tracker's name.
 
         Raises:
-            ValueError: If ``init_kwargs`` has an unknown name. Arguments of known trackers that ``log_with`` does not
-                name are ignored.
+            ValueError: If ``init_kwargs`` has an unknown name.
         """
         self.tracking.start(project_name, config, init_kwargs)
 
@@ -1256,9 +1173,8 @@ class Accelerator(Process):
         """Send values of this process to the trackers, on rank zero only unless a tracker is set to run on every rank.
 
         Args:
-            values: Numbers, tensors of one element, or other values that the trackers accept, by name. `reduce` tensors
-                first to log a value over all processes.
-            step: The step that the values belong to, such as the number of optimizer steps.
+            values: Values by name. `reduce` tensors first to log a value over all processes.
+            step: The step that the values belong to.
             log_kwargs: Further arguments of each tracker's ``log``, by the tracker's name.
 
         Raises:
@@ -1270,9 +1186,8 @@ class Accelerator(Process):
         """Return a tracker by name.
 
         Args:
-            name: The tracker's ``name``, such as ``"wandb"`` for ``log_with="wandb"``.
-            unwrap: Return the underlying object that the tracker writes with. On processes where the tracker does not
-                run, return an object whose methods have no effect.
+            name: The tracker's ``name``, such as ``"wandb"``.
+            unwrap: Return the object that the tracker writes with. Default: False.
 
         Raises:
             ValueError: If no started tracker has this name.
@@ -1283,11 +1198,10 @@ class Accelerator(Process):
         """Return a context that profiles a block and yields torch's profiler. With a schedule, call its ``step()``.
 
         Args:
-            profile_handler: Settings of the profiler. Default: those of ``kwargs_handlers``, else those of
-                `ProfileKwargs()`.
+            profile_handler: Settings of the profiler. Default: those of ``kwargs_handlers``, else `ProfileKwargs()`.
 
         Raises:
-            ValueError: If a name in ``activities`` is unknown.
+            ValueError: If a setting is invalid.
         """
         return profile(profile_handler or self.profile_handler or ProfileKwargs(), self.world)
 
@@ -1297,7 +1211,7 @@ class Accelerator(Process):
         """Finish saves and trackers, and wait for all processes. You may create another Accelerator afterwards.
 
         Raises:
-            ValueError: If gradients of the last step were not finite, which accelerators report one step later.
+            ValueError: If gradients of the last step were not finite.
             Exception: The error of an asynchronous save, if it failed.
         """
         self.finish_saving()
@@ -1310,7 +1224,7 @@ class Accelerator(Process):
         """Release all prepared and registered objects, collect garbage and empty the device's memory cache.
 
         Args:
-            objects: The caller's references to prepared objects. Assign the returned Nones to the same variables.
+            objects: The caller's references to prepared objects.
 
         Returns:
             A list with one None for each of ``objects``.
@@ -1325,10 +1239,7 @@ class Accelerator(Process):
     clear = free_memory
 
     def forget_prepared(self) -> None:
-        """Release prepared and registered objects without garbage collection, which takes tenths of a second.
-
-        No prepared object refers back to the Accelerator, so reference counting frees most of them. Cycles in user code
-        or in torch stay until Python's next collection. If memory is already short, garbage is collected at once.
+        """Release prepared and registered objects, without garbage collection unless memory is short.
 
         Raises:
             Exception: The error of an asynchronous save, if it failed.
@@ -1349,7 +1260,7 @@ class Accelerator(Process):
         """Release all prepared objects, and replace the process group with the one that ``renew`` creates.
 
         Args:
-            renew: Function without arguments that disconnects this process and connects it to a new process group.
+            renew: Function that disconnects this process and connects it to a new process group.
         """
         self.free_memory()
         self.world.forget_parts()
@@ -1364,7 +1275,7 @@ class Accelerator(Process):
             loader.close()
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether a device map spread ``model`` over devices or offloaded it, so that it cannot be prepared.
+        """Return whether a device map spread ``model`` over devices or offloaded it.
 
         Args:
             model: The model to check.
@@ -1378,10 +1289,10 @@ class Accelerator(Process):
 
         Args:
             dataloader: A prepared loader, a ``DataLoader``, or any other iterable of batches.
-            num_batches: Number of batches that each process has already trained on. Default: 0.
+            num_batches: Number of batches to skip on each process. Default: 0.
 
         Raises:
-            ValueError: If ``num_batches`` is not an integer of at least 0.
+            ValueError: If ``num_batches`` is invalid.
         """
         return skip_first_batches(dataloader, num_batches)
 
@@ -1419,12 +1330,12 @@ class Accelerator(Process):
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """The ``dispatch_batches`` setting. It has no effect: each process reads its own share."""
+        """The ``dispatch_batches`` setting, which has no effect."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """The ``even_batches`` setting. It has no effect: all processes take part in the same number of batches."""
+        """The ``even_batches`` setting, which has no effect."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -1433,17 +1344,17 @@ class Accelerator(Process):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """True if the order of an epoch depends only on a seed and the epoch's number."""
+        """The ``use_seedable_sampler`` setting; see `DataLoaderConfiguration`."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
     def non_blocking(self) -> bool:
-        """The ``non_blocking`` setting. It has no effect: batches are copied asynchronously where possible."""
+        """The ``non_blocking`` setting, which has no effect."""
         return self.dataloader_config.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """The ``use_stateful_dataloader`` setting. It has no effect: every prepared loader has a state."""
+        """The ``use_stateful_dataloader`` setting, which has no effect."""
         return self.dataloader_config.use_stateful_dataloader
 
     @property
@@ -1494,7 +1405,7 @@ class Accelerator(Process):
 
     @property
     def torch_device_mesh(self) -> Any:
-        """Device mesh that the model is sharded over, or None."""
+        """Device mesh of the strategy, or None."""
         return getattr(self.strategy, "device_mesh", None)
 
     @property

@@ -1,4 +1,4 @@
-"""Collectives on nested values: gather, reduce, broadcast, pad and split tensors and objects."""
+"""Collectives on nested values, and the split of inputs over processes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,11 @@ REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
 class ShapesDiffer(DistributedOperationException, ValueError):
-    """Error raised if the tensors that ranks pass to one collective are not compatible in number, shape or dtype."""
+    """Error raised if the tensors that ranks pass to one collective are not compatible."""
 
 
 class DebugMode:
-    """Accelerate's debug mode, one for the whole process; ``PartialState().debug`` enables or disables it.
-
-    Attributes:
-        enabled: Whether `check_equal_shapes` compares shapes.
-    """
+    """Accelerate's debug mode, one for the whole process; see `PartialState.debug`."""
 
     enabled = False
 
@@ -39,16 +35,7 @@ debug_mode = DebugMode()
 
 
 def check_equal_shapes(name: str, value: Any, world: World) -> None:
-    """Check in debug mode that all ranks pass tensors of the same shapes, which `gather` itself does not require.
-
-    Args:
-        name: The name of the call, for the error.
-        value: The value that this rank passes to the call.
-        world: The processes that take part.
-
-    Raises:
-        ShapesDiffer: On every rank, if debug mode is enabled and the tensors differ in number, shape or dtype.
-    """
+    """Check in debug mode that all ranks pass tensors of the same shapes to the call ``name``."""
     if debug_mode.enabled and world.size > 1:
         _check_forms(name, value, world)
 
@@ -56,23 +43,12 @@ def check_equal_shapes(name: str, value: Any, world: World) -> None:
 def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = False) -> Any:
     """Concatenate the tensors of all processes along dimension 0, in rank order; the numbers of rows may differ.
 
-    A 0-d tensor counts as one row. Each part of ``value`` without tensors becomes one list over all processes: lists
-    and tuples are concatenated, and any other value is one item. Fields of a dataclass without tensors are kept
-    unchanged.
-
-    Args:
-        value: A tensor, or tensors nested in dicts, lists, tuples or dataclasses, of the same structure on all
-            processes.
-        world: The processes that take part.
-        empty: If True, this process contributes no rows, and ``value`` only defines the structure. Default: False.
-        sync_grads: Let gradients flow back to the process that each row came from; see `Accelerator.gather`. Default:
-            False.
+    A 0-d tensor counts as one row. Each part of ``value`` without tensors becomes one list over all processes, except
+    fields of a dataclass. If ``empty``, this process contributes no rows. For ``sync_grads``, see `Accelerator.gather`.
 
     Raises:
         TypeError: If the value holds no tensor.
-        ShapesDiffer: On every process, if the numbers of tensors or other parts differ, or the tensors differ in dtype
-            or in the size of a dimension other than 0. With ``sync_grads``, also if a tensor requires a gradient on
-            some processes only.
+        ShapesDiffer: On every process, if the values of the processes are not compatible.
     """
     tensors: list[Tensor] = []
     others: list[Any] = []
@@ -110,13 +86,7 @@ def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
     """Resize tensors that repeat one value ``batch_size`` times so that they have one row per current sample.
 
     Scripts gather ``loss.repeat(batch_size)`` for a mean over the samples and rely on Accelerate to cut the rows of a
-    short last batch. Tensors whose rows differ are unchanged, because a row may be, for example, a token.
-
-    Args:
-        value: A tensor or a nested structure (dict, list, tuple) of tensors; one-dimensional floating-point tensors of
-            ``batch_size`` equal elements are resized, unless ``batch_size`` is 1.
-        batch_size: This rank's samples in a full batch.
-        samples: This rank's samples in the current batch.
+    short last batch.
     """
 
     def resize(tensor: Tensor) -> Tensor:
@@ -139,10 +109,8 @@ def _gather_rows(rows: Tensor, counts: list[int], world: World) -> Tensor:
 class _AllGather(torch.autograd.Function):
     """Autograd function that stacks the tensors of all processes.
 
-    The gradient of each tensor is the sum over the losses of all processes. DDP and FSDP average the parameters'
-    gradients over the processes. A run therefore follows the gradient of the processes' mean loss, in which each loss
-    may depend on all tensors. If each process computes the loss of the whole global batch, this gradient equals that of
-    a single process with the whole batch, and no correction factor is needed.
+    The gradient of each tensor is the sum over the losses of all processes, because DDP and FSDP average the
+    parameters' gradients.
     """
 
     @staticmethod
@@ -157,17 +125,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
-    """Stack the tensors of all processes along a new first dimension. With a world size of one, return the value.
-
-    Args:
-        value: A tensor, or tensors nested in dicts, lists, tuples or dataclasses, of the same shapes on all processes.
-        world: The processes that take part.
-        sync_grads: Let gradients flow back to the process that each tensor came from; see `Accelerator.gather`.
-            Default: False.
-
-    Raises:
-        ShapesDiffer: On every process, if the tensors differ in number, shape or dtype.
-    """
+    """Stack the tensors of all processes along a new first dimension. With a world size of one, return the value."""
     if world.size == 1:
         return value
     local_forms: list[str] = []
@@ -190,17 +148,12 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
 
 
 def describe_no_tensor(value: Any) -> str:
-    """Return the type of a value without tensors, for an error message, such as ``"a dict without tensors"``.
-
-    Args:
-        value: A value without tensors.
-    """
+    """Return the type of a value without tensors, such as ``"a dict without tensors"``."""
     is_container = isinstance(value, Iterable) and not isinstance(value, str | bytes)
     return f"{name_type(value)}{' without tensors' * is_container}"
 
 
 def _describe_parts(parts: list[Any]) -> str:
-    """Return the shapes and dtypes of each rank's tensors, and the number of its other values if the ranks differ."""
     counts_differ = len({len(lists) for _, lists in parts}) > 1
     by_rank = []
     for rank, (shapes, lists) in enumerate(parts):
@@ -231,12 +184,7 @@ def _map_leaves(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[An
 
 
 def with_items(value: Any, items: dict[Any, Any]) -> Any:
-    """Return a copy of the mapping ``value``, with its class and other attributes, that holds ``items``.
-
-    Args:
-        value: A mapping.
-        items: The new items, by the same keys.
-    """
+    """Return a copy of the mapping ``value`` that holds ``items``."""
     copied = copy.copy(value)
     for key, item in items.items():
         copied[key] = item
@@ -249,11 +197,7 @@ def _rebuild(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
 
 
 def holds_tensor(value: Any) -> bool:
-    """Return whether a nested value contains a tensor.
-
-    Args:
-        value: Any value.
-    """
+    """Return whether a nested value contains a tensor."""
     tensors: list[Tensor] = []
     apply_to_collection(value, Tensor, tensors.append)
     return bool(tensors)
@@ -266,30 +210,12 @@ def _to_items(value: Any, empty: bool = False) -> list[Any]:
 
 
 def gather_objects(value: Any, world: World) -> list[Any]:
-    """Return the items of all processes in rank order. Lists and tuples are concatenated; any other value is one item.
-
-    Args:
-        value: Any object that can be pickled.
-        world: The processes that take part.
-    """
+    """Return the items of all processes in rank order. A value other than a list or tuple is one item."""
     return [item for part in world.gather_objects(_to_items(value)) for item in part]
 
 
 def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
-    """Reduce every tensor in a nested value over the processes. The input is not changed.
-
-    Args:
-        value: A tensor, or tensors nested in collections.
-        world: The processes that take part.
-        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` for no reduction. The mean of integers is
-            float64.
-        scale: Factor by which the result is multiplied; it has no effect with ``"none"``.
-
-    Raises:
-        ValueError: If the reduction is unknown.
-        ShapesDiffer: On every process, if the tensors differ in number, shape or dtype, unless ``reduction`` is
-            ``"none"``. With ``TREADLE_DEBUG=1``, the error is another `DistributedOperationException`.
-    """
+    """Reduce every tensor in a nested value over the processes; see `Accelerator.reduce`."""
     choose("reduction", reduction, REDUCTIONS)
     if world.size > 1 and world.debug is None and reduction != "none":
         _check_forms("reduce", value, world)  # otherwise gloo returns what was in memory, and NCCL hangs
@@ -318,18 +244,7 @@ def _check_forms(name: str, value: Any, world: World) -> None:
 
 
 def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, pad_first: bool) -> Any:
-    """Pad every tensor in a nested value along ``dim`` to the length of the longest tensor over all processes.
-
-    Args:
-        value: A tensor, or tensors nested in collections.
-        world: The processes that take part.
-        dim: The dimension to pad; tensors without it are unchanged.
-        pad_index: The value to pad with.
-        pad_first: Pad before the first entry, not after the last.
-
-    Raises:
-        ShapesDiffer: On every process, if the tensors differ in number or in their number of dimensions.
-    """
+    """Pad tensors to the length of the longest tensor; see `Accelerator.pad_across_processes`."""
     if world.size == 1:
         return value
     tensors: list[Tensor] = []
@@ -367,18 +282,7 @@ def _has_dimension(tensor: Tensor, dim: int) -> bool:
 
 
 def broadcast(value: Any, world: World, source: int) -> Any:
-    """Return ``value`` with its tensors replaced by those of rank ``source``; all ranks need the same structure.
-
-    Args:
-        value: A tensor, or tensors nested in collections; it is not changed.
-        world: The processes that take part.
-        source: The rank whose tensors are returned.
-
-    Raises:
-        ValueError: If no process has this rank.
-        ShapesDiffer: On every process, if the tensors differ in number, shape or dtype. With ``TREADLE_DEBUG=1``, the
-            error is another `DistributedOperationException`.
-    """
+    """Return ``value`` with its tensors replaced by those of rank ``source``; all ranks need the same structure."""
     check_process(source, world.size, "from_process")
     if world.size > 1 and world.debug is None:
         _check_forms("broadcast", value, world)
@@ -386,16 +290,7 @@ def broadcast(value: Any, world: World, source: int) -> Any:
 
 
 def check_process(index: int, size: int, name: str) -> None:
-    """Check that a rank exists.
-
-    Args:
-        index: The rank.
-        size: The world size.
-        name: The name of the argument, for the error.
-
-    Raises:
-        ValueError: If no process has this rank.
-    """
+    """Raise a ValueError if no process has the rank ``index``, the value of the argument ``name``."""
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < size:
         valid = "0" if size == 1 else f"a rank from 0 to {size - 1}"
         whose = "the number of processes on this machine" if name.startswith("local") else "the world size"
@@ -405,22 +300,15 @@ def check_process(index: int, size: int, name: str) -> None:
 def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any:
     """Return the share of ``inputs`` that belongs to process ``rank``.
 
-    Shares are contiguous, in the order of the ranks. Their sizes differ by at most one; if there are fewer inputs than
-    processes, the last shares are empty. With ``apply_padding``, all shares have the same size: the last input is
-    repeated at the end. Cut the gathered results to the number of inputs. A share has the type of the inputs, except
-    that the share of a padded range is a list, and that of a torch dataset is a ``Subset``.
+    Shares are contiguous, in the order of the ranks. Their sizes differ by at most one. With ``apply_padding``, all
+    shares have the same size: the last input is repeated at the end.
 
-    Args:
-        inputs: A list, tuple, range, tensor, NumPy array, pandas data frame, or map-style dataset of torch or Hugging
-            Face, or a dict or named tuple of these with equal lengths. Any other iterable, such as an iterator, is read
-            to its end by every process, and the share is then a list.
-        rank: The rank of this process.
-        size: The world size.
-        apply_padding: Give every process the same number of inputs. Default: False.
+    ``inputs`` is a list, tuple, range, tensor, NumPy array, pandas data frame, or map-style dataset of torch or Hugging
+    Face, or a dict or named tuple of these with equal lengths. Any other iterable, such as an iterator, is read to its
+    end by every process, and the share is then a list.
 
     Raises:
-        TypeError: If ``inputs`` cannot be split, such as a str, a number or a 0-d tensor, or has no order, such as a
-            set.
+        TypeError: If ``inputs`` cannot be split or has no order.
         ValueError: If ``inputs`` is a dict or named tuple whose values differ in length.
     """
     count, inputs = _count_inputs(inputs)

@@ -1,4 +1,4 @@
-"""Configuration objects of an `Accelerator`, named as in Accelerate, and the checks of its arguments."""
+"""Configuration objects of an `Accelerator`, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -23,19 +23,16 @@ class DataLoaderConfiguration:
     """Settings of prepared loaders.
 
     Args:
-        split_batches: If True, ``batch_size`` is the global batch size. It must be divisible by the number of processes
-            that the data is sharded over, and custom batch samplers are not supported.
-        dispatch_batches: Accepted but has no effect. In Accelerate, True reads on rank zero only; here each rank reads
-            its own share, which gives the same batches.
-        even_batches: Accepted but has no effect. All processes take part in every batch, and no sample counts twice.
+        split_batches: Whether ``batch_size`` is the global batch size. It must then be divisible by the number of
+            processes that the data is sharded over. Default: False.
+        dispatch_batches: No effect; each rank reads its own share.
+        even_batches: No effect; no sample counts twice.
         use_seedable_sampler: Let torch's ``RandomSampler`` draw the order of each epoch from a seed plus the epoch's
-            number (``loader.set_epoch(epoch)`` sets it). Other samplers keep their order. The seed is ``data_seed``,
-            else that of rank zero's torch generator when the loader is prepared. By default, each epoch continues the
-            RNG state of the previous one, as in a plain loop.
+            number. The seed is ``data_seed``, else that of torch's generator when the loader is prepared. Default:
+            False.
         data_seed: Seed of the order of samples. Default: the order is drawn from rank zero's RNG state.
-        non_blocking: Accepted but has no effect. Batches are copied to a CUDA device asynchronously where possible.
-        use_stateful_dataloader: Accepted but has no effect. Every prepared loader has ``state_dict`` and is in every
-            checkpoint, except those saved with ``weights_only=True``.
+        non_blocking: No effect; copies to a CUDA device are asynchronous where possible.
+        use_stateful_dataloader: No effect; every prepared loader has a state.
 
     Example:
         >>> from treadle.engine import Accelerator, DataLoaderConfiguration
@@ -51,10 +48,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
     def announce_differences(self) -> None:
-        """Log that ``dispatch_batches=True`` has no effect, if it is set.
-
-        Call this method only after the ranks are known, because rank zero alone logs the message.
-        """
+        """Log on rank zero that ``dispatch_batches=True`` has no effect, if it is set."""
         if self.dispatch_batches:
             announce(
                 "dispatch_batches=True has no effect: every rank reads its own share of the batches, while Accelerate "
@@ -70,12 +64,12 @@ class ProjectConfiguration:
         project_dir: Directory for the files of the run. Default: none.
         logging_dir: Directory for the files of the trackers. Default: ``project_dir``.
         automatic_checkpoint_naming: Let `Accelerator.save_state` name checkpoints
-            ``project_dir/checkpoints/checkpoint_N``.
+            ``project_dir/checkpoints/checkpoint_N``. Default: False.
         total_limit: The number of automatically named checkpoints to keep; the oldest is deleted once a new one is
             complete. Default: all are kept.
         iteration: The number N of the next automatically named checkpoint. Default: 0.
         save_on_each_node: Let `Accelerator.save` and `save_model` write on local rank zero of each machine, not only on
-            rank zero.
+            rank zero. Default: False.
 
     Raises:
         ValueError: If ``total_limit`` is not an integer of at least 1.
@@ -103,7 +97,7 @@ class ProjectConfiguration:
         """Set ``project_dir``, and ``logging_dir`` if it is None.
 
         Args:
-            project_dir: Directory for the files of the run, or None.
+            project_dir: The directory, or None.
         """
         self.project_dir = project_dir
         if self.logging_dir is None:
@@ -131,11 +125,11 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: Number of micro-batches per optimizer step. Default: 1.
-        adjust_scheduler: Accepted but has no effect. A wrapped schedule advances only at the end of a group, as in
-            Accelerate.
+        adjust_scheduler: No effect.
         sync_with_dataloader: Whether the end of a loader ends a group. If False, a group continues in the loader's next
-            epoch.
-        sync_each_batch: Reduce gradients in every micro-batch, which saves memory if the model is sharded.
+            epoch. Default: True.
+        sync_each_batch: Reduce gradients in every micro-batch, which saves memory if the model is sharded. Default:
+            False.
 
     Raises:
         ValueError: If ``num_steps`` is not an integer of at least 1.
@@ -161,7 +155,7 @@ class AutocastKwargs(KwargsHandler):
     """Settings of ``torch.autocast``.
 
     Args:
-        enabled: If False, compute in full precision.
+        enabled: Whether autocast is enabled. Default: True.
         cache_enabled: Whether autocast keeps the weights that it has cast. Default: torch's default.
 
     Example:
@@ -195,11 +189,10 @@ class GradScalerKwargs(KwargsHandler):
 
     Args:
         init_scale: The initial loss scale. Default: 65536.
-        growth_factor: The factor by which the scale is multiplied after ``growth_interval`` steps without overflow.
-            Default: 2.
+        growth_factor: The factor by which the scale grows after ``growth_interval`` steps without overflow. Default: 2.
         backoff_factor: The factor by which the scale is multiplied after an overflow. Default: 0.5.
-        growth_interval: Number of optimizer steps without overflow before the scale grows. Default: 2000.
-        enabled: If False, do not scale the loss.
+        growth_interval: Number of steps without overflow before the scale grows. Default: 2000.
+        enabled: Whether to scale the loss. Default: True.
 
     Example:
         >>> import treadle
@@ -222,14 +215,13 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     Args:
         backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one that the device needs.
-        init_method: None or ``"env://"``, which have the same effect: processes connect through the launcher's
-            environment variables.
-        timeout: Time that a process waits for other processes before it fails: a timedelta, a dict of its arguments, or
-            ``"DD:HH:MM:SS"``. Default: that of an existing process group, else 30 minutes. If
-            ``Accelerator(timeout=...)`` exceeds 29 minutes, the default is one minute more than that.
+        init_method: None or ``"env://"``, which have the same effect.
+        timeout: Time that a collective waits for other processes: a timedelta, a dict of its arguments, or
+            ``"DD:HH:MM:SS"``. Default: that of an existing process group, else 30 minutes, or more with a long
+            ``Accelerator(timeout=...)``.
 
     Raises:
-        ValueError: If ``init_method`` is not supported, or ``timeout`` is not a valid positive duration.
+        ValueError: If ``init_method`` or ``timeout`` is invalid.
         TypeError: If ``timeout`` has the wrong type.
 
     Example:
@@ -262,8 +254,7 @@ class ProfileKwargs(KwargsHandler):
     """Arguments of ``torch.profiler.profile``.
 
     Args:
-        activities: A list of torch's activities in lowercase, such as ``["cpu", "cuda"]``. Default: those that this
-            machine has.
+        activities: Torch's activities in lowercase, such as ``["cpu", "cuda"]``. Default: those that this machine has.
         schedule_option: Arguments of ``torch.profiler.schedule``: ``{"wait": 1, "warmup": 1, "active": 3, ...}``.
         on_trace_ready: Function that is called with the profiler whenever a trace is ready.
         record_shapes: Record the shapes of the operators' inputs.
@@ -271,9 +262,8 @@ class ProfileKwargs(KwargsHandler):
         with_stack: Record the source lines of operators.
         with_flops: Estimate the FLOPs of operators.
         with_modules: Record the modules that call operators.
-        output_trace_dir: Directory into which each process writes its trace, ``profile_RANK.json``, for
-            ``chrome://tracing``. With a schedule, the traces of further cycles are named ``profile_RANK_1.json`` and so
-            on.
+        output_trace_dir: Directory into which each process writes its traces, such as ``profile_RANK.json``, for
+            ``chrome://tracing``.
 
     Example:
         >>> import torch, treadle
@@ -300,16 +290,14 @@ class TorchDynamoPlugin(KwargsHandler):
     """Arguments of ``torch.compile`` for prepared models.
 
     Args:
-        backend: A backend of ``torch.compile``; ``"no"`` disables compilation.
-        mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or another mode of ``torch.compile``.
+        backend: A backend of ``torch.compile``; ``"no"`` disables compilation. Default: ``"no"``.
+        mode: A mode of ``torch.compile``, such as ``"max-autotune"``.
         fullgraph: Raise an error if the model cannot be compiled into one graph.
         dynamic: Compile for varying shapes. Default: torch decides.
-        options: Dict of options that torch passes to the backend, such as ``{"max_autotune": True}`` for Inductor.
+        options: Dict of options that torch passes to the backend.
         disable: Disable compilation, for testing.
         use_regional_compilation: Compile each repeated block of the model separately, which takes less time if the
-            blocks are alike. An Accelerator then compiles only the items of ``nn.ModuleList`` objects, if there are
-            any. By default, the Trainer compiles blocks separately if many of them are alike, and an Accelerator
-            compiles the whole model.
+            blocks are alike. Default: only the Trainer does so, if many blocks are alike.
 
     Example:
         >>> from treadle.engine import Accelerator, TorchDynamoPlugin
@@ -329,7 +317,7 @@ class TorchDynamoPlugin(KwargsHandler):
         self.backend = backend.lower() if isinstance(backend, str) else backend or "no"
 
     def compile(self, model: nn.Module) -> None:
-        """Compile ``model`` in place unless ``backend`` is ``"no"``. The names in its state dict do not change.
+        """Compile ``model`` in place unless ``backend`` is ``"no"``.
 
         Args:
             model: The user's module.
@@ -343,12 +331,9 @@ class TorchDynamoPlugin(KwargsHandler):
     def compile_parts(self, model: nn.Module, strategy: Strategy) -> None:
         """Compile the submodules that the steps of ``model`` call.
 
-        If neither this plugin nor the user compiles the model, the compilations of an earlier run are undone.
-
         Args:
-            model: A module whose ``forward`` is not called. If it is the result of ``torch.compile``, its submodules
-                are compiled with the same arguments.
-            strategy: The strategy, which determines the submodules that are compiled as a unit.
+            model: A module whose ``forward`` is not called.
+            strategy: The strategy, which selects the submodules.
 
         Raises:
             ValueError: If both ``torch.compile`` and this plugin configure compilation.
@@ -373,7 +358,7 @@ class TorchDynamoPlugin(KwargsHandler):
         compile_modules(parts, users or self._make_compiler, options, hooks_outside=hooks_outside)
 
     def uses_cuda_graphs(self, device: torch.device) -> bool:
-        """Return whether the compiled code replays CUDA graphs, which write into the same memory in each replay.
+        """Return whether the compiled code replays CUDA graphs.
 
         Args:
             device: The device of the model.
@@ -398,7 +383,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 class _Refused:
-    """Base class of Accelerate classes that can be imported but raise an error when they are instantiated."""
+    """Base class of Accelerate classes that raise an error when they are instantiated."""
 
     instead: ClassVar[str]
 
@@ -407,7 +392,7 @@ class _Refused:
 
 
 class DeepSpeedPlugin(_Refused):
-    """Unsupported class of Accelerate. Creating an instance raises an error that names the alternative.
+    """Unsupported class of Accelerate. Creating an instance raises an error.
 
     Example:
         >>> import treadle
@@ -420,7 +405,7 @@ class DeepSpeedPlugin(_Refused):
 
 
 class MegatronLMPlugin(_Refused):
-    """Unsupported class of Accelerate. Creating an instance raises an error that names the alternative.
+    """Unsupported class of Accelerate. Creating an instance raises an error.
 
     Example:
         >>> from treadle.engine import MegatronLMPlugin
@@ -433,7 +418,7 @@ class MegatronLMPlugin(_Refused):
 
 
 class TorchTensorParallelPlugin(_Refused):
-    """Unsupported class of Accelerate. Creating an instance raises an error that names the alternative.
+    """Unsupported class of Accelerate. Creating an instance raises an error.
 
     Example:
         >>> from treadle.engine import TorchTensorParallelPlugin
@@ -446,7 +431,7 @@ class TorchTensorParallelPlugin(_Refused):
 
 
 class FP8RecipeKwargs(_Refused):
-    """Unsupported class of Accelerate. Creating an instance raises an error that names the alternative.
+    """Unsupported class of Accelerate. Creating an instance raises an error.
 
     Example:
         >>> from treadle.engine import FP8RecipeKwargs
@@ -459,7 +444,7 @@ class FP8RecipeKwargs(_Refused):
 
 
 class AORecipeKwargs(FP8RecipeKwargs):
-    """Unsupported class of Accelerate; see `FP8RecipeKwargs`.
+    """Unsupported class of Accelerate.
 
     Example:
         >>> from treadle.engine import AORecipeKwargs
@@ -470,7 +455,7 @@ class AORecipeKwargs(FP8RecipeKwargs):
 
 
 class TERecipeKwargs(FP8RecipeKwargs):
-    """Unsupported class of Accelerate; see `FP8RecipeKwargs`.
+    """Unsupported class of Accelerate.
 
     Example:
         >>> from treadle.engine import TERecipeKwargs
@@ -481,7 +466,7 @@ class TERecipeKwargs(FP8RecipeKwargs):
 
 
 class MSAMPRecipeKwargs(FP8RecipeKwargs):
-    """Unsupported class of Accelerate; see `FP8RecipeKwargs`.
+    """Unsupported class of Accelerate.
 
     Example:
         >>> from treadle.engine import MSAMPRecipeKwargs
@@ -501,15 +486,7 @@ _HANDLERS: dict[str, type] = {
 
 
 def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
-    """Return the handlers by kind (autocast, scaler, group, profile, replicas), with None for a missing handler.
-
-    Args:
-        handlers: The Accelerator's ``kwargs_handlers``, or None.
-
-    Raises:
-        ValueError: If two handlers are of one kind.
-        TypeError: If ``handlers`` is not a list or another iterable, or if an object in it is not a handler.
-    """
+    """Return the handlers by kind (autocast, scaler, group, profile, replicas), with None for a missing handler."""
     kinds = _HANDLERS
     if handlers is not None and not isinstance(handlers, Iterable):
         raise TypeError(
@@ -538,14 +515,7 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
 def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> None:
     """Raise an error for arguments that an Accelerator does not support.
 
-    Args:
-        unknown: Keyword arguments that are not in the Accelerator's signature.
-        valid: The names of the arguments in this signature.
-        plugins: Accelerate arguments for which only None is accepted, by name.
-
-    Raises:
-        TypeError: If an argument does not exist.
-        ValueError: If a plugin is not None.
+    ``unknown`` are arguments that do not exist, and ``plugins`` are arguments for which only None is accepted.
     """
     if unknown:
         name = next(iter(unknown))
@@ -563,24 +533,12 @@ def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> 
 
 
 def resolve_timeout(timeout: Any) -> float | None:
-    """Return the number of seconds that a rank may go without progress; None if the user set no limit.
-
-    Args:
-        timeout: A timedelta, a dict of its arguments, ``"DD:HH:MM:SS"`` or None.
-
-    Raises:
-        TypeError, ValueError: See `parse_duration`.
-    """
+    """Return the number of seconds that a rank may go without progress; None if the user set no limit."""
     return None if timeout is None else parse_duration("timeout", timeout).total_seconds()
 
 
 def resolve_group(handler: InitProcessGroupKwargs | None, limit: float | None) -> dict[str, Any]:
-    """Return the options of `open_world`. The default timeout of collectives exceeds a rank's limit by 60 s or more.
-
-    Args:
-        handler: The user's settings of the process group, or None.
-        limit: Seconds that a rank may go without progress; None if the user set no limit.
-    """
+    """Return the options of `open_world`. The default timeout of collectives exceeds ``limit`` (seconds)."""
     options = (handler or InitProcessGroupKwargs()).options()
     if options["timeout"] is None and limit is not None and limit + 60 > 1800:  # the default is half an hour
         options["timeout"] = timedelta(seconds=limit + 60)
@@ -588,15 +546,7 @@ def resolve_group(handler: InitProcessGroupKwargs | None, limit: float | None) -
 
 
 def merge_group(options: dict[str, Any], strategy: Any) -> dict[str, Any]:
-    """Return the options of `open_world` together with those that were passed to the strategy.
-
-    Args:
-        options: The options from `resolve_group`.
-        strategy: The strategy, an object or a name.
-
-    Raises:
-        ValueError: If ``options`` and the strategy set one option to different values.
-    """
+    """Return the options of `open_world` and of the strategy. Raise a ValueError if they contradict each other."""
     of_strategy = getattr(strategy, "group_options", {})
     for name, value in of_strategy.items():
         if options[name] not in (None, value):
@@ -609,31 +559,14 @@ def merge_group(options: dict[str, Any], strategy: Any) -> dict[str, Any]:
 
 
 def resolve_device(accelerator: str, cpu: bool) -> str:
-    """Return the kind of device to compute on.
-
-    Args:
-        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"mps"``.
-        cpu: True is the same as ``accelerator="cpu"``.
-
-    Raises:
-        ValueError: If the arguments contradict each other.
-    """
+    """Return the kind of device to compute on. Raise a ValueError if the arguments contradict each other."""
     if cpu and accelerator not in ("auto", "cpu"):
         raise ValueError(f"cpu=True contradicts accelerator={accelerator!r}. Set only one of them.")
     return "cpu" if cpu else accelerator
 
 
 def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
-    """Check ``on_nonfinite``, and that ``rng_types`` requests only the order of the data.
-
-    Args:
-        rng_types: Kinds of RNG state to synchronize; only ``"generator"`` is supported.
-        on_nonfinite: ``"raise"``, ``"skip"`` or ``"ignore"``.
-
-    Raises:
-        TypeError: If ``rng_types`` is not a list or another iterable.
-        ValueError: If a value is not supported.
-    """
+    """Check ``on_nonfinite``, and that ``rng_types`` requests only the order of the data."""
     choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
     if rng_types is not None and not isinstance(rng_types, Iterable):
         raise TypeError(f"rng_types={rng_types!r} must be a list, such as ['generator'].")
@@ -647,15 +580,7 @@ def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
 
 
 def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
-    """Return the loader settings of ``config``, with ``split_batches`` set in them.
-
-    Args:
-        config: The user's settings, or None.
-        split_batches: The Accelerator's argument. True overrides the setting of ``config``.
-
-    Raises:
-        TypeError: If ``config`` has the wrong type.
-    """
+    """Return the loader settings of ``config``; ``split_batches=True`` overrides its setting."""
     check_optional_type("dataloader_config", config, DataLoaderConfiguration)
     config = config or DataLoaderConfiguration()
     return replace(config, split_batches=True) if split_batches else config
@@ -664,16 +589,7 @@ def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batc
 def resolve_project(
     config: ProjectConfiguration | None, directory: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
-    """Return the project configuration, with ``directory`` set in it.
-
-    Args:
-        config: The user's settings, or None.
-        directory: The Accelerator's ``project_dir``, or None.
-
-    Raises:
-        TypeError: If ``config`` has the wrong type, or ``directory`` is not a path.
-        ValueError: If ``directory`` differs from the directory of ``config``.
-    """
+    """Return the project configuration, with ``directory`` set in it. Raise a ValueError if the directories differ."""
     check_optional_type("project_config", config, ProjectConfiguration)
     if directory is not None:
         check_path("project_dir", directory)
@@ -690,15 +606,7 @@ def resolve_project(
 
 
 def resolve_precision(mixed_precision: Any, autocast: AutocastKwargs | None) -> tuple[Precision, str]:
-    """Return the precision, and Accelerate's name for it: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
-
-    Args:
-        mixed_precision: A name that `Precision.parse` accepts.
-        autocast: The user's autocast settings, or None.
-
-    Raises:
-        ValueError: If the name is unknown.
-    """
+    """Return the precision, and Accelerate's name for it: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``."""
     mixed_precision = getattr(mixed_precision, "value", mixed_precision)
     precision = Precision.parse(mixed_precision, "mixed_precision")
     word = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(precision.compute, "no")  # type: ignore[arg-type]
@@ -712,29 +620,13 @@ def resolve_precision(mixed_precision: Any, autocast: AutocastKwargs | None) -> 
 def build_scaler(
     scaling: GradScalerKwargs | None, precision: Precision, device: torch.device
 ) -> torch.amp.GradScaler | None:
-    """Return torch's gradient scaler, or None if the precision does not need one or the handler disables it.
-
-    Args:
-        scaling: The user's settings of the gradient scaler, or None.
-        precision: The precision of the run.
-        device: The device to compute on.
-    """
+    """Return torch's gradient scaler, or None if the precision does not need one or the handler disables it."""
     scaling = scaling or GradScalerKwargs()
     return torch.amp.GradScaler(device.type, **scaling.to_kwargs()) if precision.scaled and scaling.enabled else None
 
 
 def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
-    """Return ``plugin``, or the accumulation settings for ``steps`` micro-batches.
-
-    Args:
-        plugin: The user's ``gradient_accumulation_plugin``, or None.
-        steps: Micro-batches per optimizer step.
-
-    Raises:
-        TypeError: If ``plugin`` has the wrong type.
-        ValueError: Without ``plugin``, if ``steps`` is not an integer of at least 1. With ``plugin``, if ``steps`` is
-            neither 1 nor its number of steps.
-    """
+    """Return ``plugin``, or the settings for ``steps`` micro-batches. Raise a ValueError if they are invalid."""
     check_optional_type("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if plugin is None:
         check_int("gradient_accumulation_steps", steps, 1)
@@ -748,16 +640,7 @@ def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) 
 
 
 def resolve_compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:
-    """Return ``plugin``, or the compilation settings for ``backend``.
-
-    Args:
-        plugin: The user's ``dynamo_plugin``, or None.
-        backend: The user's ``dynamo_backend``, or None.
-
-    Raises:
-        TypeError: If ``plugin`` has the wrong type.
-        ValueError: If ``plugin`` and ``backend`` are both set, or if torch does not have the backend.
-    """
+    """Return ``plugin``, or the settings for ``backend``. Raise a ValueError if they are invalid."""
     check_optional_type("dynamo_plugin", plugin, TorchDynamoPlugin)
     if plugin is not None and backend is not None:
         raise ValueError("dynamo_plugin and dynamo_backend both configure compilation. Set only one of them.")

@@ -21,11 +21,7 @@ HOST_SHARE = 1 / 4
 
 
 def collect(device: torch.device) -> None:
-    """Free unreachable objects, and release the memory that the device's allocator caches.
-
-    Args:
-        device: The device of the process.
-    """
+    """Free unreachable objects, and release the memory that the device's allocator caches."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -34,13 +30,7 @@ def collect(device: torch.device) -> None:
 
 
 def is_memory_short(device: torch.device) -> bool:
-    """Return whether this process uses more than 1/8 of the device's memory or 1/4 of main memory.
-
-    The check takes 0.1 ms.
-
-    Args:
-        device: The device of the process.
-    """
+    """Return whether this process uses more than 1/8 of the device's memory or 1/4 of main memory."""
     if _read_allocated_bytes(device) > DEVICE_SHARE * _read_total_bytes(device):
         return True
     return _read_resident_bytes() > HOST_SHARE * _read_main_memory()
@@ -59,7 +49,6 @@ def _read_total_bytes(device: torch.device) -> int:
 
 
 def _read_resident_bytes() -> int:
-    """Return the main memory that this process uses, in bytes; 0 if the system has no /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

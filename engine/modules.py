@@ -1,4 +1,4 @@
-"""Compilation of modules in place, which keeps their classes and the names in their state dicts."""
+"""Compilation of modules in place, and contexts in which modules are called."""
 
 from __future__ import annotations
 
@@ -22,15 +22,9 @@ def compile_modules(
 ) -> None:
     """Compile each of ``modules`` in place, so that calling the module runs compiled code.
 
-    Modules of the same kind share compiled code. Modules that the user has compiled are left unchanged.
-
-    Args:
-        modules: The modules to compile. Each kind is compiled when one of its modules is first called.
-        compiler: ``torch.compile`` with its arguments already bound.
-        options: A value that identifies the compilation settings; modules already compiled with equal settings are
-            skipped. None means that the user chose the settings, so `forget` keeps the compilation.
-        hooks_outside: Compile only ``forward`` and run the hooks uncompiled, for hooks that exchange parameters,
-            because a compiled graph cannot contain such exchanges.
+    Modules of the same kind share compiled code. Modules that the user has compiled are left unchanged. ``options``
+    identifies the settings; None means that the user chose them, so `forget` keeps the compilation. With
+    ``hooks_outside``, only ``forward`` is compiled, for hooks that exchange parameters.
     """
     shared: dict[Any, Callable[..., Any]] = {}
     for module in modules:
@@ -44,37 +38,25 @@ def compile_modules(
 
 
 def is_users(module: nn.Module) -> bool:
-    """Return whether the user, rather than Treadle, compiled the module.
-
-    Args:
-        module: The module to check.
-    """
+    """Return whether the user, rather than Treadle, compiled the module."""
     call = module._compiled_call_impl
     return "_orig_mod" in module._modules or (call is not None and not hasattr(call, "options"))
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether ``model`` or one of its submodules is compiled.
-
-    Args:
-        model: The model to check.
-    """
+    """Return whether ``model`` or one of its submodules is compiled."""
     return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in model.modules())
 
 
 def forget(model: nn.Module) -> None:
-    """Undo the compilations of `compile_modules` in ``model``, except those made with ``options=None``.
-
-    Args:
-        model: The model. Its own compilation and those of its submodules are undone.
-    """
+    """Undo the compilations of `compile_modules` in ``model``, except those made with ``options=None``."""
     for part in model.modules():
         if _get_compile_options(part) is not None:
             part._compiled_call_impl = None
 
 
 def list_unused(model: nn.Module) -> list[str]:
-    """Return the names of modules that Treadle compiled but nothing called, such as those used through other methods.
+    """Return the names of modules that Treadle compiled but nothing called.
 
     Args:
         model: The model to search.
@@ -93,14 +75,13 @@ def list_compiled_names(model: nn.Module) -> list[str]:
 
 
 def describe_compilations(since: float) -> str:
-    """Describe the graphs compiled since a time: their number, the number of recompilations, and the first reason.
+    """Describe the graphs that torch has compiled since a time.
 
     Args:
         since: A time as returned by ``time.time()``, in seconds.
 
     Returns:
-        A text such as ``"torch.compile: 2 graphs"``; "" if torch compiled no graph. At most 64 graphs are counted,
-        because torch keeps no more records.
+        A text such as ``"torch.compile: 2 graphs"``; "" if torch compiled no graph.
     """
     if "torch._dynamo" not in sys.modules:
         return ""
@@ -139,7 +120,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copy_function(function: Any, name: str) -> Callable[..., Any]:
-    """Return a copy of ``function`` with its own code object. torch keeps at most eight graphs per code object."""
+    """Return a copy of ``function`` with its own code object, because torch limits the graphs per code object."""
     return FunctionType(function.__code__.replace(co_name=f"{function.__name__}_{name}"), function.__globals__)
 
 
@@ -165,7 +146,6 @@ def _bind_forward(module: nn.Module, compiled: Callable[..., Any]) -> Callable[.
 
 
 def _note_first_call(module: nn.Module, call: Any, options: Any) -> Callable[..., Any]:
-    """Return a wrapper of ``call`` whose first call marks the module as used."""
 
     def first(*args: Any, **kwargs: Any) -> Any:
         module._compiled_call_impl = call
@@ -181,9 +161,6 @@ class CompiledBatches:
 
     The short last batch of an epoch runs uncompiled if no existing graph fits it. If it ran compiled, torch would
     compile a graph for arbitrary sizes, and use it for the full batches that follow.
-
-    Args:
-        graphs: Whether the code replays CUDA graphs, in which case the beginning of each batch is marked for torch.
     """
 
     def __init__(self, graphs: bool) -> None:
@@ -191,7 +168,7 @@ class CompiledBatches:
         self._in_short_batch = False
 
     def __call__(self, is_short: bool) -> AbstractContextManager[Any]:
-        """Return the context for one batch. A validation batch's context may be nested in that of a training batch."""
+        """Return the context for one batch, which may be nested in that of another batch."""
         if self._graphs:
             torch.compiler.cudagraph_mark_step_begin()
         if is_short:
@@ -231,7 +208,7 @@ def evaluation_mode(module: nn.Module, enter: Callable[[], Any] | None = None) -
 
     Args:
         module: The module to evaluate.
-        enter: Function that sets the modes when the context is entered. Default: ``module.eval``.
+        enter: Function that sets the modes. Default: ``module.eval``.
     """
     modes = {part: part.training for part in module.modules()}
     (enter or module.eval)()

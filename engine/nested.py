@@ -1,4 +1,4 @@
-"""Local operations on tensors nested in collections: apply a function, slice, concatenate and convert."""
+"""Local operations on tensors nested in collections."""
 
 from __future__ import annotations
 
@@ -50,19 +50,18 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Rebuild ``data``, replacing each item for which ``test_type`` holds with ``func(item, *args, **kwargs)``.
+    """Rebuild ``data``, replacing each selected item with ``func(item, *args, **kwargs)``.
 
     Args:
         func: The function to apply.
         data: A value, or nested lists, tuples and mappings of values.
         args: Further arguments of ``func``.
-        test_type: Function that selects the items to replace. Default: select tensors.
-        error_on_other_type: Raise an error for an item that ``test_type`` does not select. By default, such items are
-            kept unchanged.
+        test_type: Function that selects the items. Default: select tensors.
+        error_on_other_type: Raise an error for an item that is not selected. Default: False; it is kept.
         kwargs: Further keyword arguments of ``func``.
 
     Raises:
-        TypeError: If ``error_on_other_type`` is True and ``test_type`` does not select an item.
+        TypeError: If ``error_on_other_type`` is True and an item is not selected.
     """
 
     def apply(value: Any) -> Any:
@@ -92,9 +91,8 @@ def send_to_device(
     Args:
         tensor: A value, or values nested in lists, tuples and mappings.
         device: The target device.
-        non_blocking: Copy pinned tensors asynchronously. Objects other than tensors and modules ignore this setting.
-        skip_keys: Keys of mappings whose values are not moved. Mappings with a ``to`` method, such as a
-            ``BatchEncoding``, ignore this setting.
+        non_blocking: Copy pinned tensors asynchronously. Default: False.
+        skip_keys: Keys of mappings whose values are not moved.
     """
     skip = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
     if isinstance(tensor, Mapping) and not hasattr(tensor, "to"):
@@ -114,10 +112,10 @@ def _list_tensors(data: Any) -> list[Tensor]:
 
 
 def find_batch_size(data: Any) -> int | None:
-    """Return the size of dimension 0 of the first tensor that has one; None if all tensors are 0-d.
+    """Return the size of dimension 0 of the first tensor that has one, or None.
 
     Args:
-        data: A tensor or a nested structure (dict, list, tuple) of tensors.
+        data: Tensors in a nested structure.
 
     Raises:
         TypeError: If ``data`` contains no tensor.
@@ -131,10 +129,10 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor in ``data``; None if it contains no tensor.
+    """Return the device of the first tensor in ``data``, or None.
 
     Args:
-        data: A tensor or a nested structure (dict, list, tuple) of tensors.
+        data: Tensors in a nested structure.
     """
     return next((tensor.device for tensor in _list_tensors(data)), None)
 
@@ -145,10 +143,10 @@ def slice_tensors(
     """Return the data with each tensor indexed with ``tensor_slice``.
 
     Args:
-        data: A tensor or a nested structure (dict, list, tuple) of tensors.
+        data: Tensors in a nested structure.
         tensor_slice: A slice or an index.
-        process_index: Accepted for compatibility with Accelerate; unused.
-        num_processes: Accepted for compatibility with Accelerate; unused.
+        process_index: Unused.
+        num_processes: Unused.
     """
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
@@ -162,10 +160,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
     Raises:
         TypeError: If an item is not a tensor.
-        ValueError: If the list is empty, or if lists or tuples at the same place differ in length.
-        KeyError: If a mapping lacks a key of the first mapping at the same place.
-        RuntimeError: If torch cannot concatenate the tensors, for example because they are 0-d or differ in another
-            dimension.
+        ValueError, KeyError, RuntimeError: If the values cannot be concatenated.
     """
     data = list(data)
     if not data:
@@ -187,7 +182,7 @@ def listify(data: Any) -> Any:
     """Convert every tensor to a nested list of numbers; a 0-d tensor becomes a number.
 
     Args:
-        data: A tensor or a nested structure (dict, list, tuple) of tensors.
+        data: Tensors in a nested structure.
     """
     return recursively_apply(lambda tensor: tensor.detach().cpu().tolist(), data)
 
@@ -196,7 +191,7 @@ def convert_to_fp32(tensor: Any) -> Any:
     """Convert every float16 and bfloat16 tensor to float32.
 
     Args:
-        tensor: A tensor or a nested structure (dict, list, tuple) of tensors.
+        tensor: Tensors in a nested structure.
     """
     half = (torch.float16, torch.bfloat16)
     return recursively_apply(lambda t: t.float(), tensor, test_type=lambda t: isinstance(t, Tensor) and t.dtype in half)
@@ -206,7 +201,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
     """Return a wrapper of ``model_forward`` that converts its half-precision outputs to float32.
 
     Args:
-        model_forward: The ``forward`` of a model, or any other function.
+        model_forward: A model's ``forward`` or another function.
     """
 
     @wraps(model_forward)
@@ -232,10 +227,9 @@ def extract_model_from_parallel(
 
     Args:
         model: A module returned by `prepare`, compiled or not.
-        keep_fp32_wrapper: Accepted for compatibility with Accelerate; Treadle never replaces ``forward``.
-        keep_torch_compile: Return the result of ``torch.compile`` if the user compiled the module; if False, return the
-            module that was compiled.
-        recursive: Accepted for compatibility with Accelerate; wrappers inside the user's module are kept.
+        keep_fp32_wrapper: Accepted for compatibility with Accelerate; unused.
+        keep_torch_compile: Return the compiled form of the module, if there is one. Default: True.
+        recursive: Accepted for compatibility with Accelerate; unused.
     """
     unwrapped = SingleDevice().unwrap(model)
     if not keep_torch_compile:

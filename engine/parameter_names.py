@@ -47,14 +47,7 @@ def split_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 def make_view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that two tensors share exactly if they are the same view of the same memory, as tied weights are.
 
-    A tensor without memory, or of a class that wraps other tensors (such as a quantized weight), shares its key with no
-    other tensor object.
-
-    Args:
-        tensor: Any strided tensor. The key is valid only while the tensor exists.
-
-    Returns:
-        A hashable tuple.
+    The key is valid only while the tensor exists. Tensors without memory and wrappers of other tensors share no key.
     """
     local_tensor = local(tensor)
     # A tensor that consists of several ones, such as rounded weights and their scales.

@@ -39,12 +39,7 @@ _accelerators: list[weakref.ref[Accelerator]] = []
 
 
 def register_accelerator(accelerator: Accelerator) -> None:
-    """Make `GradientState()` and `AcceleratorState()` describe ``accelerator``, until a newer one is registered.
-
-    Args:
-        accelerator: A new Accelerator. Only a weak reference is kept; once it is freed, the previous one is described
-            again.
-    """
+    """Make `GradientState()` and `AcceleratorState()` describe ``accelerator``, without keeping it alive."""
     _accelerators[:] = [reference for reference in _accelerators if reference() is not None]
     _accelerators.append(weakref.ref(accelerator))
 
@@ -61,9 +56,6 @@ class Process:
         world: All processes.
         data_world: The processes that hold different data, if several processes share each sample. Default: all
             processes.
-
-    Attributes:
-        cursor: The position in a prepared loader, with its current micro-batch.
     """
 
     def __init__(self, world: World, data_world: World | None = None) -> None:
@@ -149,26 +141,19 @@ class Process:
         """Concatenate the tensors of all processes along dimension 0, on every process.
 
         With ``sync_grads=True``, a loss can be computed on the whole global batch, as contrastive losses (SimCLR, CLIP)
-        require. Gradients flow back to the process that each row came from. The gradient of a row is the sum of its
-        gradients in the losses of all processes, and DDP and FSDP average the parameters' gradients over the processes.
-        If every process computes the loss on the whole gathered batch, the gradient therefore equals that of a single
-        process with this batch. Do not multiply the loss by the world size. The same holds if each process computes the
-        mean loss of its own rows against all rows.
+        require. If every process does so, the gradient of a step with DDP or FSDP equals that of a single process with
+        this batch. Do not multiply the loss by the world size.
 
         Args:
-            tensor: A tensor, or tensors nested in dicts, lists, tuples or dataclasses. The number of rows may differ
-                between processes. A 0-d tensor counts as one row. Parts without tensors become lists, as in
-                `gather_object`, except fields of dataclasses.
-            sync_grads: Let gradients flow back through the operation. All processes must then use the result in their
-                loss. If the last batch has fewer samples than there are processes, the repeated samples of ranks
-                without a share are excluded. With tensor parallelism, only one of the ranks that share a sample
-                contributes it. Default: False, and the result has no gradient.
+            tensor: A tensor, or tensors nested in dicts, lists, tuples or dataclasses. The numbers of rows may differ.
+                A 0-d tensor counts as one row.
+            sync_grads: Let gradients flow back to the process that each row came from. All processes must then use the
+                result in their loss. With tensor parallelism, ranks that share a sample contribute it once. Default:
+                False, and the result has no gradient.
 
         Raises:
             TypeError: If ``tensor`` contains no tensor.
-            ShapesDiffer: On every process, if the tensors or other parts differ in number, or the tensors differ in
-                dtype or in the size of a dimension other than 0; in debug mode without ``sync_grads``, also of
-                dimension 0. With ``sync_grads``, also if a tensor requires a gradient on some processes only.
+            ShapesDiffer: On every process, if the tensors of the processes are not compatible.
         """
         if not sync_grads:
             collectives.check_equal_shapes("gather", tensor, self.world)
@@ -180,7 +165,7 @@ class Process:
     def gather_object(self, value: Any) -> list[Any]:
         """Return a list of all processes' values, on every process. Lists and tuples are concatenated.
 
-        Results that were computed from the shares of `split_between_processes` are returned in the order of its inputs.
+        Results for the shares of `split_between_processes` are in the order of its inputs.
 
         Args:
             value: Any object that can be pickled.
@@ -190,26 +175,20 @@ class Process:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather results of the current batch from all processes, each sample once, in the order of the global batch.
 
-        A 0-d tensor, such as a batch's mean loss, becomes one entry per process that had samples. Batches may differ in
-        size, so a mean over the entries is not the mean over the samples. Gather ``(loss, len(batch))`` and compute a
-        weighted mean, or gather ``loss.repeat(len(batch))``. ``loss.repeat(batch_size)``, with the full batch size per
-        process, works too in a loop over a prepared DataLoader. In a batch of another size, a one-dimensional
-        floating-point tensor with this many equal rows is resized to the number of samples that the batch has on this
-        rank.
+        A 0-d tensor, such as a batch's mean loss, becomes one entry per process that had samples. If batches differ in
+        size, a mean over the entries is not the mean over the samples. Then gather ``(loss, len(batch))`` and compute a
+        weighted mean, or gather ``loss.repeat(len(batch))``.
 
         Args:
-            input_data: Tensors in a nested structure, each 0-d or with any number of rows (such as samples or tokens);
-                or other objects.
-            use_gather_object: Gather the value as objects even if it contains tensors.
+            input_data: Tensors in a nested structure, or other objects.
+            use_gather_object: Gather the value as objects. Default: False.
 
         Returns:
-            The structure with tensors concatenated along dimension 0, and with a list in place of each part without
-            tensors, except fields of dataclasses. A list, as from `gather_object`, if the value contains no tensor or
-            ``use_gather_object`` is True.
+            The structure with tensors concatenated along dimension 0. A list, as from `gather_object`, if the value
+            contains no tensor or ``use_gather_object`` is True.
 
         Raises:
-            ShapesDiffer: On every process, if the tensors or other parts differ in number, or the tensors differ in
-                dtype or in the size of a dimension other than 0.
+            ShapesDiffer: On every process, if the tensors of the processes are not compatible.
         """
         micro = self.cursor.micro
         stand_in = micro is not None and not micro.samples
@@ -230,8 +209,8 @@ class Process:
 
         Args:
             tensor: A tensor, or tensors nested in collections, with the same shapes on all processes.
-            reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` for no reduction. Default: ``"sum"``.
-                The mean of integers is float64.
+            reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"``. Default: ``"sum"``. The mean of
+                integers is float64.
             scale: Factor by which the result is multiplied; it has no effect with ``"none"``. Default: 1.
 
         Returns:
@@ -239,8 +218,7 @@ class Process:
 
         Raises:
             ValueError: If ``reduction`` is unknown.
-            ShapesDiffer: On every process, if the tensors differ in number, shape or dtype, unless ``reduction`` is
-                ``"none"``. With ``TREADLE_DEBUG=1``, the error is another `DistributedOperationException`.
+            DistributedOperationException: On every process, if the tensors of the processes are not compatible.
         """
         return collectives.reduce(tensor, self.world, reduction, scale)
 
@@ -251,10 +229,10 @@ class Process:
             tensor: A tensor, or tensors nested in collections.
             dim: The dimension to pad; tensors without it are unchanged. Default: 0.
             pad_index: The value to pad with. Default: 0.
-            pad_first: Pad before the first entry rather than after the last.
+            pad_first: Pad before the first entry rather than after the last. Default: False.
 
         Raises:
-            ShapesDiffer: On every process, if the tensors differ in number or in their number of dimensions.
+            ShapesDiffer: On every process, if the tensors of the processes are not compatible.
         """
         return collectives.pad_across_processes(tensor, self.world, dim, pad_index, pad_first)
 
@@ -266,14 +244,14 @@ class Process:
         results to the number of inputs.
 
         Args:
-            inputs: The inputs to divide. See `treadle.engine.collectives.split` for the supported types.
+            inputs: The inputs, such as a list, a tensor, or a dict of these.
             apply_padding: Repeat the last input at the end, so that all shares have the same length. Default: False.
 
         Yields:
             The share of this process.
 
         Raises:
-            TypeError: If ``inputs`` cannot be split (such as a string or a number), or is unordered (such as a set).
+            TypeError: If ``inputs`` cannot be split or is unordered.
             ValueError: If ``inputs`` is a dict or named tuple whose values differ in length.
         """
         yield split(inputs, self.world.rank, self.world.size, apply_padding)
@@ -312,7 +290,7 @@ class Process:
         return _run_if(function, self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function so that it runs only on local rank zero of each machine, and returns None on other ranks.
+        """Decorate a function so that it runs only on local rank zero, and returns None on other ranks.
 
         Args:
             function: The function to decorate.
@@ -332,7 +310,7 @@ class Process:
     ) -> Callable[..., Any]:
         """Decorate a function so that it runs only on rank ``process_index``, and returns None on other ranks.
 
-        With a world size of one, this process runs the function for any index of at least 0.
+        With a world size of one, this process runs the function for any index.
 
         Args:
             function: The function to decorate. Default: return a decorator.
@@ -377,8 +355,7 @@ class Process:
         """Return a context that rank zero runs before the other ranks. If rank zero fails, all ranks fail.
 
         Raises:
-            RuntimeError: On all other ranks, if rank zero fails. The message contains rank zero's error.
-            SystemExit: On all other ranks, if rank zero exits with a numeric status instead.
+            RuntimeError, SystemExit: On all other ranks, if rank zero fails or exits.
         """
         return self._run_first(self.is_main_process)
 
@@ -421,8 +398,8 @@ def _run_if(function: Callable[..., Any], chosen: bool) -> Callable[..., Any]:
 class PartialState(Process):
     """Rank, world size and collectives of this process, for inference and other scripts without an Accelerator.
 
-    Any number of instances may exist. They share torch's default process group. Without arguments, the constructor uses
-    an existing process group if there is one. Otherwise, it connects the processes that a launcher started.
+    Instances share one process group. The constructor uses an existing process group, or connects the processes that a
+    launcher started.
 
     Args:
         cpu: Compute on the CPU even if there is a GPU. Default: False.
@@ -431,7 +408,7 @@ class PartialState(Process):
 
     Raises:
         TypeError: If a keyword argument is unknown, or if ``timeout`` has the wrong type.
-        ValueError: If a value is not supported, or if the launcher's environment variables are incomplete or invalid.
+        ValueError: If a value or the launcher's environment is invalid.
 
     Example:
         >>> import treadle
@@ -462,21 +439,20 @@ class PartialState(Process):
 
     @property
     def default_device(self) -> torch.device:
-        """Same as `device`: the device that this process computes on."""
+        """Same as `device`."""
         return self.device
 
     @property
     def initialized(self) -> bool:
-        """Always True, because the object is complete when it is constructed."""
+        """Always True."""
         return True
 
     @property
     def debug(self) -> bool:
-        """True in debug mode, in which `gather` checks that all ranks pass tensors of the same shapes.
+        """True in Accelerate's debug mode (``ACCELERATE_DEBUG_MODE=1``), or with ``TREADLE_DEBUG=1``.
 
-        The setting applies to the whole process, as in Accelerate. With ``ACCELERATE_DEBUG_MODE=1``, each new
-        `PartialState` enables the mode. This property is also True with ``TREADLE_DEBUG=1``, which makes
-        Treadle compare the collective calls of all ranks.
+        In Accelerate's debug mode, `gather` checks that all ranks pass tensors of the same shapes. The setting applies
+        to the whole process.
         """
         return collectives.debug_mode.enabled or self.world.debug is not None
 
@@ -496,7 +472,7 @@ class PartialState(Process):
 
     @staticmethod
     def _reset_state() -> None:
-        """Reset the state that all instances share, which in Treadle is only ``debug``."""
+        """Reset the state that all instances share."""
         collectives.debug_mode.enabled = False
 
     def __repr__(self) -> str:
@@ -514,20 +490,15 @@ class PartialState(Process):
 class AcceleratorState(PartialState):
     """State of an Accelerator: a `PartialState` that also describes the precision and the layout of the model.
 
-    ``AcceleratorState()`` describes the latest Accelerator. Without an Accelerator, its strategy, plugins, parallelism
-    configuration and device mesh are None.
+    ``AcceleratorState()`` describes the latest Accelerator, if there is one.
 
     Args:
-        mixed_precision: Precision to report, under one of the Accelerator's names, such as ``"bf16"``. Default: that of
-            the latest Accelerator.
+        mixed_precision: Precision to report, such as ``"bf16"``. Default: that of the latest Accelerator.
         cpu: Compute on the CPU even if there is a GPU. Default: False.
         kwargs: Further arguments of `PartialState`.
 
     Raises:
         TypeError, ValueError: As for `PartialState`.
-
-    Attributes:
-        deepspeed_plugin: Always None, for scripts that read it to find out whether DeepSpeed is used.
 
     Example:
         >>> from treadle.engine import Accelerator, AcceleratorState
@@ -545,7 +516,7 @@ class AcceleratorState(PartialState):
 
     @classmethod
     def from_accelerator(cls, accelerator: Accelerator) -> AcceleratorState:
-        """Return the `AcceleratorState` of one Accelerator, which need not be the latest.
+        """Return the `AcceleratorState` of one Accelerator.
 
         Args:
             accelerator: The Accelerator to describe.
@@ -561,10 +532,10 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """Mixed precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
+        """Mixed precision, such as ``"no"`` or ``"bf16"``.
 
-        The default is the Accelerator's precision. Without an Accelerator, it is the value of the environment variable
-        ``ACCELERATE_MIXED_PRECISION``, or ``"no"`` if that is not set.
+        Default: the Accelerator's precision. Without an Accelerator, it is the environment variable
+        ``ACCELERATE_MIXED_PRECISION``, or ``"no"``.
         """
         if self._mixed_precision is not None:
             return self._mixed_precision
@@ -594,7 +565,7 @@ class AcceleratorState(PartialState):
 
     @property
     def device_mesh(self) -> Any:
-        """Device mesh over which the model is sharded, or None."""
+        """Device mesh of the Accelerator's strategy, or None."""
         return None if self._accelerator is None else self._accelerator.torch_device_mesh
 
     @property
@@ -604,7 +575,6 @@ class AcceleratorState(PartialState):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Reset ``AcceleratorState()`` to default values until another Accelerator is created."""
         _accelerators.clear()
         if reset_partial_state:
             PartialState._reset_state()
@@ -621,7 +591,7 @@ def is_initialized() -> bool:
 class GradientState:
     """State of gradient accumulation: the position in the current group and in the current loader.
 
-    Instances that are created directly share one state, that of the latest Accelerator that is still alive.
+    ``GradientState()`` describes the latest Accelerator.
 
     Args:
         gradient_accumulation_plugin: Settings that apply to all instances while no Accelerator exists.
@@ -643,7 +613,7 @@ class GradientState:
 
     @classmethod
     def from_accelerator(cls, accelerator: Accelerator) -> GradientState:
-        """Return the `GradientState` of one Accelerator, which need not be the latest.
+        """Return the `GradientState` of one Accelerator.
 
         Args:
             accelerator: The Accelerator to describe.
@@ -654,7 +624,6 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Reset the plugin, ``sync_gradients`` and the running loaders, which apply without an Accelerator."""
         GradientState._plugin, GradientState._sync_without_accelerator = None, True
         for loader in list_running_loaders():
             remove_running_loader(loader)
@@ -664,7 +633,7 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """Always True, because the object is complete when it is constructed."""
+        """Always True."""
         return True
 
     @property
@@ -694,7 +663,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Setting of the plugin that has no effect, because a schedule advances only at the end of a group."""
+        """The ``adjust_scheduler`` setting, which has no effect."""
         return self.plugin_kwargs.get("adjust_scheduler", True)
 
     @property
@@ -721,7 +690,7 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """List of None, as in Accelerate, the unprepared loaders being iterated, and `active_dataloader` if set."""
+        """List of None, as in Accelerate, the unprepared loaders being iterated, and `active_dataloader`."""
         running, active = list_running_loaders(), self.active_dataloader
         return [None, *running] if active is None or active in running else [None, *running, active]
 
@@ -743,8 +712,7 @@ class GradientState:
     def remainder(self) -> int:
         """Number of samples in the global batch during the last batch of a prepared loader; else -1.
 
-        A prepared loader does not repeat samples, so nothing has to be removed from gathered results. During an
-        iteration over a sharded loader without an Accelerator, this is the ``remainder`` of that loader.
+        For a sharded loader without an Accelerator, this is the ``remainder`` of that loader.
         """
         accelerator, running = self._resolve(), get_running_loader()
         micro = None if accelerator is None else accelerator.cursor.micro

@@ -1,4 +1,4 @@
-"""Quantization by torchao: int8 or int4 weights for inference, and float8 matrix products for training."""
+"""Quantization by torchao, for inference and for training."""
 
 from __future__ import annotations
 
@@ -19,19 +19,16 @@ _MULTIPLE = 16  # torch's float8 products require both sizes to be multiples of 
 
 
 class WeightQuantizer:
-    """Quantizer that rounds the weights of ``nn.Linear`` to eight or four bits.
+    """Quantizer that rounds the weights of ``nn.Linear`` to eight or four bits, for inference only.
 
-    Matrix products are computed in the model's own dtype. The scale is determined by the largest absolute value of each
-    row (int8), or by the range of every 32 weights (int4). When a checkpoint is loaded, each layer is rounded as soon
-    as its weight is read, so at most one of these layers is in memory in full precision. Weights offloaded to disk are
-    not rounded. Use it for inference only. It requires ``pip install treadle[quantization]``.
+    Matrix products are computed in the model's own dtype. It requires ``pip install treadle[quantization]``.
 
     Args:
         bits: ``"int8"`` or ``"int4"``.
         skip: Names of modules to leave unchanged, such as ``["lm_head"]``, including their submodules. Default: none.
 
     Raises:
-        ValueError: If ``bits`` is neither ``"int8"`` nor ``"int4"``.
+        ValueError: If ``bits`` is unknown.
         ModuleNotFoundError: If torchao is not installed.
 
     Source: https://docs.pytorch.org/ao/stable/quantized_inference.html
@@ -44,25 +41,11 @@ class WeightQuantizer:
 
     @classmethod
     def parse(cls, value: str | WeightQuantizer | None) -> WeightQuantizer | None:
-        """Return the quantizer for ``"int8"`` or ``"int4"``; a quantizer or None is returned unchanged.
-
-        Args:
-            value: ``"int8"``, ``"int4"``, a quantizer or None.
-
-        Raises:
-            ValueError, ModuleNotFoundError: As for the constructor.
-        """
+        """Return the quantizer for ``"int8"`` or ``"int4"``; a quantizer or None is returned unchanged."""
         return value if value is None or isinstance(value, WeightQuantizer) else cls(value)
 
     def select(self, model: nn.Module) -> dict[str, nn.Linear]:
         """Return the ``nn.Linear`` layers to round, by name.
-
-        Layers in ``skip``, layers that share their weight with another module, and instances of subclasses of
-        ``nn.Linear`` are excluded. With int4, layers are also excluded if ``in_features`` is not a multiple of 32 or
-        ``out_features`` is not a multiple of 16.
-
-        Args:
-            model: The model to quantize.
 
         Raises:
             ValueError: If ``skip`` names a module that the model does not have.
@@ -87,11 +70,7 @@ class WeightQuantizer:
         return self.bits == "int8" or part.in_features % GROUP == part.out_features % 16 == 0
 
     def round(self, layer: nn.Linear) -> None:
-        """Round the weight of ``layer`` in place.
-
-        Args:
-            layer: The layer, one of those that `select` returned.
-        """
+        """Round the weight of ``layer`` in place."""
         from torchao.quantization import quantize_
 
         quantize_(layer, self._make_config(layer.weight.device))
@@ -111,13 +90,8 @@ class WeightQuantizer:
 def convert_to_float8(model: nn.Module, device: torch.device) -> None:
     """Convert linear layers so that their forward and backward matrix products are computed in float8.
 
-    Operands are scaled by their largest absolute value. Parameters, their names and their optimizer do not change.
     Layers whose sizes are not multiples of 16, instances of subclasses of ``nn.Linear``, and ``model`` itself are not
-    converted. If no layer can be converted, this function warns.
-
-    Args:
-        model: The model, which is changed in place.
-        device: The device of the process.
+    converted.
 
     Raises:
         ModuleNotFoundError: If torchao is not installed.

@@ -1,4 +1,4 @@
-"""Checks of values that must be the same on every rank, because steps and collectives depend on them."""
+"""Checks of values that must be the same on every rank."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ def check_values_match(subject: str, values: Mapping[str, Any], world: World, fi
     """Raise an error on every rank if values or their order differ. Must be called on all ranks.
 
     Args:
-        subject: The beginning of the error message, such as ``"the ranks are configured differently"``.
-        values: Plain data, compared by ``repr``, by names that are meaningful to users.
+        subject: The beginning of the error message.
+        values: Plain data by name, compared by ``repr``.
         world: The ranks to compare.
-        fix: The end of the error message, which states how to fix the difference. Default: ``"Pass the same values on
-            every rank."``
+        fix: The end of the error message. Default: ``"Pass the same values on every rank."``
 
     Raises:
-        ValueError: If values or their order differ. The error lists the names, values and ranks of the first ten
-            differences.
+        ValueError: If values or their order differ.
     """
     if world.size == 1:
         return
@@ -56,17 +54,9 @@ def check_values_match(subject: str, values: Mapping[str, Any], world: World, fi
 
 
 def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
-    """Raise an error if the loaders of the ranks differ in number, class or settings; see `check_values_match`.
+    """Raise a ValueError on every rank if the loaders of the ranks differ in number, class or settings.
 
-    Samplers are compared by class, and loaders that shard themselves by class only. The data is not compared.
-
-    Args:
-        loaders: The loaders of this rank.
-        world: The ranks to compare.
-
-    Raises:
-        ValueError: On every rank, if the loaders differ in number, class, ``batch_size``, ``drop_last``, or class of
-            the samplers, or if a loader shards itself on some ranks only.
+    Samplers are compared by class. The data is not compared.
     """
     values: dict[str, Any] = {}
     for number, loader in enumerate(loaders):
@@ -82,15 +72,10 @@ def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
 
 
 def check_model_matches(model: nn.Module, world: World) -> None:
-    """Raise an error if parameters or buffers differ in name, order, shape, dtype or ``requires_grad`` between ranks.
+    """Raise a ValueError on every rank if parameters or buffers of the ranks differ in form, such as shape or dtype.
 
-    Args:
-        model: The model of this rank.
-        world: The ranks to compare.
-
-    Raises:
-        ValueError: On every rank, if the models differ; see `check_values_match`. With several ranks, also if a
-            parameter is lazy, because replicas and shards need its values before the first batch.
+    With several ranks, lazy parameters raise one too, because replicas and shards need their values before the first
+    batch.
     """
     if world.size == 1:
         return

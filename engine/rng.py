@@ -17,7 +17,7 @@ State = dict[str, Any]
 
 
 def random_state() -> State:
-    """Return the states of the generators that a step may draw from: Python's, NumPy's, torch's and the devices'.
+    """Return the states of the generators of Python, NumPy, torch and the devices.
 
     The states of CUDA devices are included only if this process has initialized CUDA.
     """
@@ -36,11 +36,7 @@ def host_state() -> State:
 
 
 def set_host_state(state: Mapping[str, Any]) -> None:
-    """Restore the states of Python's, NumPy's and torch's CPU generators.
-
-    Args:
-        state: A result of `host_state`.
-    """
+    """Restore a result of `host_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -50,8 +46,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     """Restore the states of Python's, NumPy's, torch's and the devices' generators.
 
     Args:
-        state: A result of `random_state`. States of devices that this process does not have are skipped. The current
-            CUDA device gets the state of the device that was the current one when the state was read.
+        state: A result of `random_state`. States of devices that this process does not have are skipped.
     """
     set_host_state(state)
     if "cuda" in state and torch.cuda.is_available():
@@ -84,9 +79,7 @@ class Draw(NamedTuple):
 class RandomStream:
     """Random stream from which only the order of data is drawn, with its own copy of the RNG state.
 
-    All ranks of a run start from rank zero's state, so they draw the same order of samples, regardless of the random
-    numbers that their models draw. Generators of devices are not included, because swapping their states would wait for
-    the device.
+    The ranks draw the same order of samples from it, regardless of the random numbers that their models draw.
 
     Args:
         state: A state that `random_state` returned.
@@ -109,7 +102,7 @@ class RandomStream:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Return a context in which the process's generators draw from this stream. Contexts may be nested."""
+        """Return a context in which the process's generators draw from this stream."""
         if self._lent:
             yield
             return
@@ -124,11 +117,11 @@ class RandomStream:
             set_host_state(before)
 
     def get_state(self) -> State:
-        """Return the current state of the stream, inside or outside of a `drawing` context."""
+        """Return the current state of the stream."""
         return host_state() if self._lent else dict(self.state)
 
     def go_to(self, state: State) -> None:
-        """Continue the stream from a saved state, inside or outside of a `drawing` context.
+        """Continue the stream from a saved state.
 
         Args:
             state: A result of `get_state`.
@@ -139,7 +132,7 @@ class RandomStream:
             self.state = dict(state)
 
     def follow(self, draw: Draw) -> None:
-        """Continue from the state after a draw that was made from a copy of this stream, such as the order of an epoch.
+        """Continue from the state after a draw that was made from a copy of this stream.
 
         Args:
             draw: The states of the copy before and after the draw.
@@ -155,14 +148,14 @@ class RandomStream:
 
 
 class ProcessStream(RandomStream):
-    """Stream that uses the process's own generators, so that one process draws the same numbers as a plain loop."""
+    """Stream that uses the process's own generators, as a plain loop does."""
 
     def __init__(self) -> None:
         pass
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Return a context that has no effect, because the process's generators are the stream."""
+        """Return a context that has no effect."""
         yield
 
     def get_state(self) -> State:
@@ -170,30 +163,17 @@ class ProcessStream(RandomStream):
         return host_state()
 
     def go_to(self, state: State) -> None:
-        """Set the state of the process's CPU generators.
-
-        Args:
-            state: A state that `host_state` returned.
-        """
+        """Set the state of the process's CPU generators."""
         set_host_state(state)
 
     def follow(self, draw: Draw) -> None:
-        """Continue from the state after a draw, unless the process has drawn other numbers since then.
-
-        Args:
-            draw: The states of a copy before and after the draw.
-        """
+        """Continue from the state after a draw, unless the process has drawn other numbers since then."""
         if not are_equal(draw.before, draw.after) and are_equal(host_state(), draw.before):
             set_host_state(draw.after)
 
 
 def are_equal(first: State, second: State) -> bool:
-    """Return whether two states returned by `host_state` are the same.
-
-    Args:
-        first: A result of `host_state`.
-        second: Another result of `host_state`.
-    """
+    """Return whether two states returned by `host_state` are the same."""
     name, keys, *rest = first["numpy"]
     other_name, other_keys, *other_rest = second["numpy"]
     return (
@@ -205,12 +185,7 @@ def are_equal(first: State, second: State) -> bool:
 
 
 def seed_from(state: State, purpose: int | str) -> int:
-    """Return a 63-bit seed derived from a stream's state and a purpose, without drawing from the stream.
-
-    Args:
-        state: A state that `host_state` returned.
-        purpose: An epoch number or a name; different purposes give different seeds.
-    """
+    """Return a 63-bit seed for a purpose, derived from a stream's state without drawing from it."""
     digest = hashlib.sha256(state["torch"].numpy().tobytes() + str(purpose).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -221,15 +196,14 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     Args:
         seed: An integer from 0 to 2**32 - 1. Default: the value of Lightning's environment variable ``PL_GLOBAL_SEED``,
             or 0 if it is not set.
-        workers: Accepted for compatibility with Lightning; unused, because the workers of prepared loaders are always
-            seeded.
-        verbose: Accepted for compatibility with Lightning; unused, because nothing is printed.
+        workers: Accepted for compatibility with Lightning; unused.
+        verbose: Accepted for compatibility with Lightning; unused.
 
     Returns:
         The seed that was set.
 
     Raises:
-        ValueError: If the seed, or the value of ``PL_GLOBAL_SEED``, is not an integer in this range.
+        ValueError: If the seed is not an integer in this range.
     """
     if seed is None:
         text = os.environ.get("PL_GLOBAL_SEED", "0")

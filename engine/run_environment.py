@@ -40,17 +40,13 @@ def _find_version(package: str) -> str:
 
 @functools.cache
 def processor() -> str:
-    """Return the processor's name and the number of cores that this process may use, as text."""
+    """Return the processor's name and the number of cores that this process may use."""
     return f"{name_processor()}, {supervisor.cpus()} cores"
 
 
 @functools.cache
 def revision(folder: str) -> str:
-    """Return the git revision checked out in ``folder``, with a note if tracked files have changed; "" if unknown.
-
-    Args:
-        folder: The directory to examine.
-    """
+    """Return the git revision checked out in ``folder``, with a note if tracked files have changed; "" if unknown."""
     commit = _run_git(folder, "rev-parse", "HEAD")
     if not commit:
         return ""

@@ -1,4 +1,4 @@
-"""RNG state of a run, which is the same on all ranks until the ranks draw separate numbers."""
+"""RNG state of a run, and the random stream that its order of samples is drawn from."""
 
 from __future__ import annotations
 
@@ -21,13 +21,8 @@ from .rng import (
 class RunRng:
     """Initial RNG state of a run, the same on all ranks, and the stream from which the order of samples is drawn.
 
-    With a world size of one, the order of samples is drawn from the process's own generators, as in a plain loop.
-    Random numbers that the loop draws on the CPU, such as those of a dropout layer, then change the order of the
-    following epochs. With several processes, or with a seed for the data, the order is drawn from a separate stream.
-
-    Args:
-        world: All processes.
-        strategy: The strategy, which determines the processes that work on different data.
+    With a world size of one and no seed for the data, the order of samples is drawn from the process's own generators,
+    as in a plain loop. Otherwise, it is drawn from a separate stream.
 
     Attributes:
         stream: The stream from which the order of samples is drawn; None until `start`.
@@ -42,17 +37,7 @@ class RunRng:
         self._ranks_differ = False
 
     def start(self, data_seed: int | None = None) -> RandomStream:
-        """Start the stream for the order of the data, and copy rank zero's RNG state; see `Accelerator.start_order`.
-
-        Args:
-            data_seed: Seed of the order of samples. Default: start from rank zero's current RNG state.
-
-        Returns:
-            The stream from which the order of samples is drawn.
-
-        Raises:
-            ValueError: If ``data_seed`` is not an integer from 0 to 2**32 - 1.
-        """
+        """Start the stream for the order of the data; see `Accelerator.start_order`."""
         with isolated_random_state():
             if data_seed is not None:
                 seed_everything(data_seed)
@@ -78,11 +63,7 @@ class RunRng:
 
     @contextmanager
     def drawing_alike(self, purpose: str) -> Iterator[None]:
-        """Return a context in which all ranks draw the same numbers, also after `draw_apart`.
-
-        Args:
-            purpose: A name for the block. After `draw_apart`, different names give different numbers.
-        """
+        """Return a context in which all ranks draw the same numbers; see `Accelerator.drawing_alike`."""
         if self._world.size == 1 or not self._ranks_differ:
             yield
             return

@@ -1,9 +1,4 @@
-"""List of the unprepared loaders that are being iterated, which `treadle.compat.sharded_loaders` maintains.
-
-If a loop does not read from a prepared loader, an Accelerator uses the innermost of these loaders. Unless
-``sync_with_dataloader`` is False, a group of micro-batches then ends with the loader. `gather_for_metrics` drops the
-samples that the loader repeated to fill its last batch.
-"""
+"""List of the unprepared loaders that are being iterated, which `treadle.compat.sharded_loaders` maintains."""
 
 from __future__ import annotations
 
@@ -14,20 +9,12 @@ _running_loaders: list[weakref.ref[Any]] = []  # weak references, because a loop
 
 
 def add_running_loader(loader: Any) -> None:
-    """Add ``loader`` to the list as the innermost loader.
-
-    Args:
-        loader: An object with ``end_of_dataloader`` and ``remainder``.
-    """
+    """Add ``loader``, which has ``end_of_dataloader`` and ``remainder``, to the list as the innermost loader."""
     _running_loaders.append(weakref.ref(loader))
 
 
 def remove_running_loader(loader: Any) -> None:
-    """Remove ``loader`` from the list, because it is no longer iterated.
-
-    Args:
-        loader: The loader to remove.
-    """
+    """Remove ``loader`` from the list, because it is no longer iterated."""
     _running_loaders[:] = [reference for reference in _running_loaders if reference() is not loader]
 
 

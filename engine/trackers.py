@@ -33,7 +33,7 @@ class GeneralTracker:
     """Base class of user-defined trackers for ``Accelerator(log_with=...)``.
 
     A subclass sets ``name`` and ``requires_logging_directory``, and defines a property ``tracker`` that returns the
-    object it writes with. It overrides the methods that it needs; those of this class have no effect.
+    object it writes with. The methods of this class have no effect.
 
     Attributes:
         main_process_only: Whether the tracker is called on rank zero only. Default: True.
@@ -78,16 +78,16 @@ class GeneralTracker:
         """Store the configuration of the run.
 
         Args:
-            values: The values of the configuration, by name.
+            values: The configuration by name.
         """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Store the values of one step.
 
         Args:
-            values: The values to log, by name.
-            step: The step that the values belong to; None if unknown.
-            kwargs: Further arguments, from ``log_kwargs`` of `Accelerator.log`.
+            values: The values, by name.
+            step: The step, or None.
+            kwargs: Further arguments from `Accelerator.log`.
         """
 
     def finish(self) -> None:
@@ -118,7 +118,7 @@ class LoggerTracker(GeneralTracker):
         """Log the configuration as hyperparameters; see `GeneralTracker`.
 
         Args:
-            values: The values of the configuration, by name.
+            values: The configuration by name.
         """
         self.logger.log_hyperparams(values)
 
@@ -126,8 +126,8 @@ class LoggerTracker(GeneralTracker):
         """Log values as metrics; see `GeneralTracker`.
 
         Args:
-            values: The values to log, by name.
-            step: The step that the values belong to; None if unknown.
+            values: The values, by name.
+            step: The step, or None.
             kwargs: Further arguments of the logger's ``log_metrics``.
         """
         self.logger.log_metrics(values, step, **kwargs)
@@ -151,7 +151,7 @@ class TensorBoardTracker(LoggerTracker):
 
     Args:
         run_name: The project's name, passed to `Accelerator.init_trackers`.
-        logging_dir: The parent directory; each project has a subdirectory in it.
+        logging_dir: The parent directory.
         kwargs: Further arguments of `treadle.loggers.TensorBoardLogger`.
     """
 
@@ -174,7 +174,7 @@ class TensorBoardTracker(LoggerTracker):
 
         Args:
             values: Batches of images by name.
-            step: The step that the images belong to.
+            step: The step.
             kwargs: Further arguments of ``add_images``.
         """
         for name, images in values.items():
@@ -206,7 +206,7 @@ class WandBTracker(RunTracker):
 
         Args:
             values: Lists of images by name.
-            step: The step that the images belong to.
+            step: The step.
             kwargs: Further arguments of ``wandb.Image``.
         """
         import wandb
@@ -223,18 +223,18 @@ class WandBTracker(RunTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Upload a table, passed as columns and rows or as a data frame.
+        """Upload a table.
 
         Args:
             table_name: The name of the table.
-            columns: The names of the columns, required with ``data``.
-            data: The rows, each a list of values.
+            columns: The names of the columns.
+            data: The rows.
             dataframe: A pandas data frame, instead of ``columns`` and ``data``.
-            step: The step that the table belongs to.
+            step: The step.
             kwargs: Further arguments of ``wandb.log``.
 
         Raises:
-            ValueError: If neither ``dataframe`` nor both ``columns`` and ``data`` are passed.
+            ValueError: If no table is passed.
         """
         import wandb
 
@@ -247,10 +247,9 @@ class MLflowTracker(LoggerTracker):
     """Tracker for a run of MLflow.
 
     Args:
-        experiment_name: The project's name, passed to `Accelerator.init_trackers`. Default: that of
-            `treadle.loggers.MLFlowLogger`.
-        logging_dir: A local directory for the runs. Default: that of `treadle.loggers.MLFlowLogger`.
-        kwargs: Further arguments of `treadle.loggers.MLFlowLogger`, such as ``run_name``, ``run_id``, ``tags``.
+        experiment_name: The project's name, passed to `Accelerator.init_trackers`.
+        logging_dir: A local directory for the runs.
+        kwargs: Further arguments of `treadle.loggers.MLFlowLogger`.
     """
 
     name = "mlflow"
@@ -268,7 +267,7 @@ class AimTracker(RunTracker):
     """Tracker for a run of Aim, stored in the Aim repository at ``logging_dir``.
 
     Args:
-        run_name: The name of the project, which becomes the name of the run and of its experiment.
+        run_name: The project's name, passed to `Accelerator.init_trackers`.
         logging_dir: The directory of the repository. Default: the working directory.
         kwargs: Further arguments of `treadle.loggers.AimLogger`.
     """
@@ -293,8 +292,8 @@ class AimTracker(RunTracker):
         """Write images, optionally with captions.
 
         Args:
-            values: Images by name. Each is an array, a PIL image, or a tuple of either and a caption.
-            step: The step that the images belong to.
+            values: Images by name, each an image or a tuple of an image and a caption.
+            step: The step.
             kwargs: ``{"aim_image": {...}, "track": {...}}`` with further arguments of ``aim.Image`` and ``Run.track``.
         """
         import aim
@@ -311,7 +310,7 @@ class CometMLTracker(RunTracker):
 
     Args:
         run_name: The project's name, passed to `Accelerator.init_trackers`.
-        kwargs: Further arguments of `treadle.loggers.CometLogger`, which accepts those of ``comet_ml.start``.
+        kwargs: Further arguments of `treadle.loggers.CometLogger`.
     """
 
     name = "comet_ml"
@@ -328,12 +327,11 @@ class CometMLTracker(RunTracker):
 
 
 class ClearMLTracker(RunTracker):
-    """Tracker for a task of ClearML. A task that the script has created is used and not closed at the end.
+    """Tracker for a task of ClearML. A task that the script has created is used and not closed.
 
     Args:
-        run_name: The name of the project and of the task. The environment variables ``CLEARML_PROJECT`` and
-            ``CLEARML_TASK`` override it for the project and the task, respectively.
-        kwargs: Further arguments of `treadle.loggers.ClearMLLogger`, which accepts those of ``Task.init``.
+        run_name: The name of the project and of the task, unless ``CLEARML_PROJECT`` and ``CLEARML_TASK`` are set.
+        kwargs: Further arguments of `treadle.loggers.ClearMLLogger`.
     """
 
     name = "clearml"
@@ -362,8 +360,8 @@ class ClearMLTracker(RunTracker):
         """Upload one image per name.
 
         Args:
-            values: Images by name, each an array or a PIL image.
-            step: The step that the images belong to.
+            values: Images by name.
+            step: The step.
             kwargs: Further arguments of ``Logger.report_image``.
         """
         for name, image in values.items():
@@ -378,18 +376,18 @@ class ClearMLTracker(RunTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Upload a table, passed as columns and rows or as a data frame.
+        """Upload a table.
 
         Args:
             table_name: The name of the table.
             columns: The names of the columns. Default: the first row of ``data``.
-            data: The rows, each a list of values.
+            data: The rows.
             dataframe: A pandas data frame, instead of ``columns`` and ``data``.
-            step: The step that the table belongs to.
+            step: The step.
             kwargs: Further arguments of ``Logger.report_table``.
 
         Raises:
-            ValueError: If neither ``data`` nor ``dataframe`` is passed.
+            ValueError: If no table is passed.
         """
         if dataframe is None and data is None:
             raise ValueError(f"log_table({table_name!r}) got no table. Pass data= or dataframe=.")
@@ -408,7 +406,7 @@ class SwanLabTracker(RunTracker):
 
     Args:
         run_name: The project's name, passed to `Accelerator.init_trackers`.
-        kwargs: Further arguments of `treadle.loggers.SwanLabLogger`, which accepts those of ``swanlab.init``.
+        kwargs: Further arguments of `treadle.loggers.SwanLabLogger`.
     """
 
     name = "swanlab"
@@ -428,7 +426,7 @@ class SwanLabTracker(RunTracker):
 
         Args:
             values: Lists of images by name.
-            step: The step that the images belong to.
+            step: The step.
             kwargs: Further arguments of ``Run.log``.
         """
         import swanlab
@@ -442,7 +440,7 @@ class TrackioTracker(RunTracker):
 
     Args:
         run_name: The project's name, passed to `Accelerator.init_trackers`.
-        kwargs: Further arguments of `treadle.loggers.TrackioLogger`, which accepts those of ``trackio.init``.
+        kwargs: Further arguments of `treadle.loggers.TrackioLogger`.
     """
 
     name = "trackio"
@@ -464,16 +462,15 @@ _registered: dict[str, type[GeneralTracker]] = {}
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Register a tracker class, which ``Accelerator(log_with=tracker_class.name)`` then instantiates.
 
-    The class is called with the name of the project, with the logging directory if ``requires_logging_directory`` is
-    True, and with its ``init_kwargs`` as keyword arguments.
+    The class is called with the project's name, the logging directory if ``requires_logging_directory`` is True, and
+    its ``init_kwargs``.
 
     Args:
         tracker_class: A subclass of `GeneralTracker` with the class attributes ``name`` and
-            ``requires_logging_directory``. It replaces another tracker of this name, with a warning.
+            ``requires_logging_directory``.
 
     Raises:
-        ValueError: If ``tracker_class`` is not a subclass of `GeneralTracker`, lacks one of these attributes, or has an
-            empty name.
+        ValueError: If ``tracker_class`` is not such a class.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ValueError(
@@ -504,12 +501,12 @@ def tracker_sources(log_with: Any, project: ProjectConfiguration) -> dict[str, S
 
     Args:
         log_with: The argument ``log_with`` of the Accelerator.
-        project: The directories of the run, in which trackers write their files.
+        project: The directories of the run.
 
     Raises:
-        ValueError: If a name is unknown, or if a tracker writes files and no directory is set.
+        ValueError: If a name is unknown, or a directory is missing.
         ModuleNotFoundError: If the package of a tracker is not installed.
-        TypeError: If an object in ``log_with`` is not a tracker.
+        TypeError: If an object is not a tracker.
     """
     sources: dict[str, Source] = {}
     for entry in [log_with] if isinstance(log_with, str) or not isinstance(log_with, list | tuple) else log_with:
@@ -603,15 +600,7 @@ def _resolve_registered(tracker_class: type[GeneralTracker], project: ProjectCon
 
 
 class Trackers:
-    """Collection of the trackers of an `Accelerator`. The methods of `Accelerator` contain the full documentation.
-
-    Args:
-        world: All processes.
-        sources: The functions that create the trackers, by name; see `tracker_sources`.
-
-    Attributes:
-        started: The trackers that `start` has created.
-    """
+    """Collection of the trackers of an `Accelerator`, whose methods contain the full documentation."""
 
     def __init__(self, world: World, sources: dict[str, Source]) -> None:
         self.sources = sources
@@ -619,16 +608,7 @@ class Trackers:
         self._world = world
 
     def start(self, project_name: str, config: Mapping[str, Any] | None, init_kwargs: Mapping[str, Any] | None) -> None:
-        """Create the trackers, start them and store the configuration.
-
-        Args:
-            project_name: The name of the project that the run belongs to.
-            config: The configuration of the run by name, or None.
-            init_kwargs: Further arguments of the trackers' constructors, by name of the tracker.
-
-        Raises:
-            ValueError: If ``init_kwargs`` has an unknown name.
-        """
+        """Create the trackers, start them and store the configuration; see `Accelerator.init_trackers`."""
         options = dict(init_kwargs or {})
         for name in options:
             if name not in {*self.sources, *_LOGGERS, *_PEERS, *_registered}:
@@ -650,16 +630,7 @@ class Trackers:
     def log(
         self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]] | None
     ) -> None:
-        """Send values of this process to the trackers.
-
-        Args:
-            values: Numbers, tensors with one element, or other values, by name.
-            step: The step that the values belong to; None if unknown.
-            log_kwargs: Further arguments of each tracker's ``log``, by name of the tracker.
-
-        Raises:
-            RuntimeError: On rank zero, if trackers were requested but none is started.
-        """
+        """Send values of this process to the trackers; see `Accelerator.log`."""
         if self.sources and not self.started and self._world.is_main:
             raise RuntimeError(
                 "accelerator.log was called before accelerator.init_trackers(...), so the values would be lost. Call "
@@ -673,15 +644,7 @@ class Trackers:
             tracker.log(plain, step=step, **(log_kwargs or {}).get(str(tracker.name), {}))  # type: ignore[attr-defined]
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """Return a started tracker by name.
-
-        Args:
-            name: The tracker's ``name``, such as ``"wandb"``.
-            unwrap: Return the object that the tracker writes with instead of the tracker.
-
-        Raises:
-            ValueError: If no started tracker has this name.
-        """
+        """Return a started tracker by name; see `Accelerator.get_tracker`."""
         for tracker in self.started:
             if tracker.name == name:  # type: ignore[attr-defined]
                 if not unwrap:
@@ -703,7 +666,7 @@ class Trackers:
 
 
 class _Silent:
-    """Object that accepts any call and any attribute access without effect, except to special names (``__name__``)."""
+    """Object whose methods and attributes have no effect."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""`PruningCallback`: pruning of the trials of an Optuna study."""
+"""`PruningCallback`, which prunes the trials of an Optuna study."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class PruningCallback(Callback):
     """Callback that reports a logged value to an Optuna trial and raises ``optuna.TrialPruned`` to prune it.
 
     Only rank zero accesses the study's storage. All ranks raise the exception after the same step. The checkpoints of a
-    pruned trial are kept, including that of its last epoch.
+    pruned trial are kept.
 
-    A value is reported after each epoch. If validation is enabled and does not run exactly once per epoch, a value is
-    reported after each validation instead. The reported step is the epoch's index if validation is disabled or runs
-    only at the end of epochs. Otherwise, it is the index of the report.
+    A value is reported after each epoch or, if validation is enabled and does not run exactly once per epoch, after
+    each validation. The reported step is the epoch's index if validation is disabled or runs only at the end of epochs.
+    Otherwise, it is the index of the report.
 
     Args:
-        trial: The trial, on rank zero. Other ranks may pass None. Optuna's ``TorchDistributedTrial`` is also accepted.
+        trial: The trial, also as Optuna's ``TorchDistributedTrial``. Ranks other than zero may pass None.
         monitor: Name of the logged value to report, such as ``"val_loss"``.
 
     Attributes:
@@ -33,9 +33,7 @@ class PruningCallback(Callback):
 
     Raises:
         ModuleNotFoundError: If Optuna is not installed.
-        TypeError: If ``monitor`` is not a string.
-        ValueError: If ``monitor`` is empty, if rank zero has no trial when ``fit`` begins or, during training, if the
-            value was never logged.
+        TypeError, ValueError: If an argument is invalid or, during training, if the value was never logged.
 
     Example:
         >>> import optuna
@@ -86,11 +84,11 @@ class PruningCallback(Callback):
 
     @property
     def state_key(self) -> str:
-        """Name that includes ``monitor``. See `Callback.state_key`."""
+        """See `Callback.state_key`."""
         return f"PruningCallback(monitor={self.monitor!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of reports, which is the index of the next one."""
+        """Return the number of reports."""
         return {"validations": self._validations}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -109,17 +107,16 @@ class PruningCallback(Callback):
                     )
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report the value after a validation during training, unless values are reported at the end of the epoch."""
+        """Report the value, unless values are reported at the end of the epoch."""
         if trainer.stage == "fit" and not trainer.sanity_checking and not checks_at_epoch_end(trainer):
             self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report the value after an epoch, unless values are reported after each validation."""
+        """Report the value, unless values are reported after each validation."""
         if trainer.progress.epoch_is_over and checks_at_epoch_end(trainer):
             self._report(trainer)
 
     def _report(self, trainer: Trainer) -> None:
-        """Report a new value, and end the trial if the pruner requests it."""
         value = read_new_value(trainer, self.monitor, type(self).__name__)
         if value is None:
             return
@@ -138,25 +135,20 @@ class PruningCallback(Callback):
             self._prune(trainer)
 
     def _ask_pruner(self, trainer: Trainer, value: float, number: int) -> bool:
-        """Report a value to the trial on rank zero, and return whether to prune the trial."""
+        """Report a value to the trial on rank zero, and return whether to prune it."""
         self._trial.report(value, number)
         return bool(self._trial.should_prune())
 
     def _note(self, trainer: Trainer, value: float, number: int) -> None:
-        """Record a reported value on all ranks. Does nothing by default; subclasses may override this method."""
+        """Record a reported value on all ranks. Subclasses may override this method."""
 
     def _prune(self, trainer: Trainer) -> None:
-        """End the trial. Runs on all ranks after the same step."""
         from optuna import TrialPruned
 
         raise TrialPruned(self.pruned)
 
     def check_pruned(self) -> None:
-        """Raise ``TrialPruned`` if the trial was pruned.
-
-        `Trainer.fit` already raises this exception. The method exists for scripts that call it after ``fit``, as
-        Optuna's own callback for Lightning requires with DDP.
-        """
+        """Raise ``TrialPruned`` if the trial was pruned, as Optuna's callback does. `Trainer.fit` already does so."""
         if self.pruned is not None:
             from optuna import TrialPruned
 

@@ -1,4 +1,4 @@
-"""`TransformersTask`: a task around a model of Hugging Face transformers."""
+"""`TransformersTask`, a task around a model of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ _WITHOUT_LENGTH = ("constant", "constant_with_warmup", "inverse_sqrt", *_BY_METR
 class TransformersTask(TaskModule):
     """Task that fine-tunes, evaluates and generates with any transformers model whose ``forward`` returns a loss.
 
-    A batch is the input of the model: a dict with ``input_ids``, ``attention_mask``, ``labels``, ..., as built by the
-    collators of transformers. If labels belong to tokens, the loss of each batch is weighted by the number of its
-    labels, so padding, accumulation and world size do not change gradients.
+    A batch is a dict with the inputs of the model, such as ``input_ids``, ``attention_mask`` and ``labels``. If labels
+    belong to tokens, the loss of each batch is weighted by the number of its labels, so padding, accumulation and world
+    size do not change gradients.
 
     The task logs ``train_loss``, ``val_loss`` and ``test_loss``, and each of ``metrics`` as ``val_NAME`` and
     ``test_NAME``. `Trainer.predict` returns generated texts if ``generation`` is set, otherwise logits.
 
     Args:
         model: A model, or the name or folder of a model that ``auto_class`` loads with ``from_pretrained``.
-        auto_class: Name of the transformers class that loads the model, such as ``"AutoModelForCausalLM"``. Required if
-            ``model`` is a name or folder.
-        tokenizer: A tokenizer, or the name or folder of one. Only generation needs it. `save_pretrained` saves it, too.
-            Default: the tokenizer of ``model`` if ``model`` is a name or folder that has one.
+        auto_class: Name of the transformers class that loads the model, such as ``"AutoModelForCausalLM"``.
+        tokenizer: A tokenizer, or the name or folder of one, for generation. Default: the tokenizer of ``model`` if
+            ``model`` is a name or folder that has one.
         learning_rate: AdamW's peak learning rate. Default: 5e-5.
         weight_decay: AdamW's weight decay, for all parameters except biases and norms. Default: 0.0.
         optimizer_options: Further arguments of AdamW, such as ``{"betas": (0.9, 0.95)}``.
@@ -53,8 +52,7 @@ class TransformersTask(TaskModule):
             ``"linear"``.
         warmup_steps: Number of optimizer steps of the warmup. A value below 1 is a fraction of all steps. Default: 0.
         scheduler_options: Further arguments of the scheduler, such as ``{"num_cycles": 2}``.
-        metrics: torchmetrics objects by name. They receive the logits and labels of the samples, or of the tokens that
-            have a label. Override `update_metrics` for metrics with other inputs.
+        metrics: torchmetrics objects by name, which `update_metrics` updates.
         generation: Arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.
         adapter: A peft configuration, as an object or a dict. The model's own weights are frozen and adapters are
             trained. ``ModelCheckpoint(save_trainable_only=True)`` saves only the adapters.
@@ -64,10 +62,8 @@ class TransformersTask(TaskModule):
     Raises:
         ModuleNotFoundError: If transformers, or peft for ``adapter``, is not installed.
         OSError: If the model or the tokenizer cannot be loaded.
-        ValueError: If ``auto_class`` is unknown, or missing for a model's name; if ``auto_class`` or ``model_options``
-            is passed with a model object; or if ``adapter`` does not have a ``peft_type``. During training or
-            evaluation, if the model does not return a loss.
-        TypeError: If ``gradient_checkpointing`` is not a bool, or one of ``metrics`` is not a module.
+        TypeError, ValueError: If an argument is invalid.
+
 
     Example:
         >>> import torch
@@ -139,26 +135,13 @@ class TransformersTask(TaskModule):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model. A single positional mapping is passed as keyword arguments.
-
-        Args:
-            args: A batch, or positional arguments of the model.
-            kwargs: Keyword arguments of the model.
-
-        Returns:
-            The model's output.
-        """
+        """Call the model and return its output. A single positional mapping is passed as keyword arguments."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
             return self.model(**args[0])
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Return a dict with the loss and, if labels belong to tokens, the result of `count_targets` as ``"weight"``.
-
-        Args:
-            batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.
-            batch_idx: Index of the batch.
-        """
+        """Return the loss and, if labels belong to tokens, the result of `count_targets` as ``"weight"``."""
         outputs = self(batch)
         weight = self.count_targets(batch)
         loss = self._get_loss(outputs, batch, weight)
@@ -166,36 +149,15 @@ class TransformersTask(TaskModule):
         return {"loss": loss} if weight is None else {"loss": loss, "weight": weight}
 
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log ``val_loss`` and the metrics.
-
-        Args:
-            batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.
-            batch_idx: Index of the batch.
-            dataloader_idx: Index of the dataloader. Default: 0.
-        """
+        """Log ``val_loss`` and the metrics."""
         self._evaluate(batch, "val", self.val_metrics)
 
     def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log ``test_loss`` and the metrics.
-
-        Args:
-            batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.
-            batch_idx: Index of the batch.
-            dataloader_idx: Index of the dataloader. Default: 0.
-        """
+        """Log ``test_loss`` and the metrics."""
         self._evaluate(batch, "test", self.test_metrics)
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Return a list of generated texts, or the logits if ``generation`` is not set.
-
-        Args:
-            batch: Keyword arguments of the model's ``forward``, such as ``input_ids``. ``labels`` are ignored.
-            batch_idx: Index of the batch.
-            dataloader_idx: Index of the dataloader. Default: 0.
-
-        Raises:
-            ValueError: If ``generation`` is set but there is no tokenizer.
-        """
+        """Return a list of generated texts, or the logits if ``generation`` is not set. ``labels`` are ignored."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         if self.hparams.generation is None:
             return self(inputs).logits
@@ -214,9 +176,8 @@ class TransformersTask(TaskModule):
         """Return an AdamW optimizer and its learning rate schedule.
 
         Raises:
-            ValueError: If no parameter is trainable, if an option of the optimizer or the schedule has an invalid
-                value, or if the schedule or its warmup needs the length of the run but the length is unknown.
-            TypeError: If the optimizer or the schedule does not accept one of its options or lacks a required one.
+            ValueError: If no parameter is trainable, an option is invalid, or the schedule needs the length of the run
+                but the length is unknown.
         """
         options = self.hparams
         decayed: list[nn.Parameter] = []
@@ -236,21 +197,23 @@ class TransformersTask(TaskModule):
         """Return the number of labels over which the loss of a batch is averaged.
 
         Args:
-            batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.
+            batch: Keyword arguments of the model, such as ``input_ids`` and ``labels``.
 
         Returns:
-            A 0-d tensor; None if the batch has no labels for tokens, so the loss is not averaged over tokens.
+            A 0-d tensor; None if the batch has no labels for tokens.
         """
         labels = self._select_targets(batch)
         return None if labels is None else (labels != IGNORED).sum()
 
     def update_metrics(self, metrics: nn.ModuleDict, logits: Tensor, batch: Mapping[str, Any]) -> None:
-        """Update the metrics with a batch.
+        """Update the metrics with the logits and labels of the samples, or of the tokens that have a label.
+
+        Override this method for metrics with other inputs.
 
         Args:
             metrics: torchmetrics objects by name.
             logits: Tensor of shape ``[samples, classes]`` or ``[samples, tokens, classes]``.
-            batch: Keyword arguments of the model's ``forward``, such as ``input_ids`` and ``labels``.
+            batch: Keyword arguments of the model.
         """
         targets = self._select_targets(batch)
         if targets is None:
@@ -287,7 +250,6 @@ class TransformersTask(TaskModule):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _evaluate(self, batch: Mapping[str, Any], stage: str, metrics: nn.ModuleDict) -> None:
-        """Log the loss and the metrics of a batch."""
         outputs = self(batch)
         count = self.count_targets(batch)
         weight = None if count is None else int(count)  # one synchronization per batch; training has none
@@ -315,7 +277,6 @@ class TransformersTask(TaskModule):
         return labels[:, 1:] if _predicts_next_token(self.model) else labels
 
     def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the scheduler that ``lr_scheduler`` names, and the interval of its steps."""
         from transformers import SchedulerType, get_scheduler
 
         options = self.hparams
@@ -344,7 +305,6 @@ class TransformersTask(TaskModule):
         return {"scheduler": scheduler, "interval": "step"}
 
     def _iterate_trained(self) -> Iterator[tuple[nn.Parameter, bool]]:
-        """Yield each trainable parameter, and whether weight decay applies to it."""
         visited = set()
         for part in self.modules():
             is_norm = "norm" in type(part).__name__.lower()
@@ -355,7 +315,7 @@ class TransformersTask(TaskModule):
 
 
 def _predicts_next_token(model: Any) -> bool:
-    """Return whether a model's loss compares the logits of each token with the next label (causal language model)."""
+    """Return whether the loss compares the logits of each token with the next label (causal language model)."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model = getattr(model, "base_model", model).model if hasattr(model, "peft_config") else model
@@ -366,7 +326,6 @@ def _predicts_next_token(model: Any) -> bool:
 
 
 def _load_model(name: str | os.PathLike[str], auto_class: str | None, options: dict[str, Any]) -> Any:
-    """Load a pretrained model with the class of transformers that ``auto_class`` names."""
     import transformers
 
     known = [name for name in dir(transformers) if name.startswith("AutoModelFor")]
@@ -384,7 +343,6 @@ def _load_model(name: str | os.PathLike[str], auto_class: str | None, options: d
 
 
 def _load_tokenizer(tokenizer: Any, model: Any) -> Any:
-    """Return the tokenizer, loaded if ``tokenizer`` or ``model`` is a name or folder; None if there is no tokenizer."""
     from transformers import AutoTokenizer
 
     if isinstance(tokenizer, str | os.PathLike):
@@ -409,7 +367,6 @@ def _describe_adapter(adapter: Any) -> dict[str, Any]:
 
 
 def _add_adapter(model: Any, adapter: dict[str, Any]) -> Any:
-    """Return the model with frozen weights and trainable adapters."""
     require("TransformersTask(adapter=...)", "peft", extra="transformers")
     from peft import PeftConfig, get_peft_model
 

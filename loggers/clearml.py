@@ -20,38 +20,29 @@ SUBSETS = ("train", "val", "test", "eval")
 class ClearMLLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to ClearML or writes them to files.
 
-    Install with ``pip install clearml``. The logger has one task, which rank zero begins when something is first logged
-    or ``experiment`` is read. The task stays open after a fit, so several fits, and uses of ``logger.experiment`` after
-    them, continue it. The task is completed by `finish` or when the process ends, and marked as failed if a fit,
-    validation, test or prediction fails. A task that you have already started is used, unless ``task_id`` selects
-    another task.
+    Install with ``pip install clearml``. Rank zero begins a task on first use. The task stays open after a successful
+    fit, so later fits continue it; `finish` ends it. A task that you have already started is used, unless ``task_id``
+    selects another task.
 
     ``train_loss`` becomes the series ``train`` of the plot ``loss``; ``val_``, ``test_`` and ``eval_`` are treated the
-    same way. For other names, plot and series have the same name. A value that is not finite is not plotted, because
-    ClearML would report it as 0. The logger warns and adds the value to the task's console log.
-
-    Unlike ``Task.init`` alone, this logger does not seed RNGs, keeps the signal handlers, creates a new task for each
-    logger by default, and reports from a thread instead of a fork of the training process.
+    same way. A value that is not finite is not plotted, because ClearML would report it as 0.
 
     Args:
         project_name: Project of the task. Default: ``CLEARML_PROJECT``, or ``"treadle_logs"``.
         task_name: Name of the task. Default: ``CLEARML_TASK``, or ``"training"``.
         task_id: ID of the task to continue. Default: a new task.
-        offline: Only write files, to ``CLEARML_CACHE_DIR`` or ``~/.clearml``; ``Task.import_offline_session`` sends
-            them. This calls ``Task.set_offline(True)``, which applies to the whole process. Default: False.
+        offline: Only write files, to ``offline`` in ``CLEARML_CACHE_DIR``, by default ``~/.clearml/cache``;
+            ``Task.import_offline_session`` sends them. This applies to the whole process. Default: False.
         tags: Tags of the task. Default: none.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Upload checkpoints as artifacts: True uploads the kept checkpoints at the end of a fit; ``"all"``
-            uploads each one as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``; False uploads
-            none. Checkpoints at a URL are skipped. Default: False.
-        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
-            continues without this logger. Default: False.
-        **kwargs: Arguments of ``Task.init``: ``task_type``, ``output_uri``, ``auto_connect_frameworks``, ...
+        log_model: Upload checkpoints that are on disk: ``"all"`` uploads each one once it is saved; True uploads the
+            kept ones, at the end of a fit at the latest. Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        **kwargs: Arguments of ``Task.init``, such as ``task_type`` and ``output_uri``.
 
     Raises:
         ModuleNotFoundError: If ClearML is not installed.
-        TypeError: If an argument has the wrong type, or ``Task.init`` does not accept it.
-        ValueError: If ``log_model`` is neither a bool nor ``"all"``.
+        TypeError, ValueError: If an argument is invalid.
 
     Example:
         >>> from treadle.loggers import ClearMLLogger
@@ -162,7 +153,6 @@ def _make_gentle(task_class: Any) -> None:
 
 
 def _untag(task: Any) -> None:
-    """Remove the tag that marks a task as failed."""
     tags = task.get_tags() or []
     if FAILED in tags:
         task.set_tags([tag for tag in tags if tag != FAILED])

@@ -18,14 +18,11 @@ OLD_NAMES = {"project_name": "project", "experiment_name": "name", "save_dir": "
 class CometLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to Comet or writes them to archives.
 
-    Install with ``pip install comet_ml``. The logger has one experiment, which rank zero begins when something is first
-    logged or ``experiment`` is read. The experiment stays open after a fit, so several fits, and uses of
-    ``logger.experiment`` after them, continue it. The experiment ends with the process, with `finish`, or with a failed
-    fit, validation, test or prediction, which adds the tag ``failed``. A process has one experiment at a time. A second
-    logger therefore ends the experiment of the first, which is continued when the first logger is used again.
+    Install with ``pip install comet_ml``. Rank zero begins an experiment on first use. The experiment stays open after
+    a successful fit, so later fits continue it; `finish` ends it. A process has one experiment at a time, so a second
+    logger ends that of the first.
 
-    Offline, an archive ``KEY-xxxxxx.zip`` is written each time the experiment ends. ``comet upload`` sends all archives
-    with the same key to one experiment.
+    Offline, an archive is written each time the experiment ends; ``comet upload`` sends it.
 
     Args:
         api_key: API key of the account. Default: ``COMET_API_KEY``, or Comet's configuration file.
@@ -35,23 +32,17 @@ class CometLogger(ServiceLogger):
             ``COMET_EXPERIMENT_KEY``, or a new one.
         mode: ``"get_or_create"``, ``"get"`` (the experiment must exist) or ``"create"`` (it must not). Default:
             ``COMET_START_MODE``, or ``"get_or_create"``.
-        online: Whether data is sent, which requires an API key; False only writes archives. Default:
-            ``COMET_START_ONLINE``, or True.
+        online: Whether data is sent; False only writes archives. Default: ``COMET_START_ONLINE``, or True.
         prefix: Text before every metric's name, as ``prefix_name``. Default: none.
-        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit; ``"all"`` uploads each one
-            as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``; False uploads none.
-            Checkpoints at a URL are skipped. Default: False.
-        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
-            continues without this logger. Default: False.
-        experiment_config: A ``comet_ml.ExperimentConfig``; cannot be combined with ``kwargs``. Default: built from
-            ``kwargs``.
-        **kwargs: Arguments of ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``,
-            ...
+        log_model: Upload checkpoints that are on disk: ``"all"`` uploads each one once it is saved; True uploads the
+            kept ones, at the end of a fit at the latest. Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        experiment_config: A ``comet_ml.ExperimentConfig``, instead of ``kwargs``. Default: built from ``kwargs``.
+        **kwargs: Arguments of ``comet_ml.ExperimentConfig``, such as ``name``, ``tags`` and ``offline_directory``.
 
     Raises:
         ModuleNotFoundError: If comet_ml is not installed.
-        TypeError: If an argument has the wrong type, or ``ExperimentConfig`` does not accept it.
-        ValueError: If ``log_model`` is invalid, or ``experiment_config`` is combined with ``kwargs``.
+        TypeError, ValueError: If an argument is invalid.
 
     Example:
         >>> from treadle.loggers import CometLogger
@@ -109,7 +100,7 @@ class CometLogger(ServiceLogger):
 
     @property
     def save_dir(self) -> str | None:
-        """The argument ``offline_directory``, the directory of the archives; None if it was not passed."""
+        """The argument ``offline_directory``; None if it was not passed."""
         directory = self._config_options.get("offline_directory")
         return None if directory is None else os.fspath(directory)
 
@@ -163,8 +154,7 @@ class CometLogger(ServiceLogger):
 def _set_up_import(offline: bool) -> None:
     """Set environment variables for the import of ``comet_ml``, unless they are set or it is already imported.
 
-    By default, ``comet_ml`` would patch other packages and log automatically what this logger already receives, such as
-    TensorBoard's scalars. It would also report its own errors to Comet, even offline.
+    By default, ``comet_ml`` would patch other packages and log automatically what this logger already receives.
     """
     if "comet_ml" not in sys.modules:
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")

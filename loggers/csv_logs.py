@@ -1,4 +1,4 @@
-"""`CSVLogger`: writes metrics to a CSV file, without any additional package."""
+"""`CSVLogger`: writes metrics to a CSV file."""
 
 from __future__ import annotations
 
@@ -22,24 +22,20 @@ STEP = "step"
 class CSVLogger(DirectoryLogger):
     """Logger that writes ``metrics.csv`` and ``hparams.yaml`` to ``save_dir/name/version_N``.
 
-    Each call of `log_metrics` adds one row: the step, and a cell for each metric. A cell may be empty. A new metric
-    adds a column at the end. If ``metrics.csv`` exists, new rows are appended to it. A last line without a line break,
-    which a crash may have left, is removed first.
+    Each call of `log_metrics` adds one row with the step and the metrics. A new metric adds a column at the end. If
+    ``metrics.csv`` exists, new rows are appended to it.
 
     Args:
         save_dir: Parent directory of the experiments, or a URL; see `DirectoryLogger`.
         name: Directory of the experiment in ``save_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
         version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        flush_logs_every_n_steps: Buffered rows are written once there are this many of them or they span as many steps.
-            If the process is killed, the buffered rows are lost. Default: 100.
-        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
-            continues without this logger. Default: False.
+        flush_logs_every_n_steps: Number of buffered rows, or of steps that they span, at which they are written. A
+            killed process loses the buffered rows. Default: 100.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
 
     Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``flush_logs_every_n_steps`` is not an integer of at least 1, ``version`` is negative, or
-            ``save_dir`` is an invalid URL or one with a read-only scheme such as ``https``.
+        TypeError, ValueError: If an argument is invalid.
 
     Example:
         >>> import tempfile
@@ -80,14 +76,11 @@ class CSVLogger(DirectoryLogger):
         """Add one row.
 
         Args:
-            metrics: Values by name: a number, a tensor with one element, or a dict of them, whose columns are
-                named ``name/key``.
+            metrics: Numbers or tensors by name; a dict of them adds columns named ``name/key``.
             step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:
-            TypeError: If a name is empty or not a string, a value is not a number, or the step is not an integer.
-            ValueError: If a tensor does not have exactly one element, the step is negative, or a metric is named
-                ``step``.
+            TypeError, ValueError: If a name, a value or the step is invalid.
         """
         row = dict(flatten(as_metrics(metrics, self._prefix)))
         if STEP in row:
@@ -98,20 +91,18 @@ class CSVLogger(DirectoryLogger):
         """Write hyperparameters to ``hparams.yaml`` and, if passed, metrics as a row at step 0.
 
         Args:
-            params: Settings by name, nested or not: a dict, a namespace or a dataclass. Default: none.
-            metrics: Initial values of the metrics by which runs are compared. Default: none.
+            params: Settings by name, nested or not. Default: none.
+            metrics: Initial values of metrics. Default: none.
 
         Raises:
-            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None, or ``metrics`` is not a dict of
-                numbers by name.
-            ValueError: If a metric is a tensor that does not have exactly one element, or is named ``step``.
+            TypeError, ValueError: If an argument is invalid.
         """
         self.save_hyperparams(params)
         if metrics:
             self.log_metrics(metrics, step=0)
 
     def on_resume(self, step: int) -> None:
-        """Remove the rows of steps after ``step`` from ``metrics.csv``, because the resumed run logs these steps again.
+        """Remove the rows of later steps from ``metrics.csv``, because the resumed run logs these steps again.
 
         Args:
             step: Number of optimizer steps taken before the run was saved.
@@ -137,14 +128,10 @@ class CSVLogger(DirectoryLogger):
 
 
 class MetricsFile:
-    """Writer of ``metrics.csv``. It keeps only the buffered rows in memory and does not keep the file open.
-
-    Args:
-        log_dir: Directory of the file; created if missing.
-        flush_every: Number of buffered rows, or of steps that they span, at which they are written. Default: 100.
+    """Writer of ``metrics.csv``, which does not keep the file open.
 
     Attributes:
-        waiting: Buffered rows, which are not written yet.
+        waiting: Buffered rows.
     """
 
     def __init__(self, log_dir: str, flush_every: int = 100) -> None:
@@ -179,7 +166,7 @@ class MetricsFile:
         return [*rows, *(dict(row) for row in self.waiting)]
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Add one row. Write the buffered rows once there are ``flush_every`` of them or they span as many steps.
+        """Add one row, and write the buffered rows if they are due.
 
         Args:
             metrics: Numbers by name.
@@ -210,20 +197,13 @@ class MetricsFile:
         self.waiting.clear()
 
     def on_resume(self, step: int) -> None:
-        """Remove the rows of steps after ``step`` from the file.
-
-        Args:
-            step: Number of optimizer steps taken before the run was saved.
-        """
+        """Remove the rows of steps after ``step`` from the file."""
         self.save()
         if os.path.exists(self.path):
             self._write_anew(self._columns, step)
 
     def _write_anew(self, columns: list[str], until: float = math.inf) -> None:
-        """Rewrite the file row by row, with new columns at the end and without the rows of steps after ``until``.
-
-        Rows whose step is not a number, because another program wrote them, are kept.
-        """
+        """Rewrite the file row by row, with new columns at the end and without the rows of steps after ``until``."""
         # In rows of an evaluation's batches the step counts batches, so the column of optimizer steps comes first.
         places = [place for place, name in enumerate(self._columns) if name.endswith(EVALUATED_AT)]
         places += [place for place, name in enumerate(self._columns) if name == STEP]
@@ -259,14 +239,13 @@ def _is_later(cells: list[str], step: float) -> bool:
 
 
 def _format_csv(rows: Iterable[Iterable[Any]]) -> str:
-    """Return rows as text in CSV format."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
 def _drop_torn_row(path: str) -> None:
-    """Truncate the file after its last line break. A crash may leave a partial row, whose last number may be wrong."""
+    """Truncate the file after its last line break, because a crash may leave a partial row."""
     with open(path, "rb+") as file:
         end = file.seek(0, os.SEEK_END)
         position, block = end, b""

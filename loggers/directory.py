@@ -1,4 +1,4 @@
-"""`DirectoryLogger`: base class of loggers that write files to a numbered directory, ``save_dir/name/version_N``."""
+"""`DirectoryLogger`: base class of loggers that write files to ``save_dir/name/version_N``."""
 
 from __future__ import annotations
 
@@ -19,21 +19,18 @@ from .values import as_mapping, check_step, plain
 class DirectoryLogger(Logger):
     r"""Base class of loggers that write files to ``save_dir/name/version_N``.
 
-    Without a version, rank zero takes the next unused number when the version is first needed. It claims the number by
-    creating the directory, so two jobs that start at the same time never share a directory.
+    Without a version, rank zero claims the next number by creating the directory, so two jobs never claim the same one.
 
     Args:
-        save_dir: Parent directory of the experiments, or a URL such as ``s3://bucket/logs``, to which files are
-            uploaded as they change. ``~`` and ``$VARIABLES`` are expanded.
+        save_dir: Parent directory of the experiments, or a URL such as ``s3://bucket/logs``. ``~`` and ``$VARIABLES``
+            are expanded.
         name: Directory of the experiment in ``save_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
-        version: A number N for the directory ``version_N``, or the name of a directory. The directory may exist
-            already. Default: the next unused number.
+        version: A number N for the directory ``version_N``, or the name of a directory. Default: the next unused
+            number.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
 
     Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``save_dir`` is an invalid URL or one with a read-only scheme such as ``https``, or ``version``
-            is negative.
+        TypeError, ValueError: If an argument is invalid.
 
     Example:
         >>> import os, tempfile
@@ -96,11 +93,7 @@ class DirectoryLogger(Logger):
 
     @property
     def version(self) -> int | str | None:
-        """Version of the experiment.
-
-        If no version was passed, the first access on rank zero claims a number. The Trainer passes this number to the
-        other ranks, where the version is None until then.
-        """
+        """Version of the experiment; the first access on rank zero claims a number if no version was passed."""
         if self._version is None and process_rank() == 0:
             self._version = claim_version(self._versions_dir)
         return self._version
@@ -117,7 +110,7 @@ class DirectoryLogger(Logger):
 
     @property
     def log_dir(self) -> str | None:
-        """Directory of this version; None on ranks other than zero until the version is assigned."""
+        """Directory of this version; None if the version is not known on this rank."""
         version = self.version
         if version is None:
             return None
@@ -132,14 +125,13 @@ class DirectoryLogger(Logger):
     def save_hyperparams(self, params: Params) -> None:
         """Write hyperparameters, in addition to those of earlier calls, to ``hparams.yaml`` in `log_dir`.
 
-        Only rank zero writes the file, immediately, so that the hyperparameters are not lost in a crash. If `log_dir`
-        is a URL, the file is uploaded in the background. The file of an earlier process is replaced.
+        Only rank zero writes the file. The file of an earlier process is replaced.
 
         Args:
-            params: Settings by name, nested or not. Values are converted to plain data; see `plain`.
+            params: Settings by name, nested or not; see `plain`.
 
         Raises:
-            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None.
+            TypeError: If ``params`` is invalid.
         """
         self._hparams.update(plain(as_mapping(params)))
         directory = self.log_dir
@@ -162,8 +154,7 @@ class DirectoryLogger(Logger):
             step: Step of the values; None for one more than the highest previous step.
 
         Raises:
-            TypeError: If ``step`` is not an integer.
-            ValueError: If ``step`` is negative.
+            TypeError, ValueError: If ``step`` is invalid.
         """
         step = check_step(self._last_step + 1 if step is None else step)
         self._last_step = max(self._last_step, step)
@@ -171,15 +162,7 @@ class DirectoryLogger(Logger):
 
 
 def check_version(version: int | str | None) -> int | str | None:
-    """Return a version unchanged if it is valid.
-
-    Args:
-        version: A number of at least 0, the name of a directory, or None.
-
-    Raises:
-        TypeError: If the version is not an integer, a string or None.
-        ValueError: If the version is negative.
-    """
+    """Return a version unchanged if it is valid: a number of at least 0, the name of a directory, or None."""
     if version is not None and (isinstance(version, bool) or not isinstance(version, int | str)):
         raise TypeError(f"version={version!r} must be an integer, a directory name or None, not {name_type(version)}.")
     if isinstance(version, int) and version < 0:
@@ -191,7 +174,7 @@ def claim_version(root_dir: str) -> int:
     """Create ``version_N`` in ``root_dir`` for the first N above all existing versions, and return N.
 
     Args:
-        root_dir: Directory, or URL, above all versions; created if missing.
+        root_dir: Directory or URL; created if missing.
     """
     root = as_path(root_dir)
     if isinstance(root, Path):

@@ -1,4 +1,4 @@
-"""Base class of all loggers."""
+"""Base class of loggers, and its helpers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def process_rank() -> int:
 class NullExperiment:
     """Experiment object that ignores calls and assignments, so that user code does not need ``if rank == 0``.
 
-    Every attribute, call and item returns the object itself; only special attributes such as ``__array__`` do not
-    exist. The object is falsy, empty and a context manager. Assignments to its attributes and items are ignored.
+    Ordinary attributes, calls and items return the object itself. The object is falsy, empty and a context manager.
 
     Example:
         >>> from treadle.loggers import NullExperiment
@@ -69,15 +68,12 @@ class NullExperiment:
 
 
 def rank_zero_experiment(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorate an ``experiment`` getter, which then returns a `NullExperiment` on ranks other than zero.
+    """Return an ``experiment`` getter that returns a `NullExperiment` on ranks other than zero.
 
     Write the decorator below ``@property``.
 
     Args:
-        method: The getter, which creates the backend's object on first access.
-
-    Returns:
-        The getter for all ranks.
+        method: The getter to decorate, which creates the backend's object on first access.
     """
 
     @functools.wraps(method)
@@ -90,15 +86,12 @@ def rank_zero_experiment(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
 class Logger(ABC):
     """Base class of loggers. Implement `log_metrics` and `log_hyperparams` in a subclass, and pass it to a Trainer.
 
-    The Trainer calls a logger's methods on rank zero only, so the methods need not check the rank and must not use
-    collectives. ``name``, ``version`` and ``log_dir`` are read on every rank, sometimes on one rank alone, so they must
-    be fast and must not use collectives. The Trainer passes rank zero's version to the other ranks by assigning
-    ``logger.version``, so a subclass that replaces this property must keep it settable. ``experiment`` is for user
-    code, which runs on every rank, so put ``@rank_zero_experiment`` below its ``@property``.
+    The Trainer calls a logger's methods on rank zero only. Its properties are read on any rank. Methods and properties
+    must not use collectives. A subclass that replaces ``version`` must keep it settable. Put ``@rank_zero_experiment``
+    below the ``@property`` of ``experiment``, because user code reads it on every rank.
 
     Attributes:
-        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
-            continues without this logger. Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
 
     Example:
         >>> from treadle.loggers import Logger
@@ -154,8 +147,8 @@ class Logger(ABC):
 
         Args:
             metrics: Values by name.
-            step: Optimizer step of the values. For values of single evaluation batches, see `EVALUATED_AT`. With None,
-                the logger chooses the step. Default: None.
+            step: Optimizer step of the values; see also `EVALUATED_AT`. With None, the logger chooses the step.
+                Default: None.
         """
 
     @abstractmethod
@@ -164,7 +157,7 @@ class Logger(ABC):
 
         Args:
             params: Settings by name, nested or not.
-            metrics: Initial values of the metrics by which runs are compared. Default: none.
+            metrics: Initial values of metrics. Default: none.
         """
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
@@ -172,15 +165,14 @@ class Logger(ABC):
 
         Args:
             model: The module, not wrapped for distributed training.
-            input_array: Input of the module's ``forward``. Default: the module's ``example_input_array``.
+            input_array: Input of ``forward``. Default: the module's ``example_input_array``.
         """
         return None
 
     def on_resume(self, step: int) -> None:
-        """Remove the logs of steps after ``step``, because the resumed run logs these steps again.
+        """Remove the logs of later steps, because the resumed run logs these steps again.
 
-        Called before the first step of the resumed run, even if nothing has been logged yet. Does nothing unless
-        overridden.
+        Called before the first step of the resumed run. Does nothing unless overridden.
 
         Args:
             step: Number of optimizer steps taken before the run was saved.
@@ -193,11 +185,11 @@ class Logger(ABC):
         return type(self).save is not Logger.save and not type(self).save.__module__.startswith("treadle.")
 
     def save(self) -> None:
-        """Write buffered values. Does nothing unless overridden; a custom override runs after each `log_metrics`."""
+        """Write buffered values. Does nothing unless overridden."""
         return None
 
     def finalize(self, status: str) -> None:
-        """Complete the logs of a fit, validation, test or prediction. The logger may be used again afterwards.
+        """Complete the logs of a stage. The logger may be used again afterwards.
 
         Args:
             status: ``"success"`` or ``"failed"``.
@@ -205,7 +197,7 @@ class Logger(ABC):
         self.save()
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Handle a checkpoint that was saved completely, for example by uploading it. Does nothing unless overridden.
+        """Handle a saved checkpoint, for example by uploading it. Does nothing unless overridden.
 
         Args:
             checkpoint_callback: The callback that saved the checkpoint.

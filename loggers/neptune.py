@@ -21,36 +21,29 @@ STORAGES = {"async": "cloud", "sync": "cloud", "offline": "local", "debug": "dis
 class NeptuneLogger(ServiceLogger):
     """Logger with Neptune's interface that writes to GoodSeed (``pip install goodseed``).
 
-    Neptune's service ended on 5 March 2026, so its clients cannot send anything. This class accepts the arguments of
-    Lightning's ``NeptuneLogger``, and ``logger.experiment[path]`` has ``append``, ``log``, ``assign`` and ``extend``.
+    Neptune's service has ended. This class accepts the arguments of Lightning's ``NeptuneLogger``.
 
-    The logger has one run, which rank zero begins when something is first logged or ``experiment`` is read. The run is
-    closed after each fit, validation, test or prediction, as ``finished`` or ``failed``, and reopened when something is
-    logged again. A second value for the same step replaces the first. GoodSeed does not store NaN, which is skipped
-    with a warning. GoodSeed does not store files either, so only the paths of checkpoints are recorded.
+    Rank zero begins a run on first use. The run is closed after each stage and reopened on the next use. NaN is skipped
+    with a warning. Only the paths of checkpoints are recorded.
 
     Args:
-        api_key: API key of GoodSeed. With a key, and unless ``mode`` or ``GOODSEED_STORAGE`` selects another storage,
-            runs are sent to GoodSeed in addition to being written to a local file. Default: ``GOODSEED_API_KEY``.
+        api_key: API key of GoodSeed; with a key, runs are also sent to GoodSeed by default. Default:
+            ``GOODSEED_API_KEY``.
         project: Project of the run, ``"workspace/project"``. Default: ``GOODSEED_PROJECT``, or ``"treadle_logs"``.
         name: Name of a new run. Default: ``"Untitled"``.
-        run: A ``goodseed`` run that has already begun. Default: the run that ``with_id`` or ``custom_id`` selects, or a
-            new run.
+        run: A ``goodseed`` run that has already begun. Default: the run of ``with_id`` or ``custom_id``, or a new run.
         log_model_checkpoints: Record the paths of the latest and the best checkpoint, and the best score. Checkpoints
             at a URL are skipped. Default: True.
         prefix: Text before the path of every metric and hyperparameter, as ``prefix/path``. Default: ``"training"``.
-        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
-            continues without this logger. Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
         **neptune_run_kwargs: Arguments of ``neptune.init_run``: ``with_id`` (a run to continue), ``mode`` (``"async"``
             or ``"sync"`` with an ``api_key``; ``"offline"``, which only writes local files; ``"debug"``, which stores
-            nothing), ``custom_id`` (the ID of the run, which is continued if its local file exists; default:
-            ``GOODSEED_RUN_ID``, or a new one), ``tags``, ``description``, ``capture_stdout``, ...; and
+            nothing), ``custom_id`` (the ID of the run), ``tags``, ``description``, ``capture_stdout``, ...; and
             ``goodseed_home``, the directory of the local files. Default: ``GOODSEED_HOME``, or ``~/.goodseed``.
 
     Raises:
         ModuleNotFoundError: If GoodSeed is not installed.
-        TypeError: If an argument has the wrong type, or ``goodseed.Run`` does not accept it.
-        ValueError: If the mode is unknown.
+        TypeError, ValueError: If an argument is invalid.
 
     Example:
         >>> from treadle.loggers import NeptuneLogger
@@ -110,7 +103,6 @@ class NeptuneLogger(ServiceLogger):
         return run
 
     def _find_file(self, run_id: str) -> Path:
-        """Return the path of a run's local file."""
         from goodseed.config import get_run_db_path
 
         if self._options.get("log_dir"):

@@ -18,14 +18,11 @@ OLD_NAMES = ("experiment_name", "notes", "logdir")
 class SwanLabLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to SwanLab or writes them to files.
 
-    Install with ``pip install swanlab``. The logger has one run, which rank zero begins when something is first logged
-    or ``experiment`` is read. The run stays open after a fit, so several fits, and uses of ``logger.experiment`` after
-    them, continue it. The run ends with the process, with `finish`, or as ``crashed`` with a failed fit, validation,
-    test or prediction. A run that you have already started is used, unless ``id`` or ``SWANLAB_RUN_ID`` selects another
-    run.
+    Install with ``pip install swanlab``. Rank zero begins a run on first use. The run stays open after a successful
+    fit, so later fits continue it; `finish` ends it. A run that you have already started is used, unless ``id`` or
+    ``SWANLAB_RUN_ID`` selects another run.
 
-    SwanLab keeps the first value of a metric for each step and ignores later ones. Offline, each start creates a folder
-    ``run-TIME-ID``, even for a continued run; ``swanlab sync --id ID FOLDER`` adds a folder to an existing run.
+    SwanLab keeps the first value of a metric for each step and ignores later ones.
 
     Args:
         project: Project of the run. Default: ``SWANLAB_PROJECT_NAME``, or ``"treadle_logs"``.
@@ -34,23 +31,19 @@ class SwanLabLogger(ServiceLogger):
         description: Description of the run. Default: none.
         log_dir: Directory for SwanLab's files. Default: ``save_dir/swanlog``.
         mode: ``"online"``, ``"offline"`` (only files; ``swanlab sync`` sends them), ``"local"`` (files for the
-            dashboard, which needs ``swanlab[dashboard]``) or ``"disabled"``. Default: ``SWANLAB_MODE``, or online.
-        save_dir: Directory in which SwanLab creates ``swanlog`` if ``log_dir`` is not set. Default: the working
-            directory.
+            dashboard) or ``"disabled"``. Default: ``SWANLAB_MODE``, or online.
+        save_dir: Directory for ``swanlog`` if ``log_dir`` is not set. Default: the working directory.
         tags: Tags of the run. Default: none.
         id: ID of the run; online, an existing run with this ID is continued. Default: ``SWANLAB_RUN_ID``, or a new one.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Save checkpoints with the run: True saves the kept checkpoints at the end of a fit; ``"all"`` saves
-            each one as soon as it is on disk, as does True with ``ModelCheckpoint(save_top_k=-1)``; False saves none.
-            Checkpoints at a URL are skipped. Default: False.
-        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
-            continues without this logger. Default: False.
-        **kwargs: Arguments of ``swanlab.init``: ``group``, ``job_type``, ``public``, ``settings``, ``callbacks``, ...
+        log_model: Save checkpoints on disk with the run: ``"all"`` saves each one once it exists; True saves the kept
+            ones, at the end of a fit at the latest. Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        **kwargs: Arguments of ``swanlab.init``, such as ``group`` and ``job_type``.
 
     Raises:
         ModuleNotFoundError: If SwanLab is not installed.
-        TypeError: If an argument has the wrong type, or ``swanlab.init`` does not accept it.
-        ValueError: If ``log_model`` is neither a bool nor ``"all"``.
+        TypeError, ValueError: If an argument is invalid.
 
     Example:
         >>> from treadle.loggers import SwanLabLogger
@@ -97,7 +90,7 @@ class SwanLabLogger(ServiceLogger):
 
     @property
     def save_dir(self) -> str:
-        """The argument ``save_dir``. SwanLab writes to ``swanlog`` in this directory unless ``log_dir`` is set."""
+        """The argument ``save_dir``."""
         return self._save_dir
 
     def _open(self) -> Any:
@@ -143,5 +136,5 @@ def _name_none(value: Any) -> Any:
 
 
 def _make_id() -> str:
-    """Return an ID like those of SwanLab, from the system's RNG, which training does not use."""
+    """Return an ID from the system's RNG, which training does not use."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(21))

@@ -1,4 +1,4 @@
-"""`TensorBoardLogger`: writes metrics, hyperparameters and the model's graph for TensorBoard."""
+"""`TensorBoardLogger`: writes event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -31,19 +31,15 @@ class TensorBoardLogger(DirectoryLogger):
         name: Directory of the experiment in ``save_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
         version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
         log_graph: Whether `log_graph` records the model's graph. Default: False.
-        default_hp_metric: Whether `log_hyperparams` without metrics records ``hp_metric`` = -1, so that TensorBoard
-            lists the run on its HPARAMS page. Default: True.
+        default_hp_metric: Whether `log_hyperparams` without metrics records ``hp_metric`` = -1. Default: True.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         sub_dir: Directory below ``version_N`` for the files. Default: none.
-        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
-            continues without this logger. Default: False.
-        **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``: ``max_queue`` (events), ``flush_secs``
-            (seconds), ``filename_suffix``, ``purge_step`` and ``comment``, which has no effect.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``, such as ``max_queue`` (events) and
+            ``flush_secs`` (seconds).
 
     Raises:
-        TypeError: If an argument has the wrong type, or ``kwargs`` has an unknown name.
-        ValueError: If ``version`` is negative, or ``save_dir`` is an invalid URL or one with a read-only scheme such as
-            ``https``.
+        TypeError, ValueError: If an argument is invalid.
 
     Example:
         >>> import os, tempfile
@@ -78,14 +74,14 @@ class TensorBoardLogger(DirectoryLogger):
 
     @property
     def log_dir(self) -> str | None:
-        """Directory of the files of this version; None on ranks other than zero until the version is assigned."""
+        """Directory of the files of this version; None if the version is not known on this rank."""
         directory = super().log_dir
         return os.path.join(directory, self._sub_dir) if directory is not None and self._sub_dir else directory
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The ``SummaryWriter``, opened on first access."""
+        """The ``SummaryWriter``, opened on first access; a `NullExperiment` on nonzero ranks."""
         if self._experiment is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -100,13 +96,11 @@ class TensorBoardLogger(DirectoryLogger):
         """Record metrics as scalars.
 
         Args:
-            metrics: Values by name: a number, a tensor with one element, or a dict of them, whose entries share one
-                chart.
+            metrics: Numbers or tensors by name; the entries of a dict of them share one chart.
             step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:
-            TypeError: If a name is empty or not a string, a value is not a number, or the step is not an integer.
-            ValueError: If a tensor does not have exactly one element, or the step is negative.
+            TypeError, ValueError: If a name, a value or the step is invalid.
         """
         numbers = as_metrics(metrics, self._prefix)
         step = self.next_step(step)
@@ -120,20 +114,16 @@ class TensorBoardLogger(DirectoryLogger):
     def log_hyperparams(
         self, params: Params, metrics: dict[str, Any] | float | None = None, step: int | None = None
     ) -> None:
-        """Record hyperparameters for TensorBoard's HPARAMS page and in ``hparams.yaml``, both in this run's directory.
+        """Record hyperparameters for TensorBoard's HPARAMS page and in ``hparams.yaml``.
 
         Args:
-            params: Settings by name: a dict, a namespace or a dataclass. On the HPARAMS page, nested names are joined
-                by ``/``.
-            metrics: Initial values of the metrics by which runs are compared; a single number is the value of
-                ``hp_metric``. Log metrics under the same names during training. Default: ``hp_metric`` = -1, or none if
-                ``default_hp_metric`` is False.
+            params: Settings by name, nested or not.
+            metrics: Initial values of metrics; a single number is the value of ``hp_metric``. Log metrics under the
+                same names during training. Default: ``hp_metric`` = -1, or none if ``default_hp_metric`` is False.
             step: Optimizer step of ``metrics``. Default: 0.
 
         Raises:
-            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None, ``metrics`` is neither a number
-                nor a dict of numbers by name, or the step is not an integer.
-            ValueError: If a metric is a tensor that does not have exactly one element, or the step is negative.
+            TypeError, ValueError: If an argument is invalid.
         """
         if metrics is None:
             metrics = {"hp_metric": -1} if self._default_hp_metric else {}
@@ -160,12 +150,11 @@ class TensorBoardLogger(DirectoryLogger):
     def log_graph(self, model: torch.nn.Module, input_array: Any = None) -> None:
         """Record the model's graph once, if the logger was created with ``log_graph=True``.
 
-        If no input is available or the model cannot be traced, a warning is issued and the run continues. The RNG state
-        and the modules' modes are restored.
+        Warn if no input is available or the model cannot be traced.
 
         Args:
             model: The module, not wrapped for distributed training.
-            input_array: Input of the module's ``forward``. Default: the module's ``example_input_array``.
+            input_array: Input of ``forward``. Default: the module's ``example_input_array``.
         """
         if not self._log_graph or process_rank() != 0:
             return
@@ -190,9 +179,7 @@ class TensorBoardLogger(DirectoryLogger):
             )
 
     def on_resume(self, step: int) -> None:
-        """Make TensorBoard ignore the events of steps after ``step`` in an existing directory.
-
-        If the logger was created with ``purge_step`` and has not opened a file yet, that value is used instead.
+        """Make TensorBoard ignore the events of later steps in an existing directory.
 
         Args:
             step: Number of optimizer steps taken before the run was saved.
@@ -207,7 +194,7 @@ class TensorBoardLogger(DirectoryLogger):
             self._experiment.flush()
 
     def finalize(self, status: str) -> None:
-        """Write all events and close the file. A later `log_metrics` opens another file in the same directory.
+        """Write all events and close the file. Later logging opens another file in the same directory.
 
         Args:
             status: ``"success"`` or ``"failed"``.
@@ -223,8 +210,8 @@ class TensorBoardLogger(DirectoryLogger):
 def _restore_after_tracing(model: torch.nn.Module) -> Iterator[None]:
     """Restore the RNG state and each module's mode after tracing.
 
-    Tracing runs ``forward``, and torch (seen in 2.13) then sets every submodule to the mode of the outermost one, which
-    would put frozen layers into training mode.
+    Torch (seen in 2.13) sets every submodule to the mode of the outermost one, which would put frozen layers into
+    training mode.
     """
     import torch
 

@@ -13,29 +13,22 @@ from ._services import ServiceLogger, check_options
 class TrackioLogger(ServiceLogger):
     """Logger that writes metrics, hyperparameters and checkpoints to Trackio (``pip install trackio``).
 
-    Trackio stores one SQLite file per project in ``TRACKIO_DIR``, by default in Hugging Face's cache. With ``space_id``
-    or ``server_url``, it sends the data to that Space or server. The logger has one run, which rank zero begins when
-    something is first logged or ``experiment`` is read. The run is closed after each fit, validation, test or
-    prediction, and reopened when something is logged again. Runs have no status in Trackio, so a failed run gets an
-    alert with the level ``error``. Trackio turns storage errors into warnings, even with ``strict``.
+    Rank zero begins a run on first use. The run is closed after each stage and reopened on the next use. Trackio turns
+    storage errors into warnings, even with ``strict``.
 
     Args:
         project: Project of the run. Default: ``"treadle_logs"``.
         name: Name of the run, which is also its ``version``. Default: generated.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Copy checkpoints to Trackio's artifacts: True copies the kept checkpoints at the end of a fit;
-            ``"all"`` copies each one as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``;
-            False copies none. Checkpoints at a URL are skipped. Default: False.
-        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
-            continues without this logger. Default: False.
-        **kwargs: Arguments of ``trackio.init``: ``group``, ``space_id``, ``server_url``, ``config``, ...;
-            ``resume="allow"`` continues the latest run of this name, if there is one, and ``"must"`` requires one.
-            Without ``resume``, the logger begins a new run.
+        log_model: Copy checkpoints on disk to Trackio's artifacts: ``"all"`` copies each one once it is saved; True
+            copies the kept ones, at the end of a fit at the latest. Default: False.
+        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        **kwargs: Arguments of ``trackio.init``, such as ``space_id`` and ``server_url``; ``resume="allow"`` continues
+            the latest run of this name, if there is one. Without ``resume``, the logger begins a new run.
 
     Raises:
         ModuleNotFoundError: If Trackio is not installed.
-        TypeError: If an argument has the wrong type, or ``trackio.init`` does not accept it.
-        ValueError: If ``log_model`` is neither a bool nor ``"all"``.
+        TypeError, ValueError: If an argument is invalid.
 
     Example:
         >>> from treadle.loggers import TrackioLogger

@@ -1,4 +1,4 @@
-"""Conversion of logged values to plain numbers and other plain data."""
+"""Conversion of logged values and hyperparameters to plain data."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def as_number(name: str, value: Any) -> float:
         value: A real number, or a tensor or array with one element.
 
     Raises:
-        TypeError: If the value is not a real number.
-        ValueError: If a tensor or array does not have exactly one element.
+        TypeError, ValueError: If the value is not one real number.
     """
     number = value
     if callable(getattr(value, "item", None)):  # a tensor, an array or a numpy number
@@ -43,15 +42,14 @@ def as_number(name: str, value: Any) -> float:
 
 
 def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | dict[str, float]]:
-    """Return metrics as plain numbers under their full names. Nested mappings of numbers become dicts.
+    """Return metrics as plain numbers under their full names. Nested mappings become dicts.
 
     Args:
         metrics: Values by name.
         prefix: Text before every name. Default: none.
 
     Raises:
-        TypeError: If ``metrics`` is not a mapping, a name is not a non-empty string, or a value is not a real number.
-        ValueError: If a tensor or array does not have exactly one element.
+        TypeError, ValueError: If a name or a value is invalid.
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics={metrics!r} must be a dict of numbers by name, not {name_type(metrics)}.")
@@ -70,11 +68,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
     """Yield the name and value of each entry. Nested names are joined by ``/``.
 
     Args:
-        values: Values by name. A non-empty dict among them is flattened too.
+        values: Values by name; non-empty dicts among them are flattened too.
         prefix: Text before every name. Default: none.
-
-    Yields:
-        Pairs of name and value.
     """
     for key, value in values.items():
         if isinstance(value, dict) and value:
@@ -90,7 +85,7 @@ def as_mapping(params: Any) -> Mapping[str, Any]:
         params: A mapping, an ``argparse.Namespace``, a dataclass instance or None.
 
     Raises:
-        TypeError: If ``params`` is not a mapping, a namespace, a dataclass instance or None.
+        TypeError: If ``params`` has another type.
     """
     if params is None:
         return {}
@@ -107,12 +102,11 @@ def as_mapping(params: Any) -> Mapping[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to dicts, lists, str, int, float, bool and None. Any other object becomes its ``str``.
+    """Return a value as dicts, lists, str, int, float, bool and None. Any other object becomes its ``str``.
 
     Args:
-        value: Any value. Mappings, namespaces and dataclass instances become dicts with strings as keys, and lists,
-            tuples and sets become lists, recursively. A tensor or array with one real element or a real NumPy number
-            becomes a Python number.
+        value: Any value. Mappings, namespaces and dataclass instances become dicts; lists, tuples and sets become
+            lists; a tensor or array with one real element becomes a number.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -134,11 +128,10 @@ def check_step(step: Any) -> int:
     """Return a step as an integer.
 
     Args:
-        step: An integer of at least 0; NumPy integers and integer tensors with one element are accepted too.
+        step: An integer of at least 0, which may be a NumPy integer or a tensor.
 
     Raises:
-        TypeError: If the step is not an integer.
-        ValueError: If the step is negative.
+        TypeError, ValueError: If the step is invalid.
     """
     try:
         step = operator.index(step)

@@ -44,8 +44,8 @@ class DistributedDataParallelKwargs:
         gradient_as_bucket_view: Store gradients in the buffers in which they are sent.
         static_graph: Assume that every step computes the same graph.
         comm_hook: Compression of gradients: ``"no"``, ``"fp16"``, ``"bf16"``, ``"power_sgd"``, the corresponding
-            `DDPCommunicationHookType`, or a function for torch's ``register_comm_hook``. ``"batched_power_sgd"`` raises
-            an error, because it is broken in torch.
+            `DDPCommunicationHookType`, or a function for torch's ``register_comm_hook``. ``"batched_power_sgd"`` is not
+            supported.
         comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``comm_hook`` runs, a
             function that receives the hook and returns a new one, or ``"no"``.
         comm_state_option: Arguments of torch's ``PowerSGDState``, or the first argument of a function passed as
@@ -73,8 +73,7 @@ class DistributedDataParallelKwargs:
         """Return the `DDP` strategy with these settings.
 
         Raises:
-            ValueError: If ``dim`` or ``check_reduction`` is set, which torch no longer uses, or if `DDP` rejects a
-                setting.
+            TypeError, ValueError: If a setting is not supported.
         """
         for name, default in (("dim", 0), ("check_reduction", False)):
             if getattr(self, name) != default:
@@ -105,16 +104,16 @@ class ParallelismConfig:
         dp_replicate_size: Number of replicas.
         dp_shard_size: Number of shards of each replica.
         tp_size: Number of ranks that process one sample together.
-        cp_size: Must be 1, because context parallelism is not supported.
+        cp_size: Must be 1.
         cp_backend: Must be None.
-        sp_size: Must be 1, because sequence parallelism is not supported.
+        sp_size: Must be 1.
         sp_backend: Must be None.
         tp_handler: Must be None.
         cp_handler: Must be None.
         sp_handler: Must be None.
 
     Raises:
-        ValueError: If a size is neither None nor a positive integer, or if another argument has an unsupported value.
+        ValueError: If an argument has an invalid or unsupported value.
 
     Example:
         >>> import treadle
@@ -210,42 +209,39 @@ _ALTERNATIVES = {
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Accelerate's settings for sharded models, with the arguments for FSDP1 and FSDP2. Models are sharded with FSDP2.
+    """Accelerate's settings for sharded models, which are sharded with FSDP2.
 
     Args:
-        fsdp_version: 1, 2 or None. The value has no effect, because Treadle does not use FSDP1.
+        fsdp_version: 1, 2 or None, without effect.
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"`` or ``"HYBRID_SHARD_ZERO2"`` (shards
             within a machine), ``"NO_SHARD"`` (replicas), or a value of torch's ``ShardingStrategy``. Default:
             ``"FULL_SHARD"``.
-        reshard_after_forward: Whether to free gathered weights after the forward pass, a number of processes (see
-            `FSDP`), or a value of ``sharding_strategy``, if that argument is None or has the same value. Default: False
-            for ``"SHARD_GRAD_OP"`` and ``"HYBRID_SHARD_ZERO2"``, otherwise True.
-        backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None. The value has no effect.
+        reshard_after_forward: See `FSDP`, or a value of ``sharding_strategy``. Default: False for ``"SHARD_GRAD_OP"``
+            and ``"HYBRID_SHARD_ZERO2"``, otherwise True.
+        backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None, without effect.
         mixed_precision_policy: Torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
         auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a policy of `FSDP` that
-            is not a string. Default: the modules that ``transformer_cls_names_to_wrap`` or else ``min_num_params``
-            selects, or the repeated blocks if neither is set.
+            is not a string. Default: selected by ``transformer_cls_names_to_wrap`` or else ``min_num_params``; the
+            repeated blocks if neither is set.
         cpu_offload: Keep shards in host memory: a bool, or torch's ``CPUOffload`` or ``CPUOffloadPolicy``.
         ignored_modules: Must be None.
-        state_dict_type: Must be None, because checkpoints can be loaded by any strategy.
+        state_dict_type: Must be None.
         state_dict_config: Must be None.
         optim_state_dict_config: Must be None.
         limit_all_gathers: Must be True or None.
         use_orig_params: Must be True or None.
-        param_init_fn: Must be None; build the model in `Accelerator.init_module` instead.
+        param_init_fn: Must be None.
         sync_module_states: Must be True or None.
         forward_prefetch: Must be False or None.
         activation_checkpointing: Recompute the activations of each wrapped module in the backward pass.
         activation_checkpointing_offload: Must be False or None.
-        cpu_ram_efficient_loading: Must be False or None; build the model in `Accelerator.init_module` instead.
+        cpu_ram_efficient_loading: Must be False or None.
         transformer_cls_names_to_wrap: Classes whose modules are each wrapped as one unit: a list of classes or their
             names, or a string of names separated by commas.
         min_num_params: Minimum number of parameters for a module to be wrapped as one unit.
 
     Raises:
-        ValueError: If a value is not supported, if ``reshard_after_forward`` contradicts ``sharding_strategy``, or if
-            ``"size_based_wrap"`` is set without ``min_num_params``.
-        TypeError: If ``transformer_cls_names_to_wrap`` has the wrong type.
+        ValueError, TypeError: If a value is not supported, or if values contradict each other.
 
     Example:
         >>> import treadle
@@ -324,9 +320,7 @@ class FullyShardedDataParallelPlugin:
                 for the ``HYBRID`` sharding strategies.
 
         Raises:
-            TypeError: If ``mixed_precision_policy`` is neither of torch's two classes, or if ``auto_wrap_policy`` is a
-                bool.
-            ValueError: If `FSDP` rejects a combination of settings.
+            ValueError, TypeError: If a setting is not supported.
         """
         if self._sharding == "NO_SHARD":
             return DDP()
@@ -383,9 +377,7 @@ def choose_strategy(
         replicas: Accelerate's settings for replicas.
 
     Raises:
-        ValueError: If an argument is invalid, the arguments contradict each other, or the layout does not fit the world
-            size.
-        TypeError: If ``strategy`` is neither a name nor a `Strategy`, or another argument has the wrong type.
+        ValueError, TypeError: If an argument is invalid, or contradicts another argument or the world size.
     """
     check_optional_type("fsdp_plugin", plugin, FullyShardedDataParallelPlugin)
     check_optional_type("parallelism_config", parallelism, ParallelismConfig)

@@ -16,10 +16,7 @@ BALLOT_SIZE = 7
 class Ballot:
     """Votes, summed over the processes, on decisions that all processes make together but that depend on local values.
 
-    Args:
-        device: Device on which the votes are allocated, that of the model.
-        dtype: float64 for a float64 model, whose gradients are then sent in one buffer with the votes; otherwise
-            float32, in which counts of up to 2**24 tokens are exact. Default: float32.
+    In float32, counts of up to 2**24 tokens are exact.
 
     Attributes:
         value: This process's votes for the next backward pass, of shape ``(BALLOT_SIZE,)``.
@@ -37,19 +34,12 @@ class Ballot:
 
 
 def ballot_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype of a `Ballot`: float64 if all ``parameters`` are float64, otherwise float32.
-
-    Args:
-        parameters: Parameters of the model.
-    """
+    """Return the dtype of a `Ballot`: float64 if all ``parameters`` are float64, otherwise float32."""
     return torch.float64 if all(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
 
 
 class _Carry(torch.autograd.Function):
-    """Autograd function that passes the loss through and makes the votes the gradient of the carrier parameter.
-
-    DDP then reduces the votes together with the gradients.
-    """
+    """Autograd function that passes the loss through and makes the votes the gradient of the carrier parameter."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, carrier: Tensor, ballot: Ballot) -> Tensor:
@@ -72,10 +62,9 @@ class Router(nn.Module):
 
     Args:
         module: The user's model.
-        context: Autocast or default-dtype context from `Precision.context` in which methods run, or None.
-        upcast: Convert half-precision results of ``forward`` to float32, so that a loss outside of the model is
-            computed in float32. Results of methods that `routed` selects are not converted, because such methods
-            compute their own loss.
+        context: Context from `Precision.context` in which methods run, or None.
+        upcast: Convert half-precision results of ``forward`` to float32. Results of methods that `routed` selects are
+            not converted.
         ballot: Votes to reduce together with the gradients of the step's loss, or None.
     """
 
@@ -100,9 +89,7 @@ class Router(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the submodules under their names in the user's model, without the prefix ``module.``.
-
-        The router itself is also yielded if DDP or FSDP has to find it.
+        """Yield the submodules under their names in the user's model, and the router itself if DDP or FSDP needs it.
 
         Args:
             memo: Modules that have already been yielded.
@@ -118,8 +105,8 @@ class Router(nn.Module):
         """Return the state of the user's model under the model's own names.
 
         Args:
-            args: Arguments of the model's ``state_dict``.
-            kwargs: Keyword arguments of the model's ``state_dict``.
+            args: Arguments of its ``state_dict``.
+            kwargs: Keyword arguments of its ``state_dict``.
         """
         return self.module.state_dict(*args, **kwargs)
 

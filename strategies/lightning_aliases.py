@@ -57,7 +57,7 @@ class StrategyAliases:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The user's optimizers, unwrapped. May be set to other optimizers of the same parameters."""
+        """The user's optimizers. May be set to other optimizers of the same parameters."""
         return [prepared.optimizer for prepared in self.prepared[1]]
 
     @optimizers.setter
@@ -81,7 +81,7 @@ class StrategyAliases:
         """Wait until every process has reached this call.
 
         Args:
-            name: Accepted for compatibility with Lightning, and ignored.
+            name: Ignored.
         """
         self.world.barrier()
 
@@ -91,11 +91,11 @@ class StrategyAliases:
         Args:
             tensor: The tensor; any other object is returned unchanged.
             group: A torch process group. Default: all processes.
-            reduce_op: ``"mean"``, ``"avg"`` or ``"sum"`` in lower or upper case, torch's ``ReduceOp.AVG`` or
-                ``ReduceOp.SUM``, or None for the mean. The mean of integers is rounded down. Default: ``"mean"``.
+            reduce_op: ``"mean"``, ``"avg"`` or ``"sum"``, torch's ``ReduceOp.AVG`` or ``ReduceOp.SUM``, or None for the
+                mean. The mean of integers is rounded down. Default: ``"mean"``.
 
         Raises:
-            ValueError: If ``reduce_op`` has any other value, or if this process is not in ``group``.
+            ValueError: If an argument is not supported, or if this process is not in ``group``.
         """
         operation = str(getattr(reduce_op, "name", reduce_op) or "mean").rpartition(".")[2].lower()
         if operation not in ("mean", "avg", "sum"):
@@ -113,7 +113,7 @@ class StrategyAliases:
         Args:
             tensor: The tensor, with the same shape on all processes.
             group: A torch process group. Default: all processes.
-            sync_grads: Must be False. For gradients, call the task's ``all_gather``.
+            sync_grads: Must be False.
 
         Raises:
             ValueError: If ``sync_grads`` is True, or if this process is not in ``group``.

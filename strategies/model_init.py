@@ -12,13 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def built_in_place(device: torch.device, dtype: torch.dtype | None, empty: bool) -> Iterator[None]:
-    """Return a context that creates modules on ``device`` and in ``dtype``, so they need not be moved or converted.
+    """Return a context that creates modules on ``device`` and in ``dtype``.
 
     Args:
         device: Device on which parameters and buffers are created.
         dtype: The dtype of floating-point parameters and buffers, or None for torch's default.
-        empty: Make functions of ``torch.nn.init`` that support torch's function modes do nothing, such as ``uniform_``,
-            ``normal_`` and ``kaiming_uniform_``. Other initializations still run.
+        empty: Skip functions of ``torch.nn.init`` that support torch's function modes. Other initializations still run.
     """
     before = torch.get_default_dtype()
     with ExitStack() as stack:
@@ -32,7 +31,7 @@ def built_in_place(device: torch.device, dtype: torch.dtype | None, empty: bool)
 
 
 class _NoInitialisation(TorchFunctionMode):
-    """Mode in which functions of ``torch.nn.init`` that support function modes return the tensor unchanged."""
+    """Mode in which functions of ``torch.nn.init`` return the tensor unchanged, if they support function modes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -57,12 +57,11 @@ class Precision:
         """Return the precision with this name.
 
         Args:
-            value: The name, an alias such as ``"bf16"`` or ``16``, None for ``"32-true"``, or a `Precision`, which is
-                returned unchanged.
-            argument: Name of the argument that the error message mentions. Default: ``"precision"``.
+            value: The name, an alias such as ``"bf16"`` or ``16``, None for ``"32-true"``, or a `Precision`.
+            argument: The argument's name, for the error message. Default: ``"precision"``.
 
         Raises:
-            ValueError: If ``value`` has another form or is an unknown name.
+            ValueError: If ``value`` is invalid.
         """
         if isinstance(value, Precision):
             return value
@@ -78,7 +77,7 @@ class Precision:
         """Return a reusable context to run the model in, or None if the model needs none.
 
         Args:
-            device: Device of the model, whose type autocast needs.
+            device: Device of the model.
         """
         if self.compute is not None:
             return _Autocast(device.type, self.compute, self.cached)
@@ -88,7 +87,7 @@ class Precision:
         """Warn if the precision uses bfloat16 and the GPU only emulates it, which is many times slower.
 
         Args:
-            device: Device of the model. Only CUDA devices are checked.
+            device: Device of the model.
         """
         needs_bf16 = torch.bfloat16 in (self.compute, self.storage)
         if needs_bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -101,8 +100,7 @@ class Precision:
         """Return ``batch`` with its floating-point tensors in the storage dtype, if any.
 
         Args:
-            batch: A tensor or a nested structure of tensors, such as a dict or a list. Other objects are left
-                unchanged.
+            batch: A tensor or a nested structure of tensors, such as a dict or a list.
         """
         if self.storage is None:
             return batch

@@ -29,8 +29,7 @@ _ENTRY_POINTS = "treadle.strategies"
 def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
     """Register a strategy, so that ``strategy=name`` uses ``factory()``.
 
-    A package can register a strategy without being imported, through an entry point in the group
-    ``treadle.strategies``.
+    A package can also register a strategy through an entry point in the group ``treadle.strategies``.
 
     Args:
         name: Value of ``strategy=`` that selects this strategy.
@@ -53,12 +52,12 @@ def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[
     """Return the accelerator and devices of a run, which are those of the strategy if it was created for a device.
 
     Args:
-        strategy: Registry name or a `Strategy`. Only a `Strategy` can have been created for a device.
+        strategy: Registry name or a `Strategy`.
         accelerator: One of `ACCELERATORS`, such as ``"auto"`` or ``"cuda"``.
-        devices: The devices in any form that the Trainer accepts, such as a number, a list of indices or ``"auto"``.
+        devices: The devices in any form that the Trainer accepts.
 
     Raises:
-        ValueError: If the strategy was created for a device that contradicts ``accelerator`` or ``devices``.
+        ValueError: If the strategy's device contradicts ``accelerator`` or ``devices``.
     """
     device = getattr(strategy, "requested_device", None)
     if device is None:
@@ -83,10 +82,10 @@ def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:
 
     Args:
         strategy: A name, or a `Strategy`, which is returned unchanged.
-        world: Processes of the run. Their number determines the strategy for ``"auto"``.
+        world: Processes of the run.
 
     Raises:
-        ValueError: If the name is unknown. The error lists the known names.
+        ValueError: If the name is unknown.
         TypeError: If the value is neither a name nor a strategy.
     """
     if isinstance(strategy, Strategy):

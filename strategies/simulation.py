@@ -1,8 +1,4 @@
-"""Simulation of one rank of a world of any size. Nothing is sent and nothing is computed.
-
-The real strategy lays out the model, and torch's own code schedules the communication. Only the device is replaced, by
-an object whose streams and events have simulated times.
-"""
+"""Simulation of one rank of a world of any size, without communication or computation."""
 
 from __future__ import annotations
 
@@ -32,17 +28,8 @@ if TYPE_CHECKING:
 def simulated_world(size: int, rank: int, device: Any, resized: Callable[[Tensor], None]) -> Iterator[World]:
     """Create a simulated world with torch's ``fake`` process group, and destroy the group at the end of the context.
 
-    Args:
-        size: Number of ranks in the simulated world.
-        rank: The rank to simulate.
-        device: Replacement for ``torch.cuda``, with ``Stream``, ``Event``, ``stream`` and ``current_stream``.
-        resized: Function that is called with each tensor for which sharding has allocated or released memory.
-
-    Yields:
-        `World` of the simulated rank.
-
-    Raises:
-        ValueError: If this process is already in a process group.
+    ``device`` replaces ``torch.cuda``. ``resized`` is called with each tensor for which sharding has allocated or
+    released memory.
     """
     if dist.is_initialized():
         raise ValueError(
@@ -131,11 +118,7 @@ def _hide_from_modes(propagate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def members(group: Any) -> tuple[int, ...]:
-    """Return the global ranks of the members of a process group.
-
-    Args:
-        group: ``ProcessGroup``, its boxed script object, or its name.
-    """
+    """Return the global ranks of the members of a process group, which may be given by its name."""
     if isinstance(group, str):
         group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     elif not isinstance(group, dist.ProcessGroup):
@@ -144,26 +127,13 @@ def members(group: Any) -> tuple[int, ...]:
 
 
 def lay_out(strategy: Strategy, world: World, precision: Precision, module: nn.Module) -> nn.Module:
-    """Wrap a module on the meta device as ``strategy`` would wrap a module with values, and return the module to call.
-
-    Args:
-        strategy: Strategy that lays out the module.
-        world: The simulated world.
-        precision: Dtypes in which parameters are stored and results are computed.
-        module: The user's model, on the meta device.
-    """
+    """Wrap a module on the meta device for a plan, and return the module to call."""
     strategy.attach(world, precision)
     return strategy.wrap_without_values(module)
 
 
 def method(called: nn.Module, module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return a function that calls a method of the user's module through the wrapped module, like its ``forward``.
-
-    Args:
-        called: The result of `lay_out`.
-        module: The user's module.
-        name: Name of the method, such as ``"training_step"``.
-    """
+    """Return a function that calls a method of the user's module through the wrapped module, like its ``forward``."""
     assert isinstance(called, Router)
     return routed(called, called, getattr(module, name))
 
@@ -172,44 +142,25 @@ VOTES_BYTES = 4 * BALLOT_SIZE  # size of an agreement with its own collective, w
 
 
 def ballot_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return the size in bytes of a `Ballot` that is reduced together with the gradients of ``parameters``.
-
-    Args:
-        parameters: Parameters of the model.
-    """
+    """Return the size in bytes of a `Ballot` that is reduced together with the gradients of ``parameters``."""
     return BALLOT_SIZE * ballot_dtype(parameters).itemsize
 
 
 def varied(strategy: Strategy, *, shard: bool = False, **settings: Any) -> Strategy:
     """Return a copy of a strategy with different settings, for comparison in a plan.
 
-    Args:
-        strategy: Strategy to copy. It is not changed.
-        shard: Shard the model. `FSDP` is used if the strategy does not shard models.
-        settings: See `Strategy.variant`.
+    With ``shard``, `FSDP` is used if the strategy does not shard models. The settings are those of `Strategy.variant`.
     """
     return (FSDP() if shard and not strategy.sharded else strategy).variant(**settings)
 
 
 def strategy_named(name: str, size: int) -> Strategy:
-    """Return the strategy with this name for ``size`` ranks.
-
-    Args:
-        name: Registry name of the strategy. ``"auto"`` selects DDP for several ranks and a single device for one rank.
-        size: Number of ranks.
-
-    Raises:
-        ValueError: If the name is unknown.
-    """
+    """Return the strategy with this name for ``size`` ranks."""
     if name == "auto":
         name = "ddp" if size > 1 else "single"
     return resolve_strategy(name, World())
 
 
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's shard of each tensor, or the full tensor if it is not sharded.
-
-    Args:
-        tensors: Sharded and plain tensors.
-    """
+    """Return this rank's shard of each tensor, or the full tensor if it is not sharded."""
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Base class of strategies, which lay out a model over the processes, and the strategy for a single device."""
+"""Base class of strategies, and the strategy for a single device."""
 
 from __future__ import annotations
 
@@ -27,21 +27,19 @@ from .wrap_policy import split_into_blocks
 class Strategy(StrategyAliases):
     """Layout of a model over the processes. Subclass this class to add a strategy.
 
-    Pass an instance of the subclass as the ``strategy`` of a `Trainer` or `Accelerator`, or register a name for it with
-    `register_strategy`. The default methods suit a full model on one device. A subclass for several replicas must set
-    ``distributed`` and reduce the gradients.
+    Pass an instance as the ``strategy`` of a `Trainer` or `Accelerator`, or register a name with `register_strategy`.
+    The default methods suit one device. A subclass for several processes must set ``distributed`` and reduce the
+    gradients.
 
     Attributes:
-        name: Name of the strategy in messages and checkpoints, such as ``"ddp"``.
+        name: Name of the strategy, such as ``"ddp"``.
         distributed: Whether the strategy supports more than one process.
-        sharded: Whether a process holds only shards of the parameters.
+        sharded: Whether parameters are sharded over the processes.
         has_rank_buffers: Whether checkpoints for resuming contain the buffers of every process, not only rank zero's.
-        delays_sync: Whether the loop may call `set_gradient_sync` to reduce gradients only in the last micro-batch of a
-            step.
-        device_mesh: The mesh of processes with named dimensions; None if the strategy uses none or is not attached.
-        requested_device: The device for which the strategy was created, or None.
-        group_options: Options of the process group, ``timeout`` and ``backend``, as far as they were passed to the
-            strategy.
+        delays_sync: Whether gradients may be reduced only in the last micro-batch of a step.
+        device_mesh: Torch's mesh of the processes, or None.
+        requested_device: Device for which the strategy was created, or None.
+        group_options: Options of the process group that were passed to the strategy.
         world: Processes of the run. Set by `attach`.
         precision: Precision of the run. Set by `attach`.
 
@@ -70,14 +68,14 @@ class Strategy(StrategyAliases):
     precision: Precision
 
     def attach(self, world: World, precision: Precision) -> None:
-        """Attach the strategy to a world and a precision. Called before any model is wrapped, and again after `detach`.
+        """Attach the strategy to a world and a precision, before any model is wrapped.
 
         Args:
-            world: Processes of the run, with the rank and device of this process.
-            precision: Dtypes in which parameters are stored and results are computed.
+            world: Processes of the run.
+            precision: Dtypes for storage and computation.
 
         Raises:
-            ValueError: If the strategy does not support the world size.
+            ValueError: If the strategy does not support the world or the precision.
         """
         if world.size > 1 and not self.distributed:
             raise ValueError(
@@ -91,42 +89,41 @@ class Strategy(StrategyAliases):
 
     @property
     def replicas_equal(self) -> bool:
-        """True if the replicas of all ranks must be equal after each optimizer step."""
+        """True if all replicas must be equal after an optimizer step."""
         return True
 
     def detach(self) -> None:
-        """Release everything that belongs to the process group, which is about to end. `attach` is called next."""
+        """Release everything that belongs to the process group, before the group ends."""
 
     @property
     def data_world(self) -> World:
-        """The processes over which the data is sharded. Ranks that share one sample get the same batches."""
+        """Processes over which the data is sharded."""
         return self.world
 
     def construction(self, empty: bool = False) -> AbstractContextManager[Any]:
-        """Return a context in which models are created directly on the device and in the storage dtype, if any.
+        """Return a context for the creation of models, in the storage dtype, if any.
 
         Args:
-            empty: Skip functions of ``torch.nn.init``, because a checkpoint will be loaded; see `built_in_place`.
-                Default: False.
+            empty: Skip functions of ``torch.nn.init``; see `built_in_place`. Default: False.
         """
         return built_in_place(self.world.device, self.precision.storage, empty)
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
-        """Move ``module`` to the device, convert it to the storage dtype, if any, and return the module to call.
+        """Prepare ``module`` for training, and return the module to call.
 
         Args:
             module: The user's model.
             step: Name of the method that returns the training loss, if it is not ``forward``.
 
         Raises:
-            ValueError: If the strategy does not support the model, for example because an earlier run has sharded it.
+            ValueError: If the strategy does not support the model.
         """
         self.place(module)
         context = self.precision.context(self.world.device)
         return module if context is None else Router(module, context, self.precision.compute is not None)
 
     def replicate(self, module: nn.Module) -> nn.Module:
-        """Wrap a module for manual optimization, in which backward passes do not reduce gradients; see `wrap`.
+        """Wrap a module for manual optimization, in which backward passes do not reduce gradients.
 
         Args:
             module: The user's model.
@@ -143,10 +140,10 @@ class Strategy(StrategyAliases):
         return self.wrap(module)
 
     def reduce_gradients(self, parameters: Iterable[Tensor], note: Tensor | None = None) -> Tensor | None:
-        """Average the gradients that a backward pass has left unreduced, for modules that `replicate` returned.
+        """Average gradients over the processes, for modules that `replicate` returned.
 
         Args:
-            parameters: Parameters of modules that `replicate` returned.
+            parameters: Parameters of these modules.
             note: 0-d tensor to sum over the processes in the same exchange.
 
         Returns:
@@ -157,13 +154,11 @@ class Strategy(StrategyAliases):
     def place(self, module: nn.Module) -> nn.Module:
         """Prepare ``module`` for evaluation only, and return the module to call.
 
-        By default, the module is moved to the device and converted to the storage dtype, if any.
-
         Args:
             module: The user's model.
 
         Raises:
-            ValueError: If parameters of the model are sharded, for example by an earlier run.
+            ValueError: If the strategy does not support the model.
         """
         if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
             raise ValueError(
@@ -173,9 +168,7 @@ class Strategy(StrategyAliases):
         return module.to(device=self.world.device, dtype=self.precision.storage)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
-        """Return the submodules of a module that are to be compiled, each separately.
-
-        Must be called before `wrap`.
+        """Return the submodules to compile, each separately. Must be called before `wrap`.
 
         Args:
             module: The user's module.
@@ -188,7 +181,7 @@ class Strategy(StrategyAliases):
         return split_into_blocks(module, blocks), False
 
     def decisions(self, module: nn.Module) -> list[str]:
-        """Return notes on settings that affect how a wrapped model runs, with alternatives. `Trainer.fit` logs them.
+        """Return notes on settings that affect how a wrapped model runs.
 
         Args:
             module: The user's model.
@@ -196,7 +189,7 @@ class Strategy(StrategyAliases):
         return []
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Move the optimizer's state to the device, and return the optimizer to step. The model must be wrapped first.
+        """Prepare an optimizer of a wrapped model, and return the optimizer to step.
 
         Args:
             optimizer: The user's optimizer.
@@ -205,7 +198,7 @@ class Strategy(StrategyAliases):
         return optimizer
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """Return the user's own module inside ``module``.
+        """Return the user's module inside ``module``.
 
         Args:
             module: Module that `wrap` returned.
@@ -221,8 +214,6 @@ class Strategy(StrategyAliases):
     def graph_leaves(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the leaves of autograd's graph of a wrapped ``module``, each with its parameter.
 
-        A leaf differs from its parameter if parameters are gathered for the computation.
-
         Args:
             module: Module that `wrap` returned.
         """
@@ -230,8 +221,6 @@ class Strategy(StrategyAliases):
 
     def method(self, wrapped: nn.Module, name: str) -> Callable[..., Any]:
         """Return a function that runs a method of the user's module like its ``forward``.
-
-        The method runs in the precision's context, if any, and its gradients are reduced like those of ``forward``.
 
         Args:
             wrapped: Module that `wrap` returned.
@@ -244,7 +233,7 @@ class Strategy(StrategyAliases):
         return bound if router is None else routed(wrapped, router, bound)
 
     def local_method(self, module: nn.Module, name: str) -> Callable[..., Any]:
-        """Return a function that runs method ``name`` of the user's module for evaluation, without communication.
+        """Return a function that runs a method of the user's module for evaluation, if possible without communication.
 
         Args:
             module: A module, wrapped or not.
@@ -288,8 +277,7 @@ class Strategy(StrategyAliases):
             module: Module that `wrap` returned.
 
         Raises:
-            ValueError: If several processes do not keep full replicas, or if the strategy itself averages or sends
-                parameters.
+            ValueError: If the strategy does not support this.
         """
         if self.world.size > 1:
             raise ValueError(
@@ -301,8 +289,7 @@ class Strategy(StrategyAliases):
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Return a context in which a rank may train the wrapped ``models`` on fewer batches than other ranks.
 
-        Only replicas can continue without a rank. If the strategy or its settings do not permit this, the context
-        changes nothing and, with several processes, warns.
+        If the strategy or its settings do not support this, the context has no effect, and several processes warn.
 
         Args:
             models: Modules that `wrap` returned.
@@ -329,7 +316,7 @@ class Strategy(StrategyAliases):
         yield
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Copy rank zero's buffers to every process, so that all processes evaluate the same model.
+        """Copy rank zero's buffers to every process.
 
         Args:
             module: Module that `wrap` returned.
@@ -341,8 +328,7 @@ class Strategy(StrategyAliases):
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the total norm of the gradients in place.
 
-        If the norm is NaN, the gradients are left unchanged. torch would multiply all of them by NaN, so that the
-        parameter with the NaN could no longer be found.
+        If the norm is NaN, the gradients are left unchanged, unlike in torch.
 
         Args:
             parameters: Parameters whose gradients are clipped.
@@ -369,7 +355,7 @@ class Strategy(StrategyAliases):
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         """Return the state of the user's module under its own names. Must be called on all ranks.
 
-        For sharded parameters, the state contains this process's shards (torch's ``DTensor``).
+        Sharded parameters are returned as torch's ``DTensor``.
 
         Args:
             module: Module that `wrap` returned.
@@ -406,8 +392,7 @@ class Strategy(StrategyAliases):
     def reduction_order(self, module: nn.Module) -> list[int]:
         """Return the order of the parameters, as indices, that determines how gradients are summed.
 
-        Checkpoints contain the list. It is empty if the sums do not depend on such an order, or before gradients are
-        reduced for the first time.
+        The list is empty if no such order is known.
 
         Args:
             module: Module that `wrap` returned.
@@ -423,7 +408,7 @@ class Strategy(StrategyAliases):
         """
 
     def keeps_apart(self, optimizer: Optimizer) -> bool:
-        """Return whether each process has the optimizer state of different parameters and must save that state itself.
+        """Return whether each process has, and must save, the optimizer state of different parameters.
 
         Args:
             optimizer: The user's optimizer.
@@ -431,7 +416,7 @@ class Strategy(StrategyAliases):
         return False
 
     def drop_gradients(self, module: nn.Module) -> None:
-        """Discard gradients of earlier micro-batches that are kept outside of ``parameter.grad``, such as FSDP's.
+        """Discard gradients that are kept outside of ``parameter.grad``, such as FSDP's.
 
         Args:
             module: Module that `wrap` returned.
@@ -439,9 +424,6 @@ class Strategy(StrategyAliases):
 
     def agree_on_overflow(self, overflow: Tensor) -> None:
         """Make ``overflow``, which is 1 if float16 gradients overflowed, the same on every process.
-
-        Called before an optimizer step if a loss scaler is used. Does nothing by default, because replicas have the
-        same gradients.
 
         Args:
             overflow: The flag, changed in place.
@@ -469,10 +451,7 @@ class Strategy(StrategyAliases):
         return {"replicate": world_size, "shard": 1, "tensor": 1}
 
     def wrap_without_values(self, module: nn.Module) -> nn.Module:
-        """Wrap a module on the meta device as `wrap` would wrap a module with values, and return the module to call.
-
-        Replicas are not wrapped in torch's DDP, whose reducer does not support fake tensors (torch 2.13).
-        `reduction_buckets` returns the buckets that the reducer would send.
+        """Wrap a module on the meta device for a plan, and return the module to call.
 
         Args:
             module: The user's model, on the meta device.
@@ -483,10 +462,10 @@ class Strategy(StrategyAliases):
         return Router(module, self.precision.context(self.world.device), self.precision.compute is not None)
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """Return groups of gradients that replicas reduce together, as indices into ``ready``; None without replicas.
+        """Return groups of gradients that are reduced together, as indices into ``ready``, or None.
 
         Args:
-            ready: The parameters in the order in which their gradients become ready.
+            ready: Parameters in the order in which their gradients become ready.
             ballot: Whether votes are sent with the gradients, under the index -1.
 
         Raises:
@@ -519,7 +498,7 @@ class Strategy(StrategyAliases):
 
     @property
     def gathers_in_storage_dtype(self) -> bool:
-        """True if the strategy gathers shards and has no setting that selects another dtype for this."""
+        """True if the strategy gathers shards, and no setting selects another dtype for this."""
         return False
 
     @property
@@ -533,12 +512,12 @@ class Strategy(StrategyAliases):
         """Return a copy of this strategy with different settings, for comparison in a plan. None keeps a setting.
 
         Args:
-            replicate: Number of replicas. Each is sharded over its share of the ranks.
-            recompute: True recomputes the activations of every block in the backward pass, and False recomputes none.
-            gather: Dtype in which parameters are gathered; gradients are reduced in float32.
+            replicate: Number of replicas.
+            recompute: Whether to recompute activations in the backward pass.
+            gather: Dtype in which parameters are gathered.
 
         Raises:
-            ValueError: If this strategy does not support one of the settings or its value.
+            ValueError, TypeError: If this strategy does not support a setting.
         """
         settings = {
             "replicate shards": replicate,
@@ -555,10 +534,8 @@ class Strategy(StrategyAliases):
     def votes_in_backward(self) -> bool:
         """True if votes that are cast before the next backward pass are part of its gradient reduction.
 
-        Votes are numbers that the processes sum in order to decide together, for example whether to stop. If the votes
-        are part of the reduction, they cannot depend on the gradients, and the reduced gradients must be the same on
-        every process. Otherwise, votes are summed in a separate exchange, which should start when the gradients are
-        known.
+        Votes are numbers that the processes sum in order to decide together, for example whether to stop. Votes that
+        are part of the reduction cannot depend on the gradients.
         """
         return False
 
@@ -581,15 +558,14 @@ class Strategy(StrategyAliases):
 
 
 class SingleDevice(Strategy):
-    """Strategy for one process with one device: CPU, CUDA or MPS.
+    """Strategy for one process with one device.
 
     Args:
-        device: The device, such as ``"cuda:1"``, or the index of a GPU. Default: the device that the Trainer or the
-            Accelerator selects.
+        device: The device, such as ``"cuda:1"``, or the index of a GPU. Default: selected by the Trainer or
+            Accelerator.
 
     Raises:
-        RuntimeError: If torch does not accept the device.
-        TypeError: If ``device`` has the wrong type.
+        RuntimeError, TypeError: If torch does not accept the device.
 
     Example:
         >>> import treadle
@@ -605,7 +581,7 @@ class SingleDevice(Strategy):
 
 
 def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Move the state of an optimizer to the device of the parameters. Scalars, such as step counts, are not moved.
+    """Move the state of an optimizer to a device. Scalars, such as step counts, are not moved.
 
     Args:
         optimizer: The user's optimizer.
@@ -625,9 +601,7 @@ def make_group_options(timeout: Any, backend: str | None) -> dict[str, Any]:
         backend: Torch's name for the backend, or None.
 
     Raises:
-        TypeError: If the timeout has the wrong type, or if a key or value of its dict is invalid.
-        ValueError: If the timeout is a string of another form than ``"DD:HH:MM:SS"``, not positive, not finite, or too
-            long.
+        TypeError, ValueError: If the timeout is invalid.
     """
     options = {"timeout": None if timeout is None else parse_duration("timeout", timeout), "backend": backend}
     return {name: value for name, value in options.items() if value is not None}

@@ -22,17 +22,10 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
 
     Args:
         model: The user's module.
-        policy: ``"auto"`` (the repeated blocks), ``"parts"`` (the repeated blocks and the other direct parts, such as
-            an embedding and a head), classes or their names, a minimum number of parameters (not counting those of
-            selected inner modules), or ``f(module) -> bool``. The policies in ``torch.distributed.fsdp.wrap`` are also
-            accepted: `ModuleWrapPolicy`, `CustomPolicy`, and functions with their options set by
-            ``functools.partial``.
+        policy: ``"auto"`` (the repeated blocks), ``"parts"`` (also the other direct parts), classes or their names, a
+            minimum number of parameters (not counting those of selected inner modules), ``f(module) -> bool``, or a
+            policy of ``torch.distributed.fsdp.wrap``.
         flag: The argument's name, for errors.
-
-    Raises:
-        ValueError: If the model has no module of one of the classes, if the number is not positive, or if a
-            `CustomPolicy` returns options for a module.
-        TypeError: If the policy has the wrong type.
     """
     if isinstance(policy, str) and policy in _NAMES:
         blocks = repeated_blocks(model)
@@ -64,11 +57,7 @@ def _selects(select: Callable[[nn.Module], Any], module: nn.Module, flag: str) -
 
 
 def _choose_as_torch(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
-    """Return the modules that torch's FSDP wraps for a policy with the arguments of ``torch.distributed.fsdp.wrap``.
-
-    Such a policy decides whether to search a module (``recurse=True``) and whether to wrap it. Its third argument is
-    the module's number of parameters, first with and then without those of the wrapped modules inside.
-    """
+    """Return the modules that torch's FSDP wraps for a policy with the arguments of ``torch.distributed.fsdp.wrap``."""
     chosen: dict[nn.Module, None] = {}
 
     def count_wrapped(module: nn.Module) -> int:
@@ -88,12 +77,7 @@ def _choose_as_torch(model: nn.Module, policy: Callable[..., bool]) -> list[nn.M
 
 
 def self_contained(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the ``blocks`` that share no parameter, such as a tied weight, with a module outside the block.
-
-    Args:
-        model: The user's module.
-        blocks: Submodules of ``model``.
-    """
+    """Return the ``blocks`` that share no parameter, such as a tied weight, with a module outside the block."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for part in model.modules():
         for parameter in part.parameters(recurse=False):
@@ -109,12 +93,8 @@ def self_contained(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]
 def direct_parts(model: nn.Module, blocks: Collection[nn.Module] = ()) -> list[nn.Module]:
     """Return the modules that methods of ``model`` call: children with parameters, including those in lists and dicts.
 
-    torch's losses are included. torchmetrics metrics, even those that contain a network, are not, because they
-    accumulate state and must not be traced.
-
-    Args:
-        model: The user's module.
-        blocks: Submodules to exclude. A child that contains excluded submodules is replaced by its own children.
+    torch's losses are included. Metrics are not, because they accumulate state and must not be traced. A child that
+    contains ``blocks``, which are excluded, is replaced by its own children.
     """
     parts: list[nn.Module] = []
     for child in model.children():
@@ -135,14 +115,12 @@ def _has_parameters_to_run(part: nn.Module) -> bool:
 def split_into_blocks(model: nn.Module, always: bool | None = None) -> list[nn.Module]:
     """Return the direct parts of ``model``, with some parts split into their repeated blocks and their other parts.
 
-    When blocks are compiled, equal ones share one graph, so a transformer of 24 layers compiles in about the time of
-    one layer.
+    When blocks are compiled, equal ones share one graph.
 
     Args:
         model: The user's module.
-        always: True splits every part with repeated blocks, and False splits no part. By default, a part is split only
-            if it has at least three times as many blocks as different kinds of blocks. The stages of a convolutional
-            network, for example, differ in width and would share no graph.
+        always: True splits every part with repeated blocks, and False splits no part. Default: split a part if it has
+            at least three times as many blocks as different kinds of blocks.
     """
     parts: list[nn.Module] = []
     for part in direct_parts(model):
@@ -166,10 +144,7 @@ def describe_kind(module: nn.Module) -> tuple[Any, ...]:
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the outermost repeated submodules: two or more layers of one class that are in one list and have children.
 
-    A list is a ``ModuleList``, ``ModuleDict`` or ``Sequential``. Layers without parameters are ignored.
-
-    Args:
-        model: The user's module.
+    A list is a ``ModuleList``, ``ModuleDict`` or ``Sequential``.
     """
     blocks: list[nn.Module] = []
 
@@ -228,20 +203,7 @@ def _choose_by_size(model: nn.Module, least: int, flag: str) -> list[nn.Module]:
 
 
 def check_policy(policy: Any, flag: str) -> Any:
-    """Check that a policy is neither a bool nor an unknown lower-case name, and return it.
-
-    Args:
-        policy: Policy in any form that `chosen_blocks` accepts.
-        flag: The argument's name, for errors.
-
-    Returns:
-        The policy.
-
-    Raises:
-        ValueError: If the policy is a lower-case string other than ``"auto"`` and ``"parts"``. Any other string counts
-            as the name of a class.
-        TypeError: If the policy is a bool.
-    """
+    """Check that a policy is neither a bool nor an unknown lower-case name, and return it."""
     if isinstance(policy, bool):
         raise TypeError(f"{flag}={policy!r} {_RULE}, not a bool.")
     if isinstance(policy, str) and policy.islower() and policy not in _NAMES:

@@ -1,4 +1,4 @@
-"""Validation and conversion of Trainer flags that accept several forms."""
+"""Validation, conversion and application of Trainer flags."""
 
 from __future__ import annotations
 
@@ -19,15 +19,7 @@ from .settings import Limit
 
 
 def check_limit(name: str, value: Limit) -> int | float:
-    """Return the limit as a fraction of an epoch (float from 0 to 1) or a number of batches (int).
-
-    Args:
-        name: Name of the flag, for messages.
-        value: Value of the flag; None stands for 1.0.
-
-    Raises:
-        ValueError, TypeError: If the value is invalid; the message states the flag, its value and the rule.
-    """
+    """Return the limit as a fraction of an epoch (float from 0 to 1) or a number of batches (int); None means 1.0."""
     rule = "must be a whole number of batches, or a fraction of the epoch from 0.0 to 1.0"
     if value is None:
         return 1.0
@@ -41,14 +33,7 @@ def check_limit(name: str, value: Limit) -> int | float:
 def limited(name: str, limit: int | float, total: int | None) -> int | None:
     """Return the number of batches that a checked limit allows, or None if it allows all ``total`` batches.
 
-    Args:
-        name: Name of the flag, for messages.
-        limit: Result of `check_limit`: a number of batches (int) or a fraction (float).
-        total: Number of batches, or None if the dataloader has no length.
-
-    Raises:
-        ValueError: If the limit is a fraction between 0.0 and 1.0, and the dataloader either has no length, or has
-            batches of which the fraction is less than one batch.
+    ``total`` is None if the dataloader has no length.
     """
     if isinstance(limit, int):
         return limit if total is None or limit < total else None
@@ -68,84 +53,35 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
 
 
 def seconds(name: str, value: str | timedelta | Mapping[str, int] | None) -> float | None:
-    """Convert a duration to seconds; None is returned unchanged.
-
-    Args:
-        name: Name of the flag, for messages.
-        value: Duration in a form that `parse_duration` accepts, or None.
-
-    Raises:
-        TypeError, ValueError: See `parse_duration`.
-    """
+    """Convert a duration in a form that `parse_duration` accepts to seconds; None is returned unchanged."""
     return None if value is None else parse_duration(name, value).total_seconds()
 
 
 def check_bounds(unit: str, low: int, high: int) -> None:
-    """Raise an error if ``min_<unit>`` exceeds ``max_<unit>``; -1 means unlimited.
-
-    Args:
-        unit: ``"epochs"`` or ``"steps"``.
-        low: Value of ``min_<unit>``.
-        high: Value of ``max_<unit>``.
-
-    Raises:
-        ValueError: If the minimum exceeds the maximum; the message states both.
-    """
+    """Raise a ValueError if ``min_<unit>`` exceeds ``max_<unit>``; -1 means unlimited."""
     if 0 <= high < low:
         raise ValueError(f"min_{unit}={low} must be at most max_{unit}={high}. Lower min_{unit} or raise max_{unit}.")
 
 
 def check_directory(name: str, value: Any) -> str:
-    """Return a directory as a string; None stands for the current working directory.
-
-    Args:
-        name: Name of the flag, for messages.
-        value: Path of the directory, or None.
-
-    Raises:
-        TypeError: If the value is not a path.
-    """
+    """Return a directory as a string; None stands for the current working directory."""
     return os.getcwd() if value is None else check_path(name, value)
 
 
 def check_clipping(name: str, value: float | None) -> float | None:
-    """Return a positive clipping threshold. None and 0 disable clipping and are both returned as None.
-
-    Args:
-        name: Name of the flag, for messages.
-        value: Maximum norm or absolute value of the gradients; 0 or None disables clipping.
-
-    Raises:
-        ValueError: If the value is not a number, or is negative.
-    """
+    """Return a positive clipping threshold. None and 0 disable clipping and are both returned as None."""
     if value is None or (value == 0 and not isinstance(value, bool)):
         return None
     return check_positive(name, value, "or None to disable clipping")
 
 
 def check_batches(name: str, value: int | bool) -> int:
-    """Return a number of batches; True stands for 1 and False for 0.
-
-    Args:
-        name: Name of the flag, for messages.
-        value: Number of batches, or a bool.
-
-    Raises:
-        ValueError: If the value is neither a bool nor an integer of at least 0.
-    """
+    """Return a number of batches; True stands for 1 and False for 0."""
     return int(value) if isinstance(value, bool) else check_int(name, value, 0)
 
 
 def check_interval(name: str, value: int | float | None) -> int | float:
-    """Return a positive limit in the form that `check_limit` returns.
-
-    Args:
-        name: Name of the flag, for messages.
-        value: Number of batches (int), a fraction (float), or None for 1.0.
-
-    Raises:
-        ValueError, TypeError: If the value is invalid; the message states the flag, its value and the rule.
-    """
+    """Return a positive limit in the form that `check_limit` returns."""
     if value is not None and not value:
         raise ValueError(f"{name}={value!r} must be more than 0. To disable validation, set limit_val_batches=0.")
     return check_limit(name, value)
@@ -154,13 +90,7 @@ def check_interval(name: str, value: int | float | None) -> int | float:
 def check_epochs(name: str, value: int | None, interval: int | float | None) -> int | None:
     """Return a valid ``check_val_every_n_epoch``. None counts batches across epochs, not from the start of each epoch.
 
-    Args:
-        name: Name of the flag, for messages.
-        value: Number of epochs between validations, or None.
-        interval: ``val_check_interval``; None if it is a duration.
-
-    Raises:
-        ValueError: If the value is not an integer of at least 1, or if it is None and ``interval`` is a fraction.
+    ``interval`` is ``val_check_interval``, or None if that is a duration.
     """
     if value is not None:
         return check_int(name, value, 1)
@@ -182,8 +112,7 @@ def set_determinism(deterministic: bool | str | None, benchmark: bool | None) ->
             ``"warn"``, and otherwise leaves torch's setting unchanged.
 
     Raises:
-        ValueError: If ``deterministic`` is not True, False, ``"warn"`` or None.
-        TypeError: If ``benchmark`` is neither a bool nor None.
+        TypeError, ValueError: If an argument is invalid.
     """
     if deterministic not in (None, True, False, "warn"):
         raise ValueError(f"deterministic={deterministic!r} must be True, False or 'warn'.")
@@ -198,14 +127,7 @@ def set_determinism(deterministic: bool | str | None, benchmark: bool | None) ->
 
 
 def set_matmul_precision(precision: str | None) -> None:
-    """Set torch's float32 matmul precision for the whole process; None leaves it unchanged.
-
-    Args:
-        precision: ``"highest"``, ``"high"``, ``"medium"`` or None.
-
-    Raises:
-        ValueError: If the precision is not one of these.
-    """
+    """Set torch's float32 matmul precision for the whole process; None leaves it unchanged."""
     if precision is not None:
         torch.set_float32_matmul_precision(choose("float32_matmul_precision", precision, MATMUL_PRECISIONS))
 
@@ -241,12 +163,7 @@ _ABSENT = {
 
 
 def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:
-    """Raise a TypeError if ``arguments`` is not empty; the message names all of them, with advice if there is any.
-
-    Args:
-        arguments: The unknown arguments by name.
-        valid: Names of the Trainer's arguments.
-    """
+    """Raise a TypeError if ``arguments`` is not empty; the message names all of them."""
     problems = []
     for name in arguments:
         advice = f" {_ABSENT[name][0].upper()}{_ABSENT[name][1:]}." if name in _ABSENT else nearest(name, valid)
@@ -258,13 +175,7 @@ def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:
 def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the flags that differ from their defaults, by name.
 
-    Args:
-        arguments: All arguments passed to the Trainer's constructor, by name. Those that it does not accept are in a
-            dict under ``"unknown"``.
-        defaults: Default of each constructor argument, by name.
-
-    Raises:
-        TypeError: If the dict under ``"unknown"`` is not empty.
+    Arguments that the Trainer does not accept, in a dict under ``"unknown"``, raise a TypeError.
     """
     defaults = defaults or {}
     refuse_unknown(arguments["unknown"], defaults)
@@ -276,11 +187,7 @@ def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, An
 
 
 def refuse_with_barebones(**flags: Any) -> None:
-    """Raise a ValueError if a flag requests a feature that ``barebones`` disables.
-
-    Args:
-        flags: Values of the flags, by name.
-    """
+    """Raise a ValueError if a flag requests a feature that ``barebones`` disables."""
     for name, value in flags.items():
         if value:
             raise ValueError(
@@ -289,17 +196,7 @@ def refuse_with_barebones(**flags: Any) -> None:
 
 
 def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[Any, bool]:
-    """Return the precision and ``sync_batchnorm`` that ``plugins`` or the flags of the same names set.
-
-    Args:
-        plugins: Value of the flag ``plugins``: one object, several or None.
-        precision: Value of the flag ``precision``; None if it is not set.
-        sync_batchnorm: Value of the flag ``sync_batchnorm``.
-
-    Raises:
-        TypeError: If an object is not a supported plugin, or ``sync_batchnorm`` is not a bool.
-        ValueError: If the precision or ``sync_batchnorm`` is set more than once.
-    """
+    """Return the precision and ``sync_batchnorm`` that ``plugins`` or the flags of the same names set."""
     check_bool("sync_batchnorm", sync_batchnorm)
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
     for plugin in plugins if several else [] if plugins is None else [plugins]:
@@ -323,15 +220,7 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
 
 
 def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:
-    """Enable ``sync_batchnorm`` in a strategy that supports it.
-
-    Args:
-        strategy: Strategy of the run.
-        enabled: Value of the flag ``sync_batchnorm``.
-
-    Raises:
-        ValueError: If ``enabled`` is True, but a strategy with several processes does not support ``sync_batchnorm``.
-    """
+    """Enable ``sync_batchnorm`` in a strategy that supports it."""
     if enabled and hasattr(strategy, "sync_batchnorm"):
         strategy.sync_batchnorm = True
     elif enabled and strategy.world.size > 1:
@@ -342,15 +231,7 @@ def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:
 
 
 def parse_compilation(setting: Any) -> TorchDynamoPlugin | None:
-    """Return the compilation settings of the flag ``compile``, or None if it is False.
-
-    Args:
-        setting: A bool, or a dict of ``torch.compile``'s arguments.
-
-    Raises:
-        TypeError: If the setting is neither a bool nor a dict, or names an argument that ``torch.compile`` does not
-            have.
-    """
+    """Return the compilation settings of the flag ``compile``, or None if it is False."""
     if isinstance(setting, Mapping):
         valid_names = [field.name for field in fields(TorchDynamoPlugin)]
         for name in setting:

@@ -37,18 +37,16 @@ def choose_callbacks(
     """Return the requested callbacks, and the default callback of each kind that is enabled and missing.
 
     Args:
-        requested: Callbacks that the user passed: one, several or None.
+        requested: Callbacks that the user passed.
         checkpointing: Whether to add a `ModelCheckpoint`; None means True.
         progress_bar: Whether to add a `TQDMProgressBar`; None means True.
         model_summary: Whether to add a `ModelSummary`; None means True.
         report: Whether to add a `RunReport`; None means the value of ``in_folder``.
         in_folder: Whether a logger has a folder for the run.
-        collects_garbage: Whether to add a `GarbageCollection`, so that all processes collect garbage in the same step.
-            Default: False.
+        collects_garbage: Whether to add a `GarbageCollection`. Default: False.
 
     Raises:
-        TypeError: If an object is not a callback, or a flag is not a bool or None.
-        ValueError: If a flag disables a callback that was passed, or a callback is listed twice.
+        TypeError, ValueError: If an argument is invalid, or a flag disables a callback that was passed.
     """
     callbacks = as_callbacks("callbacks", requested)
     defaults: tuple[tuple[str, bool | None, type[Callback], type[Callback]], ...] = (
@@ -76,7 +74,7 @@ def choose_callbacks(
 
 
 def set_aside(callbacks: list[Callback]) -> list[Callback]:
-    """Remove and return each `ModelCheckpoint`, `EarlyStopping` and `RunReport`, which a ``fast_dev_run`` does not use.
+    """Remove and return the callbacks that a ``fast_dev_run`` does not use.
 
     Args:
         callbacks: Callbacks of the Trainer, changed in place.
@@ -87,15 +85,14 @@ def set_aside(callbacks: list[Callback]) -> list[Callback]:
 
 
 def as_callbacks(label: str, value: Any) -> list[Callback]:
-    """Convert one callback, several callbacks or None to a list.
+    """Return callbacks as a list.
 
     Args:
         label: Name of the argument, for messages.
         value: One callback, several callbacks, or None.
 
     Raises:
-        TypeError: If an object is not a callback.
-        ValueError: If an object is listed twice.
+        TypeError, ValueError: If an object is not a callback, or is listed twice.
     """
     if value is not None and not isinstance(value, Callback) and not _is_several(value):
         hint = f" Pass {value.__name__}() instead of the class." if isinstance(value, type) else ""
@@ -114,16 +111,15 @@ def as_callbacks(label: str, value: Any) -> list[Callback]:
 
 
 def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
-    """Return the requested loggers. True and None mean TensorBoard below ``root``, and False means no logger.
+    """Return the requested loggers. True and None mean TensorBoard below ``root``.
 
     Args:
         requested: A bool, None, one `Logger`, or several.
         root: Directory in which the default logger writes.
-        silent: Unless ``requested`` is False, replace the loggers, without checking them, with one that stores nothing.
+        silent: Return one logger that stores nothing, unless ``requested`` is False.
 
     Raises:
-        TypeError: If an object is not a logger.
-        ValueError: If an object is listed twice.
+        TypeError, ValueError: If an object is not a logger, or is listed twice.
     """
     if requested is False:
         return []

@@ -1,4 +1,4 @@
-"""Lightning's names for attributes of the Trainer, for scripts and callbacks that were written for Lightning."""
+"""Lightning's names for attributes of the Trainer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 class LightningAliases:
-    """Base class of `Trainer` with read-only aliases of its attributes.
-
-    It has no state and no other subclass.
-    """
+    """Base class of `Trainer` with read-only aliases of its attributes."""
 
     @property
     def _trainer(self) -> Trainer:
@@ -39,7 +36,7 @@ class LightningAliases:
 
     @property
     def node_rank(self) -> int:
-        """Rank of this machine among the machines of the run, from 0."""
+        """Rank of this machine among the machines of the run."""
         return self._trainer.accelerator.world.node_rank
 
     @property
@@ -73,7 +70,6 @@ class LightningAliases:
 
     @property
     def _accelerator_connector(self) -> SimpleNamespace:
-        """Attributes, such as the devices, that libraries look up here before the run begins."""
         device = self._trainer.strategy.root_device
         devices = [
             torch.device(device.type, index) if device.index is not None else device for index in self.device_ids
@@ -90,14 +86,13 @@ class LightningAliases:
 
     @property
     def state(self) -> TrainerState:
-        """Current or last entry point, such as ``fit``, with its status and the current activity."""
+        """State of the current or last stage."""
         trainer = self._trainer
         fn = None if trainer.latest_stage is None else TrainerFn(trainer.latest_stage)
         return TrainerState(trainer.status, fn, self._running_stage)
 
     @property
     def _running_stage(self) -> RunningStage | None:
-        """Current activity; None between stages."""
         trainer = self._trainer
         if trainer.stage != "fit":
             return None if trainer.stage is None else RunningStage(trainer.stage)
@@ -117,7 +112,6 @@ class LightningAliases:
 
     @property
     def _validates_within_fit(self) -> bool:
-        """True if ``fit`` is validating or running the sanity check."""
         trainer = self._trainer
         return trainer.stage == "fit" and (trainer.sanity_checking or trainer.metrics.evaluation is not None)
 
@@ -148,27 +142,27 @@ class LightningAliases:
 
     @property
     def fit_loop(self) -> FitLoopView:
-        """Limits and counters of the training loop, in Lightning's form."""
+        """Training loop, in Lightning's form."""
         return FitLoopView(self._trainer)
 
     @property
     def validate_loop(self) -> EvaluationLoopView:
-        """Numbers of batches and ``inference_mode`` of `Trainer.validate`, in Lightning's form."""
+        """Loop of `Trainer.validate`, in Lightning's form."""
         return EvaluationLoopView(self._trainer, "val")
 
     @property
     def test_loop(self) -> EvaluationLoopView:
-        """Numbers of batches and ``inference_mode`` of `Trainer.test`, in Lightning's form."""
+        """Loop of `Trainer.test`, in Lightning's form."""
         return EvaluationLoopView(self._trainer, "test")
 
     @property
     def predict_loop(self) -> EvaluationLoopView:
-        """Numbers of batches and ``inference_mode`` of `Trainer.predict`, in Lightning's form."""
+        """Loop of `Trainer.predict`, in Lightning's form."""
         return EvaluationLoopView(self._trainer, "predict")
 
     @property
     def enable_validation(self) -> bool:
-        """True if ``fit`` validates; see `Trainer.has_validation`."""
+        """Alias of `Trainer.has_validation`."""
         return self._trainer.has_validation
 
     # -- loaders -------------------------------------------------------------------------------------------------
@@ -201,10 +195,7 @@ class LightningAliases:
 
     @property
     def train_dataloader(self) -> Any:
-        """The user's training dataloader, or a `CombinedLoader` of several.
-
-        None before the first stage, and in stages other than ``fit`` that have not created it.
-        """
+        """The user's training dataloader, or a `CombinedLoader` of several; None if there is none."""
         sources = self._trainer.sources
         if sources is None or (self._trainer.stage != "fit" and not sources.has_train):
             return None
@@ -212,17 +203,17 @@ class LightningAliases:
 
     @property
     def val_dataloaders(self) -> Any:
-        """The user's validation dataloader; a list if there are several, None if there are none."""
+        """The user's validation dataloader, or a list of several; None if there are none."""
         return self._get_loaders("val")
 
     @property
     def test_dataloaders(self) -> Any:
-        """The user's test dataloader; a list if there are several, None if there are none."""
+        """The user's test dataloader, or a list of several; None if there are none."""
         return self._get_loaders("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The user's predict dataloader; a list if there are several, None if there are none."""
+        """The user's predict dataloader, or a list of several; None if there are none."""
         return self._get_loaders("predict")
 
     def _get_loaders(self, kind: str) -> Any:
@@ -234,12 +225,11 @@ class LightningAliases:
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """Latest values sent to the loggers, by name."""
+        """Latest values for the loggers, by name."""
         return tensors_by_name(self._trainer.logbook.logged_values)
 
     @property
     def _logger_connector(self) -> LoggerConnectorView:
-        """View with ``callback_metrics`` and similar attributes of the Trainer."""
         return LoggerConnectorView(self._trainer)
 
     @property
@@ -254,12 +244,12 @@ class LightningAliases:
 
     @property
     def model(self) -> Any:
-        """Task as wrapped by the strategy; the task itself until it is wrapped; None before the first stage."""
+        """Task as wrapped by the strategy, or the task itself before it is wrapped; None before the first stage."""
         models = self._trainer.accelerator.models
         return models[0] if models else self._trainer.task
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
-        """First early-stopping callback, which is inactive with ``fast_dev_run``; None if there is none."""
+        """First early-stopping callback, or None. It is inactive with ``fast_dev_run``."""
         callbacks = [*self._trainer.callbacks, *self._trainer.idle_callbacks]
         return next((callback for callback in callbacks if isinstance(callback, EarlyStopping)), None)

@@ -1,4 +1,4 @@
-"""Lightning's loop objects that user code reads, such as ``trainer.fit_loop.epoch_progress.current.completed``."""
+"""Views of the Trainer's loops, dataloaders and logged values in Lightning's form."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ _LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
 
 
 class LoopView:
-    """View of a loop in Lightning's form.
-
-    Some flags of the Trainer, such as ``max_epochs``, can be read and set as attributes. Reading an attribute that the
-    view does not have, or setting anything but such a flag, raises an AttributeError.
-
-    Args:
-        trainer: Trainer whose loop the view shows.
-    """
+    """View of a loop in Lightning's form. Only certain flags of the Trainer can be set."""
 
     _place = "trainer.fit_loop"
     _flags: tuple[str, ...] = ()
@@ -124,7 +117,7 @@ class EpochLoopView(LoopView):
 
     @property
     def global_step(self) -> int:
-        """Number of optimizer steps taken; skipped steps do not count."""
+        """Alias of `Trainer.global_step`."""
         return self._trainer.progress.step
 
     @property
@@ -147,12 +140,7 @@ class EpochLoopView(LoopView):
 
 
 class EvaluationLoopView(LoopView):
-    """View of an evaluation loop in Lightning's form.
-
-    Args:
-        trainer: Trainer whose loop the view shows.
-        kind: ``"val"``, ``"test"`` or ``"predict"``.
-    """
+    """View of an evaluation loop in Lightning's form."""
 
     _flags = ("inference_mode",)
 
@@ -180,11 +168,7 @@ class EvaluationLoopView(LoopView):
 
 
 class DataConnectorView:
-    """View of the sources of dataloaders in Lightning's form.
-
-    Args:
-        trainer: Trainer whose dataloaders the view shows.
-    """
+    """View of the sources of dataloaders in Lightning's form."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -221,11 +205,7 @@ class DataConnectorView:
 
 
 class LoggerConnectorView:
-    """View of logged values in Lightning's form.
-
-    Args:
-        trainer: Trainer whose values the view shows.
-    """
+    """View of logged values in Lightning's form."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -239,26 +219,21 @@ class LoggerConnectorView:
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
-        """Metrics for callbacks, by name; see `Trainer.callback_metrics`."""
+        """Alias of `Trainer.callback_metrics`."""
         return self.trainer.callback_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """Metrics sent to the loggers, by name; see `Trainer.logged_metrics`."""
+        """Alias of `Trainer.logged_metrics`."""
         return self.trainer.logged_metrics
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Metrics in the progress bar, by name; see `Trainer.progress_bar_metrics`."""
+        """Alias of `Trainer.progress_bar_metrics`."""
         return self.trainer.progress_bar_metrics
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Send values to the loggers immediately.
-
-        Args:
-            metrics: Values by name.
-            step: Optimizer step. Default: the current one.
-        """
+        """Send values to the loggers immediately. ``step`` is by default the current optimizer step."""
         progress = self.trainer.progress
         row = {name: float(value) for name, value in metrics.items()}
         self.trainer.logbook.write_row(row, progress.step if step is None else step, progress.epoch)

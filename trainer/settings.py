@@ -23,9 +23,7 @@ Limit = int | float | None
 
 @dataclass(kw_only=True)
 class TrainerSettings:
-    """Dataclass of every flag of `Trainer`, with its type and default.
-
-    `Trainer` describes the flags and checks them; this class only stores their values.
+    """Dataclass of the flags of `Trainer`, which describes and checks them.
 
     Example:
         >>> import treadle as tl

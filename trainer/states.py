@@ -1,4 +1,4 @@
-"""Enums and a dataclass that describe the state of a Trainer. Each enum member equals its string."""
+"""Enums and a dataclass that describe the state of a Trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TrainerStatus(StrEnum):
 
 
 class TrainerFn(StrEnum):
-    """Entry point of the Trainer that was called, such as ``fit``."""
+    """Entry point of the Trainer, such as ``fit``."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -31,7 +31,7 @@ class TrainerFn(StrEnum):
 
 
 class RunningStage(StrEnum):
-    """Current activity of a stage. ``fit`` trains, validates and runs the sanity check."""
+    """Current activity of a stage, such as the validation within ``fit``."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -52,7 +52,7 @@ class RunningStage(StrEnum):
 
 @dataclass
 class TrainerState:
-    """State of a Trainer, in Lightning's form; see `Trainer.state`.
+    """State of a Trainer, in Lightning's form.
 
     Attributes:
         status: Status of the current or last stage.

@@ -1,4 +1,4 @@
-"""`Trainer`: runs a task with the strategy, the precision and the callbacks that its flags specify."""
+"""`Trainer`: runs a task through training, validation, testing and prediction."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from .watched import find_directory, locate
 
 
 class Trainer(LightningAliases):
-    """Trainer that runs a `TaskModule` and manages its processes, precision, accumulation, checkpoints and logging.
+    """Trainer that runs a `TaskModule` and manages its devices, precision, checkpoints and logging.
 
     Most flags have the same names and meanings as in Lightning.
 
@@ -70,18 +70,17 @@ class Trainer(LightningAliases):
             available, else MPS, else the CPU.
         strategy: ``"single"``, ``"ddp"``, ``"fsdp"``, another registered name, a `Strategy`, or ``"auto"``: DDP for
             several processes, else a single device. Default: ``"auto"``.
-        devices: Devices on this machine, one per process: a number, ``-1`` for all GPUs (one process on other devices),
-            the indices of GPUs (a list or ``"0,2"``), or ``"auto"``: the processes that a launcher started, else all
-            GPUs if Treadle can run the script again, else one process. Default: ``"auto"``.
+        devices: Devices on this machine, one per process: a number, ``-1`` for all GPUs, the indices of GPUs (a list or
+            ``"0,2"``), or ``"auto"``: the processes that a launcher started, else all GPUs if Treadle can run the
+            script again, else one process. Default: ``"auto"``.
         num_nodes: Number of machines. Default: 1.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``, an
-            alias such as ``16`` or ``"bf16"``, a `Precision`, or ``"float8"``: bf16-mixed with linear layers that
-            multiply in float8 (needs ``treadle[quantization]``). Default: ``"32-true"``.
+            alias such as ``16`` or ``"bf16"``, ``"float8"`` (needs ``treadle[quantization]``), or a `Precision`.
+            Default: ``"32-true"``.
         logger: True (TensorBoard), False, a `Logger`, or several. Default: True.
-        callbacks: A `Callback`, or several, whose hooks run during the stages. Default: none.
-        fast_dev_run: Run this many batches (True: one) of each stage, to find errors early. ``fit`` ends after one
-            epoch. Loggers, `ModelCheckpoint`, early stopping, the report and the sanity check are disabled. Default:
-            False.
+        callbacks: A `Callback`, or several. Default: none.
+        fast_dev_run: Run this many batches (True: one) of each stage, to find errors early. Loggers, `ModelCheckpoint`,
+            `EarlyStopping` and the report are disabled. Default: False.
         max_epochs: Epochs to train; -1 sets no limit. Default: 1000 if neither ``max_steps`` nor ``max_time`` is set,
             else no limit.
         min_epochs: Epochs that must complete before an early stop takes effect. Default: 0.
@@ -94,78 +93,65 @@ class Trainer(LightningAliases):
         limit_test_batches: Batches per test dataloader, as an int or a float. Default: all.
         limit_predict_batches: Batches per prediction dataloader, as an int or a float. Default: all.
         overfit_batches: Train and validate on this many batches (int) or this fraction (float), in a fixed order;
-            overrides ``limit_train_batches`` and ``limit_val_batches``. 0 has no effect. Default: 0.
+            overrides ``limit_train_batches`` and ``limit_val_batches``. Default: 0, which has no effect.
         val_check_interval: Micro-batches between validations (int), a fraction of an epoch (float), or a duration in
-            the forms of ``max_time``. The validation runs at the end of the optimizer step in which the interval ends.
-            Default: 1.0.
+            the forms of ``max_time``. Validations run between optimizer steps. Default: 1.0.
         check_val_every_n_epoch: Validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
             Default: 1.
-        num_sanity_val_steps: Batches of each validation dataloader to run before training, to find errors early; -1
-            runs all. A resumed run skips them. Default: 2.
-        log_every_n_steps: Optimizer steps between writes of the training steps' values to the loggers; 0 never writes
-            them. Default: 50.
+        num_sanity_val_steps: Batches of each validation dataloader to run before training; -1 runs all. A resumed run
+            skips them. Default: 2.
+        log_every_n_steps: Optimizer steps between writes of step values to the loggers; 0 never writes them. Default:
+            50.
         enable_checkpointing: Add a `ModelCheckpoint` if ``callbacks`` has no checkpoint callback, apart from an
             `OnExceptionCheckpoint`. Default: True.
         enable_progress_bar: Add a `TQDMProgressBar` if ``callbacks`` has no progress bar. Default: True.
         enable_model_summary: Add a `ModelSummary` if ``callbacks`` has none. Default: True.
-        enable_report: Add a `RunReport`, a page about the run in its folder, if ``callbacks`` has none. Default: True
-            if a logger has a folder.
+        enable_report: Add a `RunReport` if ``callbacks`` has none. Default: True if a logger has a folder.
         accumulate_grad_batches: Micro-batches per optimizer step. Default: 1.
-        gradient_clip_val: Maximum norm or absolute value of the gradients in each optimizer step; None or 0 disables
-            clipping. Default: None.
+        gradient_clip_val: Maximum norm or absolute value of the gradients; None or 0 disables clipping. Default: None.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
-        deterministic: Use deterministic algorithms only; ``"warn"`` only warns about operations that have no such
-            algorithm. Default: torch's current setting.
+        deterministic: Use deterministic algorithms only; ``"warn"`` only warns about operations without one. Default:
+            torch's current setting.
         benchmark: Let cuDNN measure its algorithms and use the fastest. Default: False if ``deterministic`` is True or
             ``"warn"``, else torch's current setting.
-        float32_matmul_precision: Precision of float32 matrix products: ``"highest"``, ``"high"`` or ``"medium"``. The
-            latter two allow TF32 or bfloat16, which use fewer bits and are faster on hardware that supports them. The
-            setting applies to the whole process. Default: the current setting, ``"highest"`` unless the script has
-            changed it.
+        float32_matmul_precision: Precision of float32 matrix products in the whole process: ``"highest"``, ``"high"``
+            or ``"medium"``. Default: torch's current setting.
         inference_mode: Evaluate under ``torch.inference_mode`` rather than ``no_grad`` (not within ``fit``). Default:
             True.
-        use_distributed_sampler: Shard the data over the processes; set it to False if your dataloaders already shard
-            it. Default: True.
+        use_distributed_sampler: Shard the data over the processes; set it to False if your dataloaders already do so.
+            Default: True.
         sync_batchnorm: Compute the statistics of BatchNorm layers over all processes (DDP). Default: False.
         reload_dataloaders_every_n_epochs: Epochs between calls of the dataloader hooks; 0 calls them once. Default: 0.
-        detect_anomaly: Report the operation that produced a NaN gradient. This slows training down. Default: False.
-        barebones: Disable features that add overhead: logging, checkpoints, progress bar, summary, report and sanity
-            check. Default: False.
-        profiler: Measure the time of the calls in each stage: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a
-            `Profiler`. Default: no profiling.
-        compile: Compile the model's modules; a dict passes arguments to ``torch.compile``. Default: False.
-        plugins: A `Precision` instead of ``precision``, ``TorchSyncBatchNorm()`` instead of ``sync_batchnorm``, or both
-            in a list. A `LaunchEnvironment` is accepted and ignored. Default: none.
+        detect_anomaly: Report the operation that produced a NaN gradient; slows training down. Default: False.
+        barebones: Disable features that add overhead, such as logging, checkpoints and the progress bar. Default:
+            False.
+        profiler: Measure the time of calls: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a `Profiler`. Default: no
+            profiling.
+        compile: Compile the model's modules; a dict is passed to ``torch.compile``. Default: False.
+        plugins: A `Precision`, a ``TorchSyncBatchNorm()``, or both in a list. Default: none.
         enable_autolog_hparams: Send hyperparameters to the loggers when ``fit`` begins. Default: True.
         default_root_dir: Folder for logs and checkpoints for which no other folder is set. Default: the working
             directory.
         on_nonfinite: Policy for a loss or a gradient that is not finite on at least one process. ``"raise"`` raises an
-            error, one step later on accelerators. ``"skip"`` skips the step on all processes, and synchronizes with the
-            device in every step. ``"ignore"`` disables the check. With float16, the loss scaler handles gradients.
-            Default: ``"raise"``.
+            error, one step later on accelerators; ``"skip"`` skips the step on all processes; ``"ignore"`` disables the
+            check. With float16, the loss scaler handles gradients. Default: ``"raise"``.
         timeout: Time that a rank may spend without progress before the run is ended, in the forms of ``max_time``.
             Default: see `Accelerator`.
         grace: Time that a stage may take to end after a signal, in the forms of ``max_time``. After that, all ranks
-            exit, even if a save is incomplete. The run can then be resumed from the latest complete checkpoint.
-            Default: no limit.
+            exit, even if a save is incomplete. Default: no limit.
         unknown: Unknown flags, which raise a TypeError.
 
     Attributes:
         accelerator: The `Accelerator` that the loop uses.
         progress: Counters of the run; see `Progress`.
         history: Curves of the logged values, and the time spent in each activity; see `History`.
-        should_stop: Set it to True on any process to end the run after an optimizer step, once ``min_epochs`` and
-            ``min_steps`` are reached.
-        interrupted: Whether Ctrl-C ended the last stage.
-        sanity_checking: Whether the sanity check before training is running.
-        decided: Text with the settings that ``fit`` announced when it began: devices, strategy, precision, effective
-            batch size, steps and parameters; "" before the first ``fit``.
+        should_stop: Set it to True to end the run after an optimizer step, once ``min_epochs`` and ``min_steps`` are
+            reached.
+        decided: Settings that the latest ``fit`` announced, as text; "" before the first ``fit``.
 
     Raises:
-        TypeError: If a flag does not exist. The message names a replacement or a similar flag, if there is one.
-        TypeError, ValueError: If a flag's value is invalid or cannot be applied.
-        SystemExit: If the constructor has run the script again, once per device. It is raised when the new processes
-            have ended.
+        TypeError, ValueError: If a flag does not exist, or its value is invalid or cannot be applied.
+        SystemExit: If the constructor has run the script again, once per device.
 
     Example:
         >>> import treadle as tl
@@ -367,27 +353,21 @@ class Trainer(LightningAliases):
         Args:
             model: Task to train.
             train_dataloaders: The training dataloader or a data module. Dataloaders in a dict, list or tuple are read
-                together. Default: the result of ``train_dataloader``, of the data module if it has this method, else of
-                the task.
-            val_dataloaders: The validation dataloader, or several. Default: the result of ``val_dataloader``, of the
-                data module if it has this method, else of the task; without one, nothing is validated.
+                together. Default: the result of ``train_dataloader`` of the data module, else of the task.
+            val_dataloaders: The validation dataloader, or several. Default: the result of ``val_dataloader`` of the
+                data module, else of the task.
             datamodule: Data module to use instead of dataloaders.
             ckpt_path: Checkpoint to resume from: a path; ``"last"``, the latest intact one; ``"best"``; or ``"auto"``:
                 ``"last"`` if this run has a checkpoint, else a fresh start. Default: a fresh start.
-            weights_only: Accepted for compatibility with Lightning; code in a checkpoint never runs.
-            schedule: Source of the learning rates and schedule after a resume: ``"saved"`` for those of the checkpoint,
-                or ``"script"`` for those that ``configure_optimizers`` returns, advanced to the checkpoint's step.
-                Default: the saved ones, with a warning if those of the script differ.
+            weights_only: Ignored; code in a checkpoint never runs.
+            schedule: Source of the learning rates and schedule after a resume: ``"saved"`` (the checkpoint) or
+                ``"script"`` (``configure_optimizers``, advanced to the checkpoint's step). Default: the saved ones,
+                with a warning if those of the script differ.
 
         Raises:
-            TypeError: If the task, the data module, a dataloader, ``ckpt_path`` or the result of a hook has the wrong
-                type.
-            ValueError: If another argument is invalid; if ``ckpt_path`` selects no intact checkpoint; if ``schedule``
-                is set without ``ckpt_path``; if dataloaders and a data module are both passed; or if the task, its data
-                or the flags prevent training, for example because there is no training dataloader.
+            TypeError, ValueError: If an argument is invalid, or the task, its data or the flags prevent training.
             Preempted: If a signal, such as SIGTERM, ends the run.
             KeyboardInterrupt: If Ctrl-C ends the run.
-            Exception: Any error that a hook, a step or a dataloader raises.
         """
         warn_of_code(weights_only)
         if check_schedule(schedule) is not None and ckpt_path is None:
@@ -417,8 +397,7 @@ class Trainer(LightningAliases):
                 any.
             dataloaders: One dataloader, several, or a data module. Default: those of the last stage's data module if
                 ``model`` is None, else those of the task.
-            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``. Default: none if ``model`` is
-                passed, else see ``model``.
+            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``. Default: see ``model``.
             verbose: Print the values. Default: True.
             datamodule: Data module to use instead of dataloaders.
             weights_only: See `fit`.
@@ -427,12 +406,8 @@ class Trainer(LightningAliases):
             One dict of logged values per dataloader; an empty list if ``limit_val_batches`` is 0.
 
         Raises:
-            TypeError: If the task, the data module, a dataloader or ``ckpt_path`` has the wrong type.
-            ValueError: If another argument is invalid; if ``ckpt_path`` selects no intact checkpoint; if dataloaders
-                and a data module are both passed; if no dataloader, ``validation_step`` or task is available; or if a
-                dataloader yields no batch.
+            TypeError, ValueError: If an argument is invalid, or the task or its data prevent the stage.
             Preempted, KeyboardInterrupt: If a signal or Ctrl-C ends the stage.
-            Exception: Any error that a hook, a step or a dataloader raises.
         """
         warn_of_code(weights_only)
         return self._measure("validate", model, dataloaders, datamodule, ckpt_path, verbose)
@@ -449,7 +424,7 @@ class Trainer(LightningAliases):
         """Run the test and return the logged values.
 
         Args:
-            model: Task to test. Default: the task of the last stage, with the weights of its best checkpoint, if any.
+            model: Task to test. Default: see `validate`.
             dataloaders: See `validate`.
             ckpt_path: See `validate`.
             verbose: Print the values. Default: True.
@@ -460,7 +435,7 @@ class Trainer(LightningAliases):
             One dict of logged values per dataloader; an empty list if ``limit_test_batches`` is 0.
 
         Raises:
-            Exception: The errors of `validate`, which apply to ``test_step`` instead of ``validation_step``.
+            TypeError, ValueError, Preempted, KeyboardInterrupt: See `validate`.
         """
         warn_of_code(weights_only)
         return self._measure("test", model, dataloaders, datamodule, ckpt_path, verbose)
@@ -477,24 +452,20 @@ class Trainer(LightningAliases):
         """Run the prediction and return the results of ``predict_step``.
 
         Args:
-            model: Task to predict with. Default: the task of the last stage, with the weights of its best checkpoint,
-                if any.
-            dataloaders: One dataloader, several (the result is then a list of lists), or a data module. Default: those
-                of the last stage's data module if ``model`` is None, else those of the task.
+            model: Task to predict with. Default: see `validate`.
+            dataloaders: See `validate`. With several, the result is a list of lists.
             datamodule: See `validate`.
-            return_predictions: False discards the results, for example if a callback writes them to files. Default:
-                True.
+            return_predictions: False discards the results. Default: True.
             ckpt_path: See `validate`.
             weights_only: See `fit`.
 
         Returns:
-            The results for the batches of all processes, one per batch, moved to the CPU. They are the same on every
-            process, and in the order of the dataloader unless your dataloaders shard the data themselves. None with
-            ``return_predictions=False``; an empty list if ``limit_predict_batches`` is 0.
+            The results for the batches of all processes, one per batch, on the CPU. They are the same on every process,
+            and in the order of the dataloader if Treadle shards the data. None with ``return_predictions=False``; an
+            empty list if ``limit_predict_batches`` is 0.
 
         Raises:
-            Exception: The errors of `validate`, which apply to ``predict_step``, or ``forward`` without it, instead of
-                ``validation_step``.
+            TypeError, ValueError, Preempted, KeyboardInterrupt: See `validate`.
         """
         warn_of_code(weights_only)
         keep = return_predictions is not False
@@ -544,15 +515,15 @@ class Trainer(LightningAliases):
 
         Args:
             filepath: Path or URL of the checkpoint, which is a directory.
-            weights_only: Omit what is needed only to resume the run, such as the optimizer state. After a stage other
-                than ``fit``, it is omitted in any case, with a warning if ``weights_only`` is False. Default: False.
+            weights_only: Omit what is needed only to resume the run, such as the optimizer state. It is also omitted
+                after a stage other than ``fit``. Default: False.
             trainable_only: Omit frozen weights; see `Accelerator.save_state`. Default: False.
             blocking: Wait until the checkpoint is written; see `Accelerator.save_state`. Default: True.
-            also: Further paths under which the checkpoint is saved; see `Accelerator.save_state`. Default: none.
+            also: Further paths for the same checkpoint; see `Accelerator.save_state`. Default: none.
 
         Raises:
-            ValueError: If no stage has prepared a task, if an optimizer step is in progress and ``weights_only`` is
-                False, or for a reason that `Accelerator.save_state` lists.
+            ValueError: If there is no task, or the run cannot be saved at this moment; see also
+                `Accelerator.save_state`.
             TypeError, OSError: See `Accelerator.save_state`.
         """
         if self.task is None:
@@ -586,12 +557,12 @@ class Trainer(LightningAliases):
 
     @property
     def world_size(self) -> int:
-        """Number of processes in the run, on all machines."""
+        """Number of processes in the run."""
         return self.accelerator.num_processes
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process in the run, from 0."""
+        """Rank of this process in the run."""
         return self.accelerator.process_index
 
     @property
@@ -627,11 +598,10 @@ class Trainer(LightningAliases):
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context manager in which new parameters get the run's device and dtype.
 
-        If the strategy shards models, no parameters are allocated; see `Accelerator.init_module`. ``configure_model``
-        already runs in this context.
+        See `Accelerator.init_module`. ``configure_model`` already runs in this context.
 
         Args:
-            empty_init: Leave parameters uninitialized because a checkpoint will be loaded. Default: False.
+            empty_init: Leave parameters uninitialized, because a checkpoint will be loaded. Default: False.
         """
         return self.accelerator.init_module(bool(empty_init))
 
@@ -644,7 +614,7 @@ class Trainer(LightningAliases):
 
     @property
     def global_step(self) -> int:
-        """Number of optimizer steps taken; skipped steps do not count."""
+        """Number of optimizer steps taken, without skipped steps; see `Progress`."""
         return self.progress.step
 
     @property
@@ -669,10 +639,7 @@ class Trainer(LightningAliases):
 
     @property
     def has_validation(self) -> bool:
-        """True if the task has a ``validation_step`` and a validation dataloader that may have batches.
-
-        The value is always False before the first stage and with ``limit_val_batches=0``.
-        """
+        """True if the task has a ``validation_step`` and a validation dataloader that may have batches."""
         if self.sources is None or self.task is None or self.limit_val_batches == 0:
             return False
         if not overrides(self.task, "validation_step"):
@@ -683,10 +650,7 @@ class Trainer(LightningAliases):
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """Logged values of the stage: epoch values of all processes, and this process's latest step values.
-
-        A name that is logged both by step and by epoch has the step's value until the epoch ends.
-        """
+        """Latest logged values of the stage, by name. Values of single steps may be those of this process."""
         latest = self.metrics.latest()
         values = {**latest, **self.logbook.callback_values, **latest}  # the task's values come first, as in Lightning
         if self.stage == "fit" and not self.progress.epoch_is_trained:
@@ -712,15 +676,12 @@ class Trainer(LightningAliases):
 
     @property
     def log_dir(self) -> str | None:
-        """Folder of the run: that of the first logger that has one, else the one created for the run, else None.
-
-        The value is available on every process without communication.
-        """
+        """Folder of the run: that of the first logger that has one, else the one created for the run, else None."""
         return next((logger.log_dir for logger in self.loggers if logger.log_dir), self.logbook.folder)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Current settings as plain data, by name. The strategy, loggers and callbacks are given as names."""
+        """Current settings as plain data, by name."""
         settings: dict[str, Any] = {"strategy": self.strategy.name, "device": str(self.accelerator.device)}
         settings |= {"num_nodes": self.num_nodes, "devices": self.num_devices, "precision": self.precision}
         settings["loggers"] = ", ".join(type(logger).__name__ for logger in self.loggers) or None
@@ -739,7 +700,7 @@ class Trainer(LightningAliases):
 
     @property
     def changed_settings(self) -> set[str]:
-        """Names of the flags that were set to other values than their defaults, as in `settings`."""
+        """Names, as in `settings`, of the flags that differ from their defaults."""
         renamed = {"accelerator": "device", "logger": "loggers"}
         return {renamed.get(name, name) for name in self.changed_flags}
 
@@ -752,10 +713,7 @@ class Trainer(LightningAliases):
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """First `ModelCheckpoint`, or None. An `OnExceptionCheckpoint` is returned only if there is no other one.
-
-        With ``fast_dev_run``, the callback is inactive.
-        """
+        """First `ModelCheckpoint`, or None. An `OnExceptionCheckpoint` is returned only if there is no other one."""
         callbacks = self.checkpoint_callbacks or [c for c in self.idle_callbacks if isinstance(c, ModelCheckpoint)]
         return min(callbacks, key=lambda callback: isinstance(callback, OnExceptionCheckpoint), default=None)
 
@@ -773,7 +731,7 @@ class Trainer(LightningAliases):
 
     @contextmanager
     def logging_to(self, metrics: Metrics | None) -> Iterator[None]:
-        """Set ``metrics`` as the destination of values that the task and its nested tasks log, within a context.
+        """Send the values that the task logs to ``metrics``, within a context.
 
         Args:
             metrics: Destination; None makes ``log`` warn that it has no effect.

@@ -1,4 +1,4 @@
-"""Descriptions of a Trainer's run for the watchdog: its phases, its progress, and the folder of its files."""
+"""Descriptions of a Trainer's run for the watchdog."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ name_phase("evaluation", EvaluationLoop.run, EvaluationLoop._run_loader, Evaluat
 
 
 def locate(trainer: Trainer) -> tuple[str, Any]:
-    """Return the position of the run as text, and counters that change with every micro-batch.
+    """Return the position of the run as text, and counters that change while it makes progress.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
     """
     progress = trainer.progress
     return f"epoch {progress.epoch}, optimizer step {progress.step + 1}", (progress.batches, trainer.evaluation_batch)
@@ -32,6 +32,6 @@ def find_directory(trainer: Trainer) -> Any:
     """Return the run's folder, or the Trainer's ``default_root_dir`` if it has no folder.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
     """
     return trainer.log_dir or trainer.default_root_dir

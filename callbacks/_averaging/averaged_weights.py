@@ -1,4 +1,4 @@
-"""Averages of a model's weights. Each process averages its own tensors and swaps them with the model's."""
+"""Averages of a model's weights."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def lerp(share: float) -> Average:
     """Return an averaging function that moves the average toward the current value.
 
     Args:
-        share: Fraction of the distance to the current value that the average moves in each update, from 0 to 1.
+        share: Fraction of the distance that the average moves in each update, from 0 to 1.
     """
     return lambda averages, current, count: torch._foreach_lerp_(averages, current, share)
 
 
 def average_equally(averages: list[Tensor], current: list[Tensor], count: int) -> None:
-    """Update averages so that all averaged values have the same weight.
+    """Update averages in place so that all averaged values have the same weight.
 
     Args:
-        averages: The averages, changed in place.
+        averages: The averages.
         current: The current values.
         count: Number of values that the averages already include.
     """
@@ -61,19 +61,17 @@ def wrap_avg_fn(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Average
 class Averages:
     """Averages of a model's parameters and persistent buffers.
 
-    Half-precision values are averaged in float32, because in bfloat16 a step of a thousandth of the distance would be
-    lost in rounding. Integer and boolean tensors are not averaged; their latest values are kept. If the model is
-    pruned, the averages that are applied to the model or saved are pruned, too.
+    Half-precision values are averaged in float32. Integer and boolean tensors are not averaged; their latest values are
+    kept. If the model is pruned, the averages that are applied or saved are pruned, too.
 
     Args:
         module: The model, as prepared by the strategy.
-        buffers: Whether to average persistent buffers, too. Otherwise, the model keeps its own buffers.
+        buffers: Whether to average persistent buffers, too.
         device: Device of the averages; None uses the device of the model's tensors.
 
     Attributes:
         count: Number of updates.
-        values: Averages by name. A tied parameter is listed under each of its names. The average of a sharded parameter
-            is sharded in the same way.
+        values: Averages by name, with the model's sharding. A tied parameter is listed under each of its names.
     """
 
     def __init__(self, module: nn.Module, buffers: bool, device: torch.device | None = None) -> None:
@@ -99,7 +97,6 @@ class Averages:
         self._others = [n for n, is_float in enumerate(continuous) if not is_float]
 
     def _hold_buffers(self, without: set[str], device: torch.device | None) -> None:
-        """Add averages of the persistent buffers, except those named in ``without``."""
         names: dict[tuple[int, str], list[str]] = {}
         for path, part in self._module.named_modules(remove_duplicate=False):
             for name, buffer in part._buffers.items():
@@ -113,7 +110,6 @@ class Averages:
             self._hold(tied_names, buffer, device)
 
     def _hold(self, names: list[str], tensor: Tensor, device: torch.device | None) -> None:
-        """Add an average that starts at the value of a tensor, under all its names."""
         half = tensor.dtype in (torch.float16, torch.bfloat16)
         value = tensor.detach().clone().to(device=device, dtype=torch.float32 if half else None)
         self.values |= dict.fromkeys(names, value)
@@ -121,7 +117,6 @@ class Averages:
         self._local_averages.append(local(value))
 
     def _list_tensors(self) -> list[Tensor]:
-        """Return the parameters and buffers of the model in the order of the averages."""
         return [*self._parameters, *self.buffers]
 
     @property
@@ -134,7 +129,7 @@ class Averages:
         """Add the model's current values to the averages. The first update copies them.
 
         Args:
-            average: Function that updates the averages in place. See `Average`.
+            average: Function that updates the averages in place.
         """
         current_values = [local(tensor.detach()) for tensor in self._list_tensors()]
         averages = self._local_averages
@@ -159,7 +154,7 @@ class Averages:
         return self._before is not None
 
     def apply_to_model(self) -> None:
-        """Put the averages into the model. The model's own values are kept for `restore_model`."""
+        """Put the averages into the model."""
         if self._before is None:
             with torch.inference_mode(False), torch.no_grad():
                 tensors = self._list_tensors()
@@ -171,18 +166,17 @@ class Averages:
                 self._write_values(tensors, self._prune_averages())
 
     def restore_model(self) -> None:
-        """Put the model's own values back. May be called at any time."""
+        """Put the model's own values back."""
         if self._before is not None:
             with torch.inference_mode(False), torch.no_grad():
                 self._write_values(self._list_tensors(), self._before)
             self._before = None
 
     def keep_in_model(self) -> None:
-        """Keep the averages in the model permanently and discard the original weights."""
+        """Discard the model's own values."""
         self._before = None
 
     def _prune_averages(self) -> list[Tensor]:
-        """Return the averages with zeros where every parameter tied to them is pruned."""
         masks = collect_masks(self._module)
         return [
             _apply_masks(average, [masks.get(name) for name in names])
@@ -190,7 +184,6 @@ class Averages:
         ]
 
     def _write_values(self, tensors: list[Tensor], values: list[Tensor]) -> None:
-        """Write values into the model, without copying them if the storage can be swapped."""
         for tensor, average, value in zip(tensors, self._local_averages, values, strict=True):
             if _can_swap_data(tensor, average):
                 tensor.data = value  # no copy
@@ -200,7 +193,7 @@ class Averages:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count and the averages, if any, with the model's sharding."""
+        """Return the count and the averages, if any."""
         masks = collect_masks(self._module)
         weights = {name: _apply_masks(value, [masks.get(name)]) for name, value in self.values.items()}
         return {"count": self.count, "weights": weights if self.count else {}}
@@ -213,7 +206,7 @@ class Averages:
             state_dict: The saved state.
 
         Raises:
-            ValueError: If the names of the saved averages differ from those of this model's averages.
+            ValueError: If the names of the averages differ from those of this model.
         """
         saved = state_dict["weights"]
         if saved and saved.keys() != self.values.keys():
@@ -230,7 +223,7 @@ class Averages:
 
 
 def _apply_masks(value: Tensor, masks: list[Tensor | None]) -> Tensor:
-    """Return a value with zeros at the positions where every mask is zero. None counts as a mask of ones."""
+    """Return a value with zeros where every mask is zero. None counts as a mask of ones."""
     mask: Tensor | None = None
     for other in masks:
         if other is None:
@@ -240,27 +233,13 @@ def _apply_masks(value: Tensor, masks: list[Tensor | None]) -> Tensor:
 
 
 def _can_swap_data(tensor: Tensor, average: Tensor) -> bool:
-    """Return whether a tensor can use the storage of its average."""
     return not is_sharded(tensor) and (tensor.dtype, tensor.device) == (average.dtype, average.device)
 
 
 def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bool) -> torch.device | None:
-    """Return the device of the averages.
+    """Return the device of the averages; None means the device of the weights.
 
-    Args:
-        trainer: The running Trainer.
-        device: The ``device`` argument of the callback.
-        name: Class name of the callback, for messages.
-        strict: Whether to raise an error if the averages cannot be on ``device``. Otherwise, they are on the device of
-            the weights.
-
-    Returns:
-        The device; None means the device of the weights.
-
-    Raises:
-        ValueError: If the run uses DDP with ``local_sgd_steps``, or if ``strict`` is set and the averages of a sharded
-            model cannot be on the device.
-        RuntimeError, TypeError: If ``device`` is invalid.
+    With ``strict``, raise an error if the averages cannot be on ``device``.
     """
     strategy = trainer.accelerator.strategy
     if (local_steps := getattr(strategy, "local_steps", None)) is not None:
@@ -280,7 +259,6 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
 
 
 def _describe_difference(saved: Set[str], current: Set[str]) -> str:
-    """Return the names that only the checkpoint or only the model has, as text."""
     parts = []
     for owner, names in (("the checkpoint", sorted(saved - current)), ("the model", sorted(current - saved))):
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -310,9 +288,8 @@ def averaged_weights(path: Path | str) -> dict[str, Tensor]:
         Tensors by name.
 
     Raises:
-        TypeError: If ``path`` is not a path.
-        ValueError: If the path is not a checkpoint, or if the checkpoint is damaged or has no averaged weights.
-        OSError: If the checkpoint at a URL cannot be read.
+        ValueError, TypeError: If the path is invalid, or the checkpoint is damaged or has no averaged weights.
+        OSError: If the checkpoint cannot be read.
     """
     opened = OpenCheckpoint(path)
     opened.verify()
@@ -327,7 +304,7 @@ def averaged_weights(path: Path | str) -> dict[str, Tensor]:
 
 
 def _cast(averages: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each name and average, converted to the dtype of the weight."""
+    """Yield each name and average in the dtype of the weight."""
     for name, value in averages.items():
         tensor = value.read() if isinstance(value, Stored) else value
         yield name, tensor.to(weights[name].dtype) if name in weights else tensor

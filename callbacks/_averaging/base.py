@@ -32,12 +32,6 @@ class Averaging(Callback):
         self._latest_epoch = -1
 
     def _make_room(self, trainer: Trainer, task: TaskModule, buffers: bool, device: Any, strict: bool) -> None:
-        """Create the averages, once the model is prepared for training.
-
-        Raises:
-            ValueError: If another callback also averages weights, or if `resolve_averages_device` rejects the run or
-                ``device``.
-        """
         names = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, Averaging)]
         if len(names) > 1:
             raise ValueError(
@@ -48,17 +42,16 @@ class Averaging(Callback):
         self._ended, self._latest_epoch = False, -1
 
     def _end(self) -> None:
-        """Restore the model's own weights, unless training has ended."""
         if self._averages is not None and not self._ended:
             self._averages.restore_model()
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Restore the model's own weights before other callbacks save them."""
+        """Restore the model's own weights."""
         self._ended = False
         self._end()
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Keep the averages in the model after successful training. Otherwise, restore the model's own weights."""
+        """Keep the averages in the model after successful training, otherwise the model's own weights."""
         if self._ended and self._averages is not None:
             self._averages.keep_in_model()
         self._end()
@@ -72,11 +65,11 @@ class Averaging(Callback):
             checkpoint[self._key] = {**self._averages.state_dict(), "ended": self._ended, **position}
 
     def added_layout(self) -> dict[str, Any]:
-        """Return tensors with the names and sharding of the averages that `on_save_checkpoint` adds."""
+        """Return tensors with the names and sharding of the averages."""
         return {} if self._averages is None else {self._key: {"weights": self._averages.values}}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Restore the averages. Warn if the checkpoint was saved without this callback, or after training."""
+        """Restore the averages, if the checkpoint has any."""
         saved = checkpoint.get(self._key)
         if saved is None:
             warn(f"the checkpoint was saved without {type(self).__name__}, so averaging starts with this run.")

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def find_measured_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the BatchNorm layers with running statistics, except those in evaluation mode.
-
-    Args:
-        module: Model to search.
-    """
+    """Return the BatchNorm layers in training mode that have running statistics."""
     return [
         part
         for part in module.modules()
@@ -31,9 +27,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
     """Run ``training_step`` over the training data once, without gradients, to recompute BatchNorm's statistics.
 
     Must be called on all ranks. The statistics are the mean over the batches of all processes, weighted by the number
-    of samples. If the dataloader yields no batch, a warning is issued, and the statistics stay unchanged. Without
-    BatchNorm layers in training mode, nothing is run. The RNG state is restored and the values that the steps log are
-    discarded.
+    of samples. The RNG state is restored and the values that the steps log are discarded.
 
     Args:
         trainer: The Trainer, after training.
@@ -74,7 +68,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
 
 
 def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) -> float:
-    """Run ``training_step`` on every batch and return the number of samples on this process."""
+    """Run ``training_step`` on every batch and return the number of samples."""
     steps, accelerator = trainer.steps, trainer.accelerator
     assert steps is not None
     step = accelerator.local_method(task, "training_step")
@@ -94,7 +88,7 @@ def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) ->
 
 
 def _average_statistics(trainer: Trainer, layers: list[nn.Module], samples: float) -> bool:
-    """Set the statistics on all processes to their mean, weighted by samples. Return False if there were no samples."""
+    """Set the statistics to their mean over all processes. Return False if there were no samples."""
     world = trainer.accelerator.data_world
     statistics: list[Tensor] = [t for layer in layers for t in (layer.running_mean, layer.running_var)]  # type: ignore
     flat = torch.cat([t.double().flatten() for t in statistics] if world.device.type != "mps" else statistics)

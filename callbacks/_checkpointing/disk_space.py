@@ -1,4 +1,4 @@
-"""Lower bound of a checkpoint's size in bytes, computed before the first step."""
+"""Estimate of a checkpoint's size."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ _STATES: dict[str, tuple[int, tuple[str, ...]]] = {
 def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_only: bool = False) -> int:
     """Return the estimated size in bytes of one checkpoint, over all processes.
 
-    The size is exact for weights, except that lazy parameters without a shape count as 0. For optimizer states, it is a
-    lower bound, provided that every trainable parameter gets a gradient.
+    For optimizer states, the size is a lower bound, provided that every trainable parameter gets a gradient.
 
     Args:
         trainer: The Trainer, with its task and optimizers already created.
@@ -48,7 +47,7 @@ def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_on
 
 
 def _count_optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the size of an optimizer's state in bytes, estimated from its class and options before the first step."""
+    """Return the size of an optimizer's state in bytes, estimated if it has none yet."""
     state_bytes = sum(_count_bytes(value) for state in optimizer.state.values() for value in _collect_tensors(state))
     if state_bytes:
         return state_bytes
@@ -63,13 +62,11 @@ def _count_optimizer_bytes(optimizer: Optimizer) -> int:
 
 
 def _collect_tensors(state: Any) -> list[Tensor]:
-    """Return the tensors in an optimizer's state for one parameter."""
     values = state.values() if isinstance(state, dict) else ()
     return [value for value in values if isinstance(value, Tensor)]
 
 
 def _count_bytes(tensor: Tensor) -> int:
-    """Return the size of a tensor in bytes, over all its shards; 0 for a lazy parameter."""
     # The full size of a sharded tensor; the size of a lazy one is unknown before its layer's first batch.
     return 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
 

@@ -1,4 +1,4 @@
-"""Names of checkpoints, made from templates such as ``{epoch}-{val_loss:.2f}``."""
+"""Names and folders of checkpoints."""
 
 from __future__ import annotations
 
@@ -17,19 +17,9 @@ _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
 
 def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str:
-    """Replace the fields of a template with values.
+    """Replace the fields of a template with values. A missing value counts as 0, with a warning.
 
-    Args:
-        template: Text with fields. A field is a name in braces, optionally with a format after a colon.
-        values: Values for the fields, by name. A missing value counts as 0, with a warning.
-        equals: Text between a field's name and its value; None omits the name. A ``/`` in the name becomes ``_``,
-            because otherwise the checkpoint would end up in a subfolder.
-
-    Returns:
-        The filled-in template, without a version or an extension.
-
-    Raises:
-        ValueError: If a value cannot be written in its field's format.
+    ``equals`` is the text between a field's name and its value; None omits the name.
     """
 
     def fill(match: re.Match[str]) -> str:
@@ -55,13 +45,11 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
     """Raise an error if the directory or the file name of checkpoints is invalid.
 
     Args:
-        dirpath: The ``dirpath`` argument of `ModelCheckpoint`, or None.
-        filename: The ``filename`` argument of `ModelCheckpoint`, or None.
+        dirpath: Argument of `ModelCheckpoint`.
+        filename: Argument of `ModelCheckpoint`.
 
     Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If the name is empty, leaves the directory, ends in a slash, has a part that begins with a dot, or
-            has a brace that is not part of a field. Also if the directory is an invalid URL.
+        ValueError, TypeError: If an argument is invalid.
     """
     if dirpath is not None and not isinstance(dirpath, str | os.PathLike):
         raise TypeError(f"dirpath={dirpath!r} must be the path of a directory, not {name_type(dirpath)}.")
@@ -93,9 +81,6 @@ class CheckpointFilenames:
     """File names of the checkpoints of one `ModelCheckpoint`.
 
     Attributes:
-        template: Template of ranked checkpoints.
-        template_of_last: Template of the name of ``last.ckpt``.
-        extension: Extension of each name, such as ``".ckpt"``.
         separator: Text between a name and its version.
         equals: Text between a field's name and its value; None omits the name.
     """
@@ -108,7 +93,7 @@ class CheckpointFilenames:
 
     @property
     def depth(self) -> int:
-        """Number of folder levels in the names; 0 if the templates contain no slash."""
+        """Number of folder levels in the names."""
         return max(0, *(len(Path(template).parts) - 1 for template in (self.template, self.template_of_last)))
 
     def fill_in(self, values: Mapping[str, Any], template: str | None = None, version: int | None = None) -> str:
@@ -117,7 +102,7 @@ class CheckpointFilenames:
         Args:
             values: Values for the fields of the template, by name.
             template: Template to fill in. Default: the attribute ``template``.
-            version: Number in a suffix such as ``-v1``; None adds no suffix. Default: None.
+            version: Number in a suffix such as ``-v1``. Default: no suffix.
 
         Raises:
             ValueError: If a value cannot be written in its field's format.
@@ -128,7 +113,7 @@ class CheckpointFilenames:
 
 
 def folders(directory: str | AnyPath, levels: int) -> list[AnyPath]:
-    """Return a directory and the nested folders that may contain checkpoints. Checkpoints themselves are excluded.
+    """Return a directory and the nested folders that may contain checkpoints, without the checkpoints themselves.
 
     Args:
         directory: Directory of the callback's checkpoints.
@@ -143,7 +128,6 @@ def folders(directory: str | AnyPath, levels: int) -> list[AnyPath]:
 
 
 def _is_folder(path: AnyPath) -> bool:
-    """Return whether a path is a readable folder and neither a checkpoint nor the remains of a checkpoint."""
     if path.name.startswith(".") or not path.is_dir():
         return False
     if isinstance(path, Path) and not os.access(path, os.R_OK | os.X_OK):

@@ -1,4 +1,4 @@
-"""Validation of the triggers that save a checkpoint, and a timer on which all ranks agree."""
+"""Triggers that save a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ if TYPE_CHECKING:
 
 class AgreedInterval:
     """Timer on which all ranks agree without communicating at every step. It follows rank zero's clock.
-
-    A broadcast can take as long as a short training step. Rank zero therefore estimates how many steps fit into half of
-    the remaining time, and all processes take these steps before they check again. The number of checks per interval
-    therefore grows only with the logarithm of the number of steps: about ten for a thousand steps.
 
     Args:
         interval: Time after which `is_over` returns True.
@@ -48,10 +44,10 @@ class AgreedInterval:
     def is_over(self, trainer: Trainer) -> bool:
         """Return whether the interval has ended, and start the next one if so.
 
-        Must be called on all ranks after each step. `restart` must have been called before.
+        Must be called on all ranks after each step, once `restart` has been called.
 
         Args:
-            trainer: The running Trainer.
+            trainer: The Trainer.
         """
         step = trainer.progress.step
         if step < self._next_step:
@@ -73,9 +69,9 @@ def check_triggers(steps: int | None, interval: timedelta | None, epochs: int | 
     """Raise a ValueError if more than one trigger is set, or if a number of steps or epochs is invalid.
 
     Args:
-        steps: The ``every_n_train_steps`` argument of `ModelCheckpoint`.
-        interval: The parsed ``train_time_interval`` argument.
-        epochs: The ``every_n_epochs`` argument.
+        steps: The argument ``every_n_train_steps``.
+        interval: The parsed argument ``train_time_interval``.
+        epochs: The argument ``every_n_epochs``.
     """
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None:

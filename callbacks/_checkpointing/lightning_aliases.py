@@ -34,7 +34,7 @@ _NEVER_CALLED = {
 
 
 class CheckpointAliases:
-    """Base class of `ModelCheckpoint` with Lightning's names for its internals."""
+    """Base class of `ModelCheckpoint` with Lightning's names."""
 
     _top_k: TopKCheckpoints
     every_n_train_steps: int
@@ -46,7 +46,6 @@ class CheckpointAliases:
         raise NotImplementedError
 
     def _warn_of_never_called(self, base: type) -> None:
-        """Warn about each overridden method of ``base`` that Treadle never calls."""
         for name, instead in _NEVER_CALLED.items():
             if getattr(type(self), name, None) is not getattr(base, name, None):
                 warn(f"{type(self).__name__} overrides {name}, which Treadle never calls. {instead}")
@@ -73,11 +72,7 @@ class CheckpointAliases:
 
     @property
     def kth_value(self) -> Tensor:
-        """Value of the worst ranked checkpoint, a 0-d tensor.
-
-        While fewer than ``save_top_k`` checkpoints or none are ranked, the value is infinity with mode ``"min"`` and
-        -infinity with mode ``"max"``.
-        """
+        """Value of the worst ranked checkpoint, a 0-d tensor; infinite while fewer than ``save_top_k`` are ranked."""
         top_k = self._top_k
         worst = torch.tensor(float("inf") if top_k.mode == "min" else float("-inf"), device="cpu")
         return top_k.best_k_models.get(top_k.kth_best_model_path, worst)

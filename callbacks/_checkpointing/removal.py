@@ -14,8 +14,7 @@ from ...engine.checkpoint import store
 def remove(path: str, directory: str, resumed: AnyPath | None) -> bool:
     """Delete a checkpoint if it exists, and return whether it was deleted. Warn if it cannot be deleted.
 
-    The checkpoint that the run was resumed from is never deleted, whatever its path, nor are checkpoints in other
-    directories.
+    The checkpoint that the run was resumed from is never deleted, nor are checkpoints in other directories.
 
     Args:
         path: Path of the checkpoint.
@@ -36,7 +35,6 @@ def remove(path: str, directory: str, resumed: AnyPath | None) -> bool:
 
 
 def _is_same(resumed: AnyPath, place: AnyPath) -> bool:
-    """Return whether two paths refer to the same checkpoint."""
     if isinstance(resumed, Path) and isinstance(place, Path):
         return resumed.exists() and os.path.samefile(resumed, place)
     return resumed == place
@@ -46,10 +44,9 @@ def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: An
     """Delete checkpoints that a killed run had replaced but not deleted, and return their paths.
 
     Args:
-        paths: Checkpoints that the killed run was about to delete, as recorded in its latest checkpoint.
+        paths: The replaced checkpoints.
         directory: Directory of the callback's checkpoints.
-        step: Optimizer step of the latest checkpoint. A later checkpoint with the same name is a different one and is
-            kept.
+        step: Optimizer step of the latest checkpoint. Later checkpoints are kept.
         resumed: The checkpoint that the run resumes from, or None.
     """
     leftovers = [path for path in paths if as_path(path).is_dir() and _read_step(path, default=step) < step]
@@ -68,7 +65,6 @@ def is_abandoned(path: str, step: int, resumed_step: int | None) -> bool:
 
 
 def _read_step(path: str, default: int) -> int:
-    """Return the optimizer step of a checkpoint; ``default`` if it cannot be read."""
     try:
         return store.read_manifest(path).step
     except ValueError:

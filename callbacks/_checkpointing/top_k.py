@@ -22,22 +22,12 @@ STATE = ("best_model_path", "best_model_score", "best_k_models", "last_model_pat
 class TopKCheckpoints:
     """Record of the checkpoints that one `ModelCheckpoint` keeps.
 
-    The record is saved in each checkpoint that a run can resume from, and must be correct once that checkpoint is in
-    place. It is therefore updated before the checkpoint is written. `snapshot` and `restore` undo the update if a save
-    fails.
+    The record is saved in each checkpoint that a run can resume from, so it is updated before the checkpoint is
+    written. `snapshot` and `restore` undo the update if a save fails. Other attributes are those of `ModelCheckpoint`.
 
     Attributes:
-        monitor: Name of the value by which checkpoints are ranked. With None, the latest checkpoint is the best.
-        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
-        save_top_k: Maximum number of ranked checkpoints to keep; -1 keeps all.
-        best_model_path: Path of the best checkpoint, or "".
-        best_model_score: Value of ``monitor`` for the best checkpoint; None without a monitor or a best checkpoint.
-        best_k_models: Values of ``monitor`` for the ranked checkpoints, by path; empty without a monitor.
-        last_model_path: Path of the latest ``last.ckpt``, or "".
-        current_score: Value of ``monitor`` that was last compared with the kept checkpoints; None without a monitor or
-            before the first comparison.
         replaced: Checkpoints to remove once the checkpoint that is being saved is in place.
-        saved_step: Optimizer step of the latest save; before the first save of a run, the step at which it started.
+        saved_step: Optimizer step of the latest save, or else the step at which the run started.
     """
 
     monitor: str | None
@@ -55,29 +45,29 @@ class TopKCheckpoints:
 
     @property
     def ranked_paths(self) -> set[str]:
-        """Recorded paths of checkpoints, excluding ``last.ckpt``."""
+        """Paths of the checkpoints, excluding ``last.ckpt``."""
         return {self.best_model_path, *self.best_k_models} - {""}
 
     @property
     def paths(self) -> set[str]:
-        """Recorded paths of checkpoints, including ``last.ckpt``."""
+        """Paths of the checkpoints, including ``last.ckpt``."""
         return self.ranked_paths | {self.last_model_path} - {""}
 
     @property
     def reserved_paths(self) -> set[str]:
-        """Paths that no other callback may save to or remove, including those that are still to be removed."""
+        """Paths that no other callback may save to or remove."""
         return self.paths.union(self.replaced)
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path of the worst ranked checkpoint; "" if there is none or fewer than ``save_top_k`` are kept."""
+        """Path of the worst ranked checkpoint, or ""."""
         if not self.best_k_models or (self.save_top_k != -1 and len(self.best_k_models) < self.save_top_k):
             return ""
         return find_best_path(self.best_k_models, self.mode, worst=True)
 
     @property
     def next_replaced(self) -> str:
-        """Path of the checkpoint that the next ranked checkpoint replaces; "" if none is replaced."""
+        """Path of the checkpoint that the next one replaces, or ""."""
         if self.save_top_k == -1:
             return ""
         return self.best_model_path if self.monitor is None else self.kth_best_model_path
@@ -98,7 +88,7 @@ class TopKCheckpoints:
 
         Args:
             path: Path of the checkpoint.
-            score: Value of ``monitor`` for the checkpoint, a 0-d tensor; None without a monitor.
+            score: Value of ``monitor`` for the checkpoint; None without a monitor.
             replaced: Path of the checkpoint that the new one replaces, or "".
         """
         if score is None:
@@ -137,7 +127,7 @@ class TopKCheckpoints:
         self.replaced = sorted(earlier - {""} - self.paths - reserved)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a copy of all values that a save changes."""
+        """Return the values that a save changes."""
         return {name: getattr(self, name) for name in (*STATE, "replaced", "saved_step")}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -151,7 +141,7 @@ class TopKCheckpoints:
 
 
 class Recorded(Generic[Value]):
-    """Descriptor that forwards a callback's attribute to the callback's `TopKCheckpoints`.
+    """Descriptor that forwards a callback's attribute to its `TopKCheckpoints`.
 
     Args:
         owner: Name of the callback's attribute that holds the `TopKCheckpoints`.
@@ -175,13 +165,7 @@ class Recorded(Generic[Value]):
 
 
 def find_best_path(scores: Mapping[str, Tensor], mode: str, worst: bool = False) -> str:
-    """Return the path with the best or the worst score. NaN is worse than any number.
-
-    Args:
-        scores: Values by path.
-        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
-        worst: Return the worst path instead. Default: False.
-    """
+    """Return the path with the best or, with ``worst``, the worst score. NaN is worse than any number."""
 
     def rank(path: str) -> tuple[bool, float]:
         value = float(scores[path])
@@ -194,7 +178,7 @@ def relocate(state: dict[str, Any], directory: str) -> dict[str, Any]:
     """Return a callback's saved state, with updated paths if its folder was moved to ``directory`` after the save.
 
     Args:
-        state: State that `ModelCheckpoint.state_dict` returned.
+        state: State of a `ModelCheckpoint`.
         directory: The current directory of the callback.
     """
     before = state["dirpath"]

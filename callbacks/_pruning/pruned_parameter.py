@@ -1,4 +1,4 @@
-"""Pruned parameter with its mask and its initial value, and conversions for state dicts and checkpoints."""
+"""Pruned parameters of a model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ class PrunedParameter:
     """Parameter that is or will be pruned.
 
     For a parameter ``weight``, torch stores the trained values as ``weight_orig`` and the mask as a buffer
-    ``weight_mask``, and sets ``weight`` to their product before each forward pass. As long as the parameter is in this
-    form, the module's state dict contains only the pruned ``weight``, even after a fit. If an earlier fit left a mask,
-    pruning continues from that mask.
+    ``weight_mask``, and sets ``weight`` to their product before each forward pass.
 
     Args:
         module: Module that directly contains the parameter.
         name: Name of the parameter in the module, such as ``"weight"``.
-        path: Name of the module in the model, such as ``"encoder.0"``; "" for the model itself.
+        path: Name of the module in the model; "" for the model itself.
         keep_first: Whether to keep the current value as the initial value.
 
     Attributes:
@@ -43,31 +41,31 @@ class PrunedParameter:
 
     @property
     def is_pruned(self) -> bool:
-        """Return whether the parameter has a mask."""
+        """True if the parameter has a mask."""
         return f"{self.name}_mask" in self.module._buffers
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter that the optimizer trains, with the unmasked values."""
+        """The trained parameter, with the unmasked values."""
         table = self.module._parameters
         return table[f"{self.name}_orig"] if f"{self.name}_orig" in table else table[self.name]  # type: ignore
 
     @property
     def mask(self) -> Tensor:
-        """Mask of the parameter: 1 for remaining weights, 0 for pruned weights."""
+        """Mask: 1 for remaining weights, 0 for pruned weights."""
         return self.module._buffers[f"{self.name}_mask"]  # type: ignore[return-value]
 
     def count_zeros(self) -> int:
-        """Return the number of pruned weights. Synchronizes with the device."""
+        """Return the number of pruned weights."""
         return int((self.mask == 0).sum()) if self.is_pruned else 0
 
     def refresh(self) -> None:
-        """Recompute the masked ``weight``, which torch compares when it prunes. Optimizer steps do not update it."""
+        """Recompute the masked ``weight``, which optimizer steps do not update."""
         if self.is_pruned:
             setattr(self.module, self.name, (self.parameter * self.mask.to(self.parameter.dtype)).detach())
 
     def register_hooks(self) -> None:
-        """If the parameter is pruned, make the module's state dict contain the pruned value under its own name."""
+        """Make the module's state dict contain the pruned value under its own name."""
         if self.is_pruned and not self._hooks:
             self._hooks = [  # torch sets an attribute on the hook, which a bound method does not allow
                 self.module.register_state_dict_post_hook(partial(self._hide)),
@@ -86,7 +84,7 @@ class PrunedParameter:
         self._hooks = []
 
     def get_state(self) -> dict[str, Any]:
-        """Return the initial value and, if the parameter is pruned, its mask and unmasked values, for a checkpoint."""
+        """Return the initial value and, if pruned, the mask and unmasked values."""
         if not self.is_pruned:
             return {"first": self.first}
         return {"first": self.first, "mask": self.mask, "value": self.parameter.detach()}
@@ -96,7 +94,7 @@ class PrunedParameter:
         """Restore the state that `get_state` returned. Its tensors may be read lazily.
 
         Args:
-            saved: The saved state; None if the checkpoint does not contain this parameter.
+            saved: The saved state.
 
         Raises:
             ValueError: If ``saved`` is None.
@@ -120,12 +118,11 @@ class PrunedParameter:
         self.register_hooks()
 
     def _hide(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Replace the values and the mask in a state dict with the pruned value."""
         value, mask = state.pop(f"{prefix}{self.name}_orig"), state.pop(f"{prefix}{self.name}_mask")
         state[f"{prefix}{self.name}"] = (value * mask.to(value.dtype)).detach()
 
     def _seek(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Load a value under the parameter's own name. Weights that are nonzero in this value are no longer pruned."""
+        """Load a value. Weights that are nonzero in this value are no longer pruned."""
         if (value := state.pop(f"{prefix}{self.name}", None)) is not None:
             mask = self.mask
             if value.shape == mask.shape:  # otherwise torch raises an error that describes the mismatch
@@ -135,17 +132,12 @@ class PrunedParameter:
 
 
 def _find_pruned(module: nn.Module, name: str) -> PrunedParameter | None:
-    """Return the `PrunedParameter` whose hooks are registered on the module, which may be a copy, or None."""
     owners = (getattr(getattr(hook, "func", None), "__self__", None) for hook in module._state_dict_hooks.values())
     return next((owner for owner in owners if isinstance(owner, PrunedParameter) and owner.name == name), None)
 
 
 def collect_masks(model: nn.Module) -> dict[str, Tensor]:
-    """Return the masks of a model's pruned parameters, by their original names.
-
-    Args:
-        model: The model.
-    """
+    """Return the masks of a model's pruned parameters, by their original names."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name.endswith("_orig")]
     stems = [name.removesuffix("_orig") for name in names]

@@ -1,4 +1,4 @@
-"""Table of a model's modules with their parameters and modes and, given an example input, shapes and FLOPs."""
+"""Table of a model's modules."""
 
 from __future__ import annotations
 
@@ -25,15 +25,11 @@ class Part:
 
     Attributes:
         name: Path of the module in the model; ``(own)`` for parameters that belong to the model itself.
-        type: Class name of the module.
         parameters: Number of parameters, over all processes.
-        lazy: Whether the module also has lazy parameters, which do not have a shape yet and are not counted.
+        lazy: Whether the module also has lazy parameters, which are not counted.
         local: Number of parameters that this process holds.
-        training: Whether the module is in training mode.
-        frozen: Whether all parameters of the module are frozen; False if the module has no parameters.
-        flops: Number of FLOPs in the run with the example input; None if they were not counted.
-        in_size: Shapes of the inputs in the first call; ``"?"`` if unknown.
-        out_size: Shapes of the outputs in the first call; ``"?"`` if unknown.
+        frozen: Whether the module has parameters and all of them are frozen.
+        flops: Number of FLOPs in the run with the example input, or None.
     """
 
     name: str
@@ -52,13 +48,11 @@ class Summary:
     """Summary of a model's modules, returned by `summarize`. Converting it to ``str`` renders the table.
 
     Attributes:
-        layers: Rows of the table: a `Part` for each module that is shown and, if the model itself has parameters, one
-            for these.
-        measured: Whether the model was successfully run with its example input. If False, FLOPs and shapes are not
-            shown.
-        total_parameters, trainable_parameters: Number of parameters over all processes. A shared parameter counts once,
-            and lazy parameters are not counted.
-        model_size: Size of the counted parameters, over all processes, in MB (1,000,000 bytes).
+        layers: Rows of the table.
+        measured: Whether the model was successfully run with its example input.
+        total_parameters, trainable_parameters: Number of parameters over all processes, without lazy parameters. A
+            shared parameter counts once.
+        model_size: Size of the counted parameters in MB (1,000,000 bytes).
         total_training_modes: Number of modules in ``"train"`` and in ``"eval"`` mode, not counting the model itself.
         total_flops: Number of FLOPs in the run with the example input; 0 if they were not counted.
 
@@ -90,7 +84,7 @@ class Summary:
 
     @property
     def layer_names(self) -> list[str]:
-        """Names of the rows: paths of the modules, and ``(own)`` for parameters that belong to the model itself."""
+        """Names of the rows."""
         return [part.name for part in self.layers]
 
     @property
@@ -105,26 +99,26 @@ class Summary:
 
     @property
     def training_modes(self) -> list[bool]:
-        """Mode of each module: True for training mode, False for evaluation mode."""
+        """Mode of each module: True for training mode."""
         return [part.training for part in self.layers]
 
     @property
     def in_sizes(self) -> list[Any]:
-        """Shapes of the modules' inputs; ``"?"`` if unknown."""
+        """Shapes of the modules' inputs."""
         return [part.in_size for part in self.layers]
 
     @property
     def out_sizes(self) -> list[Any]:
-        """Shapes of the modules' outputs; ``"?"`` if unknown."""
+        """Shapes of the modules' outputs."""
         return [part.out_size for part in self.layers]
 
     @property
     def flop_counts(self) -> dict[str, int]:
-        """Number of FLOPs of each row, by name; 0 if they were not counted."""
+        """Number of FLOPs of each row, by name."""
         return {part.name: part.flops or 0 for part in self.layers}
 
     def columns(self) -> list[tuple[str, list[str]]]:
-        """Return the columns of the table as pairs of a header and its cells."""
+        """Return the columns of the table: pairs of a header and its cells."""
         rows = self.layers
         columns = [
             ("name", [row.name for row in rows]),
@@ -141,7 +135,7 @@ class Summary:
         return columns
 
     def totals(self) -> str:
-        """Return the line below the table: numbers of parameters and modules, model size and, if counted, FLOPs."""
+        """Return the line below the table."""
         modes = self.total_training_modes
         text = (
             f"{_format_count(*self._total_count)} parameters: {_format_count(*self._trainable_count)} trainable, "
@@ -176,20 +170,15 @@ def summarize(
 ) -> Summary:
     """Return a summary of a model's modules.
 
-    If the model has an ``example_input_array``, the model is run once with this input to record shapes and count FLOPs.
-    The run is in evaluation mode and without gradients. If it fails, a warning is issued and the table shows neither
-    shapes nor FLOPs. The input may be a single argument such as a tensor, a list or tuple of arguments, or a dict of
-    arguments by name. The RNG state and the modules' modes are restored afterwards. A model with lazy parameters or
-    buffers, which have no shape yet, is not run.
+    If the model has an ``example_input_array``, it is run once with this input, in evaluation mode, to record shapes
+    and count FLOPs. If the run fails, a warning is issued. The input may be a single argument, a list or tuple of
+    arguments, or a dict of arguments by name. A model with lazy parameters or buffers is not run.
 
     Args:
         module: The model.
         max_depth: Levels of nested modules to show; -1 shows all. Default: 1.
         forward: Function that runs the model. Default: the model itself.
         prepare: Function that prepares the example input. Default: a function that moves it to the device of the model.
-
-    Returns:
-        The summary; its ``str`` is a table.
 
     Raises:
         ValueError: If ``max_depth`` is invalid.
@@ -218,7 +207,6 @@ def summarize(
 
 
 def _describe(name: str, part: nn.Module, parameters: list[nn.Parameter]) -> Part:
-    """Return the row of the table for one module."""
     count, lazy = _count_elements(parameters)
     local_count = sum(local(p).numel() for p in parameters if not is_lazy(p))
     frozen = bool(parameters) and not any(p.requires_grad for p in parameters)
@@ -228,7 +216,7 @@ def _describe(name: str, part: nn.Module, parameters: list[nn.Parameter]) -> Par
 def _run(
     module: nn.Module, parts: dict[str, nn.Module], rows: dict[str, Part], forward: Callable[..., Any], example: Any
 ) -> int:
-    """Run the model once, record shapes and FLOPs in the rows, and return the total number of FLOPs."""
+    """Run the model once, record shapes and FLOPs, and return the total number of FLOPs."""
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
@@ -251,7 +239,6 @@ def _run(
 
 
 def _watch(part: nn.Module, row: Part, flops: Callable[[], int], stack: ExitStack) -> None:
-    """Record a module's shapes and FLOPs in its row, with forward hooks."""
     flops_before: list[int] = []
 
     def record_start(_: nn.Module, args: Any) -> None:
@@ -272,7 +259,6 @@ def _watch(part: nn.Module, row: Part, flops: Callable[[], int], stack: ExitStac
 
 
 def _collect_shapes(value: Any) -> Any:
-    """Return the shapes of tensors in nested containers."""
     if hasattr(value, "shape"):
         return list(value.shape)
     if isinstance(value, Mapping):
@@ -283,7 +269,7 @@ def _collect_shapes(value: Any) -> Any:
 
 
 def _disable_compilation(module: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context in which compiled modules run eagerly, because compiling them can take minutes."""
+    """Return a context in which compiled modules run eagerly, because compiling takes time."""
     compiled = any(getattr(part, "_compiled_call_impl", None) is not None for part in module.modules())
     if compiled or any(type(part).__name__ == "OptimizedModule" for part in module.modules()):
         return torch.compiler.set_stance("force_eager")
@@ -291,19 +277,16 @@ def _disable_compilation(module: nn.Module) -> AbstractContextManager[Any]:
 
 
 def _make_mover(module: nn.Module) -> Callable[[Any], Any]:
-    """Return a function that moves an example input to the device of the model."""
     first = next(iter((*module.parameters(), *module.buffers())), None)
     return lambda example: example if first is None else move_data_to_device(example, first.device)
 
 
 def _count_elements(parameters: Iterable[nn.Parameter]) -> tuple[int, bool]:
-    """Return the number of elements, and whether some parameters are lazy and have no shape yet."""
     parameter_list = list(parameters)
     return sum(p.numel() for p in parameter_list if not is_lazy(p)), any(map(is_lazy, parameter_list))
 
 
 def _format_count(count: int, lazy: bool) -> str:
-    """Format a number of parameters as text."""
     if lazy:
         return f"{count:,} + lazy" if count else "lazy"
     return f"{count:,}"

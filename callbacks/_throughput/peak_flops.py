@@ -1,4 +1,4 @@
-"""Peak performance of GPUs: dense FLOPs per second by dtype, from the vendors' data sheets."""
+"""Peak FLOPs per second of GPUs, from the vendors' data sheets."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
     """Return the peak FLOPs per second of a device, without sparsity; None if they are unknown.
 
     Args:
-        device: Device to look up by its name. The result is None unless the device's type is ``"cuda"``.
+        device: The device. The result is None unless its type is ``"cuda"``.
         dtype: The dtype of the computation, or ``"tf32"``. ``torch.float32`` means TF32 if the device supports TF32 and
             ``torch.get_float32_matmul_precision()`` permits it.
     """
@@ -66,12 +66,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
 
 
 def look_up_peak_flops(name: str, dtype: torch.dtype | str) -> float | None:
-    """Return the peak FLOPs per second of a GPU by name, without sparsity; None if they are unknown.
-
-    Args:
-        name: The driver's name for the device, such as ``"NVIDIA H100 80GB HBM3"``.
-        dtype: The dtype of the computation, or ``"tf32"``. ``torch.float32`` does not mean TF32 here.
-    """
+    """Return the peak FLOPs per second of a GPU by its name, without sparsity; None if they are unknown."""
     words = re.findall("[a-z0-9]+", name.lower())
     text = f" {' '.join(words)} "
     chip = max((chip for chip in _PEAKS if f" {chip} " in text), key=len, default="")

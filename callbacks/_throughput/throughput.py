@@ -1,4 +1,4 @@
-"""Throughput rates over a window of the latest measurements."""
+"""Throughput rates, and the FLOPs of a model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from ...common.validation import check_int, check_number
 class Throughput:
     """Throughput meter that converts cumulative totals to batches, samples, items and FLOPs per second.
 
-    Call `update` once the device has finished its work, for example after ``torch.cuda.synchronize()`` or after reading
-    a value from the device. All devices are assumed to be of the same kind.
+    Call `update` once the device has finished its work, for example after ``torch.cuda.synchronize()``.
 
     Args:
-        available_flops: Peak FLOPs per second of one device. If set, ``device/mfu``, the achieved fraction of this
-            peak, is computed from the measured FLOPs. Default: None.
+        available_flops: Peak FLOPs per second of one device, for ``device/mfu``, the achieved fraction of this peak.
+            Default: None.
         world_size: Number of devices. With several devices, rates are returned per device (``device/...``) and for all
             devices. Default: 1.
         window_size: Number of measurements that a rate covers, at least 2. Default: 100.
@@ -69,12 +68,10 @@ class Throughput:
             batches: Number of batches.
             samples: Number of samples; the mean if devices get different numbers.
             lengths: Number of items, such as tokens. Default: None, which counts no items.
-            flops: Number of FLOPs since the previous call, such as a multiple of the result of `measure_flops`.
-                Default: None, which counts no FLOPs.
+            flops: Number of FLOPs since the previous call. Default: None, which counts no FLOPs.
 
         Raises:
-            ValueError: If a total has not grown since the previous call, or if a call does not pass the same arguments
-                (apart from ``flops``) as the previous one.
+            ValueError: If a total has not grown since the previous call, or is passed in only one of the two calls.
         """
         row: dict[str, float] = {"time": time, "batches": batches, "samples": samples}
         if lengths is not None:
@@ -97,10 +94,7 @@ class Throughput:
         self._rows.append(row)
 
     def compute(self) -> dict[str, float]:
-        """Return the latest totals and, once the window is full, the rates.
-
-        Returns:
-            Totals and rates by name, such as ``samples`` and ``device/samples_per_sec``.
+        """Return the latest totals and, once the window is full, the rates, by name.
 
         Raises:
             ValueError: If `update` has not been called.
@@ -133,7 +127,7 @@ class Throughput:
 
 
 def measure_flops(model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Any] | None = None) -> int:
-    """Return the number of FLOPs of a forward pass and, with ``loss_fn``, of the backward pass.
+    """Return the number of FLOPs of a forward pass and, with ``loss_fn``, of the loss and the backward pass.
 
     On the meta device, this takes almost no time or memory:
 
@@ -146,8 +140,7 @@ def measure_flops(model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Call
     Args:
         model: The model. Its gradients are restored afterwards.
         forward_fn: Function that runs the model.
-        loss_fn: Function that computes a loss from the result of ``forward_fn``. If it is passed, the loss and the
-            backward pass are counted, too. Default: None.
+        loss_fn: Function that computes a loss from the result of ``forward_fn``. Default: None.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

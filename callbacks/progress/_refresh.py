@@ -1,4 +1,4 @@
-"""Base class of progress bars that decides when bars are redrawn, and prints lines if no bar can be drawn."""
+"""Base class of progress bars that are drawn."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ _REDRAW_EVERY = 0.1  # seconds; faster updates are unreadable
 class DrawnBar(ProgressBar):
     """Base class of progress bars that show the epoch and any evaluation, or print lines if no bar can be drawn.
 
-    Only rank zero draws or prints. A bar is drawn in a terminal or a notebook. An error while drawing or printing, for
-    example because the terminal is closed or an override fails, disables the bar with a warning. If the attribute
-    ``strict`` is True, the error is raised instead. Values are read from the device only to draw or print them.
+    Only rank zero draws or prints. An error while drawing or printing disables the bar with a warning, unless the
+    attribute ``strict`` is True.
 
     Args:
         refresh_rate: Rate of redraws, in a unit that subclasses define; 0 draws and prints nothing.
-        leave: Leave the bar of each epoch on the screen, not only the last one.
-        line_every: Minimum number of seconds between the lines that are printed if no bar can be drawn.
+        leave: Leave the bar of each epoch on the screen.
+        line_every: Minimum number of seconds between printed lines.
     """
 
     _calls_itself = "the progress bar"
@@ -51,7 +50,7 @@ class DrawnBar(ProgressBar):
 
     @property
     def refresh_rate(self) -> int:
-        """Rate of redraws, in the unit of the constructor's argument; 0 draws nothing."""
+        """Rate of redraws, in the unit of the constructor's argument."""
         return self._refresh_rate
 
     @property
@@ -61,12 +60,12 @@ class DrawnBar(ProgressBar):
 
     @property
     def is_enabled(self) -> bool:
-        """Return whether drawing is enabled."""
+        """True if drawing is enabled."""
         return self._enabled and self._refresh_rate > 0
 
     @property
     def is_disabled(self) -> bool:
-        """Return whether drawing is disabled."""
+        """True if drawing is disabled."""
         return not self.is_enabled
 
     def enable(self) -> None:
@@ -94,19 +93,18 @@ class DrawnBar(ProgressBar):
     # -- appearance ----------------------------------------------------------------------------------------------
 
     def _can_draw(self) -> bool:
-        """Return whether the output is a terminal or a notebook, in which a bar can be drawn."""
         return is_terminal(sys.stderr) or "ipykernel" in sys.modules
 
     def _open_epoch(self, text: str, done: int, total: int | None) -> None:
-        """Draw the bar of a new epoch, labeled ``text``, with ``done`` of ``total`` batches."""
+        """Draw the bar of a new epoch."""
         raise NotImplementedError
 
     def _show_epoch(self, done: int, values: dict[str, Any]) -> None:
-        """Redraw the epoch's bar after ``done`` batches, with the logged ``values``."""
+        """Redraw the epoch's bar."""
         raise NotImplementedError
 
     def _close_epoch(self) -> None:
-        """Close the epoch's bar, but leave it on the screen. The next epoch gets a new bar."""
+        """Close the epoch's bar, but leave it on the screen."""
         raise NotImplementedError
 
     def _open_evaluation(self, kind: str, text: str, total: int | None) -> None:
@@ -114,7 +112,7 @@ class DrawnBar(ProgressBar):
         raise NotImplementedError
 
     def _show_evaluation(self, done: int) -> None:
-        """Redraw the evaluation's bar after ``done`` batches."""
+        """Redraw the evaluation's bar."""
         raise NotImplementedError
 
     def _close_evaluation(self, done: int) -> None:
@@ -136,7 +134,7 @@ class DrawnBar(ProgressBar):
     # -- the run -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Determine whether to draw bars, to print lines or to do neither. Only rank zero shows progress."""
+        """Choose between bars, lines and no output."""
         super().setup(trainer, pl_module, stage)
         active = self.is_enabled and trainer.is_global_zero
         self._terminal = active and bool(self._safely(self._can_draw))
@@ -155,14 +153,13 @@ class DrawnBar(ProgressBar):
             self._close()
 
     def _make_room(self, record: logging.LogRecord) -> bool:
-        """Erase the bars before Treadle's logger writes a message."""
         self._safely(self._clear)
         return True
 
     # -- training ------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the epoch's bar. In a resumed epoch, it starts at the current batch."""
+        """Start the epoch's bar."""
         done = self._shown = trainer.progress.batch
         self._pace.restart(done)
         if self._terminal:
@@ -174,12 +171,11 @@ class DrawnBar(ProgressBar):
         self._due = 0.0
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Redraw the bar or print a line, if this is due."""
+        """Redraw, if this is due."""
         if time.monotonic() >= self._due:
             self._safely(self._draw_training, trainer, pl_module)
 
     def _draw_training(self, trainer: Trainer, task: TaskModule, always: bool = False) -> None:
-        """Redraw the epoch's bar, or write a line."""
         done = trainer.progress.batch
         if not self._terminal:
             position, values = self._describe_position(trainer, done), self.get_metrics(trainer, task)
@@ -191,21 +187,18 @@ class DrawnBar(ProgressBar):
             self._show_epoch(done, self._format_values(self.get_metrics(trainer, task)))
 
     def _format_values(self, values: dict[str, Any]) -> dict[str, str]:
-        """Return the values as text, by name."""
         return {name: self._format(value) for name, value in values.items()}
 
     def _format(self, value: Any) -> str:
-        """Return a logged value as text, with four significant digits for a float."""
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     def _describe_position(self, trainer: Trainer, done: int) -> str:
-        """Return the epoch, batch and step as text."""
         progress, steps = trainer.progress, trainer.estimated_stepping_batches
         batch, step = _format_share(done, self.total_train_batches), _format_share(progress.step, steps)
         return f"{self.train_description} {progress.epoch}, batch {batch}, step {step}"
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Draw the bar's final state with the values of the epoch."""
+        """Draw the bar's final state."""
         if self._terminal:
             self._safely(self._end_epoch, trainer, pl_module)
 
@@ -222,7 +215,6 @@ class DrawnBar(ProgressBar):
     def _write_line(
         self, position: str, done: int, total: int | float | None, values: dict[str, Any], left: str = "left"
     ) -> None:
-        """Write a line with the position, speed, remaining time and values."""
         self._due = time.monotonic() + self.line_every
         shown = [f"{name} = {text}" for name, text in self._format_values(values).items()]
         announce(", ".join([position, *self._pace.describe(done, _drop_infinite(total), left), *shown]))
@@ -259,14 +251,14 @@ class DrawnBar(ProgressBar):
             self._pace.restart(self._shown)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the bar of the validation or of the sanity check."""
+        """Start the bar of the validation."""
         if trainer.sanity_checking:
             self._begin(trainer, "sanity", self.sanity_check_description)
         else:
             self._begin(trainer, "validation", self.validation_description)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw the bar or print a line, if this is due."""
+        """Redraw, if this is due."""
         self._tick(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -278,7 +270,7 @@ class DrawnBar(ProgressBar):
         self._begin(trainer, "test", self.test_description)
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw the bar or print a line, if this is due."""
+        """Redraw, if this is due."""
         self._tick(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -290,7 +282,7 @@ class DrawnBar(ProgressBar):
         self._begin(trainer, "predict", self.predict_description)
 
     def on_predict_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw the bar or print a line, if this is due."""
+        """Redraw, if this is due."""
         self._tick(trainer)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -299,17 +291,13 @@ class DrawnBar(ProgressBar):
 
 
 class _Pace:
-    """Measurement of the speed in batches per second since the previous printed line or the latest restart."""
-
     def __init__(self) -> None:
         self.restart(0)
 
     def restart(self, done: int) -> None:
-        """Restart the measurement after ``done`` batches."""
         self.since, self.done = time.monotonic(), done
 
     def describe(self, done: int, total: int | None, left: str) -> list[str]:
-        """Return the speed and, if ``total`` is known, the remaining time, each as text; empty without progress."""
         current_time = time.monotonic()
         speed = (done - self.done) / max(current_time - self.since, 1e-9)
         self.since, self.done = current_time, done
@@ -320,11 +308,7 @@ class _Pace:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return whether a stream is a terminal.
-
-    Args:
-        stream: A text stream, such as ``sys.stderr``, or None.
-    """
+    """Return whether a stream is a terminal."""
     try:
         return bool(stream.isatty())
     except (AttributeError, ValueError, OSError):  # the stream is missing or closed

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 class ProgressBar(BestEffortCallback):
     """Base class of user-defined progress bars. Override the hooks that you need, and `disable` and `enable`.
 
-    This class provides the numbers of batches, the names of stages and the values to show. A subclass must call
-    ``super().__init__()``, and ``super().setup(...)`` if it overrides ``setup``. If ``callbacks`` contains such a bar,
-    the Trainer does not add another one.
+    A subclass must call ``super().__init__()``, and ``super().setup(...)`` if it overrides ``setup``. If ``callbacks``
+    contains such a bar, the Trainer does not add another one.
 
     Example:
         >>> import treadle as tl
@@ -66,25 +65,15 @@ class ProgressBar(BestEffortCallback):
     # -- methods that may be overridden --------------------------------------------------------------------------
 
     def disable(self) -> None:
-        """Stop drawing. Runs in ``setup`` on every process except rank zero.
-
-        Raises:
-            NotImplementedError: If the subclass does not override this method.
-        """
+        """Stop drawing. Runs in ``setup`` on every process except rank zero."""
         raise NotImplementedError(f"{type(self).__name__} must define disable(), which stops drawing.")
 
     def enable(self) -> None:
-        """Start drawing again.
-
-        Raises:
-            NotImplementedError: If the subclass does not override this method.
-        """
+        """Start drawing again."""
         raise NotImplementedError(f"{type(self).__name__} must define enable(), which starts drawing again.")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print a message. During a stage, `Trainer.print` calls this method on rank zero.
-
-        Override this method if a printed message would disrupt the bar.
+        """Print a message. Override this method if a printed message would disrupt the bar.
 
         Args:
             args: Positional arguments of ``print``.
@@ -96,11 +85,10 @@ class ProgressBar(BestEffortCallback):
         """Return the values to show next to the bar.
 
         These are the values logged with ``prog_bar=True`` and the first logger's version, if any, as ``v_num``. During
-        an epoch on a CUDA device, these values are slightly older than the latest ones, which could be read only after
-        a synchronization.
+        an epoch on a CUDA device, they may be slightly older than the latest ones.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             pl_module: The task.
         """
         if trainer.training and not trainer.progress.epoch_is_trained:
@@ -109,12 +97,12 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def sanity_check_description(self) -> str:
-        """Label of the bar during the sanity check, the validation batches that precede training."""
+        """Label of the bar during the sanity check."""
         return "sanity check"
 
     @property
     def train_description(self) -> str:
-        """Label of the bar during training. The bar shows it in front of the epoch's number."""
+        """Label of the bar during training."""
         return "epoch"
 
     @property
@@ -136,7 +124,7 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def total_train_batches(self) -> int | float:
-        """Number of micro-batches in this epoch, which may be limited by ``max_steps``; infinite if unknown."""
+        """Number of micro-batches in this epoch; infinite if unknown."""
         trainer = self.trainer
         sources = trainer.sources
         batches = math.inf if sources is None else _count_batches(sources.train.length)
@@ -156,26 +144,17 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """Number of batches of the current validation dataloader; infinite if unknown.
-
-        The current dataloader is the one whose index was last passed to `has_dataloader_changed`, by default the first.
-        """
+        """Number of batches of the current validation dataloader; infinite if unknown."""
         return self._get_current_length("val")
 
     @property
     def total_test_batches_current_dataloader(self) -> int | float:
-        """Number of batches of the current test dataloader; infinite if unknown.
-
-        The current dataloader is the one whose index was last passed to `has_dataloader_changed`, by default the first.
-        """
+        """Number of batches of the current test dataloader; infinite if unknown."""
         return self._get_current_length("test")
 
     @property
     def total_predict_batches_current_dataloader(self) -> int | float:
-        """Number of batches of the current prediction dataloader; infinite if unknown.
-
-        The current dataloader is the one whose index was last passed to `has_dataloader_changed`, by default the first.
-        """
+        """Number of batches of the current prediction dataloader; infinite if unknown."""
         return self._get_current_length("predict")
 
     def _get_current_length(self, kind: str) -> int | float:
@@ -201,7 +180,7 @@ class ProgressBar(BestEffortCallback):
     # -- the run -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Store the Trainer, and disable the bar on every process except rank zero."""
+        """Disable the bar on every process except rank zero."""
         super().setup(trainer, pl_module, stage)
         self._trainer = trainer
         if not trainer.is_global_zero:
@@ -209,12 +188,10 @@ class ProgressBar(BestEffortCallback):
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
-    """Return the value that all bars show by default: the version of the first logger, under the name ``v_num``.
-
-    A version that is a string is shortened to its last four characters. Without a version, the dict is empty.
+    """Return the version of the first logger, if any, under the name ``v_num``.
 
     Args:
-        trainer: The running Trainer.
+        trainer: The Trainer.
     """
     version = getattr(trainer.logger, "version", None)
     return {} if version in (None, "") else {"v_num": version[-4:] if isinstance(version, str) else version}

@@ -30,7 +30,7 @@ class RichProgressBarTheme:
         progress_bar: Style of the bar. Default: ``"#6206E0"``.
         progress_bar_finished: Style of the full bar. Default: ``"#6206E0"``.
         progress_bar_pulse: Style of the bar while the number of batches is unknown. Default: ``"#6206E0"``.
-        batch_progress: Style of the numbers of finished and total batches, such as ``3/10``. Default: no style.
+        batch_progress: Style of the numbers of batches. Default: no style.
         time: Style of the elapsed and remaining time. Default: ``"dim"``.
         processing_speed: Style of the batches per second. Default: ``"dim underline"``.
         metrics: Style of the logged values. Default: ``"italic"``.
@@ -56,14 +56,13 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(DrawnBar):
-    """Progress bar like `TQDMProgressBar`, but drawn by the package ``rich``, without a background thread.
+    """Progress bar like `TQDMProgressBar`, but drawn by the package ``rich``.
 
-    Override `configure_columns` to choose the columns of the bar, and `get_metrics` to choose the values that follow
-    the columns.
+    Override `configure_columns` to choose the columns of the bar, and `get_metrics` to choose the values that follow.
 
     Args:
         refresh_rate: Maximum number of redraws per second, limited to ten; 0 draws and prints nothing. Default: 100.
-        leave: Leave the bar of each epoch on the screen, not only the last one. Default: False.
+        leave: Leave the bar of each epoch on the screen. Default: False.
         theme: Styles of the columns. Default: a `RichProgressBarTheme` with its default values.
         console_kwargs: Arguments of ``rich.console.Console``. Unless they contain ``file`` or ``stderr``, the console
             writes to standard error. Default: None.
@@ -107,7 +106,7 @@ class RichProgressBar(DrawnBar):
         """Return the columns of the bar, from left to right. The logged values follow.
 
         Args:
-            trainer: The running Trainer.
+            trainer: The Trainer.
         """
         from rich.progress import BarColumn, TextColumn
 
@@ -131,7 +130,6 @@ class RichProgressBar(DrawnBar):
         return console.is_terminal or console.is_jupyter
 
     def _start_progress(self) -> Progress:
-        """Return the started display. Create it on first use and after the previous one was left on the screen."""
         if self.progress is None:
             from rich.progress import Progress
 
@@ -210,7 +208,7 @@ class RichProgressBar(DrawnBar):
 
 @cache
 def _make_console_class() -> type[Console]:
-    """Return a subclass of rich's console that raises a BrokenPipeError where rich would end the process."""
+    """Return a console class that raises an error where rich would end the process."""
     from rich.console import Console
 
     class Screen(Console):
@@ -221,14 +219,14 @@ def _make_console_class() -> type[Console]:
 
 
 def _make_console(console_kwargs: dict[str, Any]) -> Console:
-    """Return a new console, because standard error may have been replaced since the last one was created."""
+    """Return a new console, because standard error may have been replaced."""
     defaults = {} if {"file", "stderr"} & console_kwargs.keys() else {"file": sys.stderr}
     return _make_console_class()(**{**defaults, **console_kwargs})
 
 
 @cache
 def _make_words_column() -> Callable[..., ProgressColumn]:
-    """Return a class of columns whose text is computed by a function and not interpreted as markup."""
+    """Return a class of columns whose text is not interpreted as markup."""
     from rich.progress import ProgressColumn
     from rich.text import Text
 
@@ -244,18 +242,15 @@ def _make_words_column() -> Callable[..., ProgressColumn]:
 
 
 def _format_batches(task: Task) -> str:
-    """Return the number of finished batches and the total number as text."""
     return f"{int(task.completed)}/{'--' if task.total is None else int(task.total)}"
 
 
 def _format_time(task: Task) -> str:
-    """Return the elapsed and the remaining time as text."""
     spent = task.finished_time if task.finished else task.elapsed
     durations = (spent, task.time_remaining)
     return " • ".join("-:--:--" if seconds is None else str(timedelta(seconds=int(seconds))) for seconds in durations)
 
 
 def _format_speed(task: Task) -> str:
-    """Return the batches per second as text."""
     speed = task.finished_speed or task.speed
     return "" if speed is None else f"{speed:.2f}it/s"

@@ -1,4 +1,4 @@
-"""`TQDMProgressBar`: the default progress bar, drawn by tqdm."""
+"""`TQDMProgressBar`: a progress bar drawn by tqdm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHORTEST = 4  # minimum characters of the bar, below which values next to it ar
 
 
 def __getattr__(name: str) -> Any:
-    """Return tqdm's class under Lightning's name, ``Tqdm``. The package is imported on first use."""
+    """Return tqdm's class under Lightning's name, ``Tqdm``."""
     if name != "Tqdm":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tqdm.auto import tqdm
@@ -25,23 +25,21 @@ def __getattr__(name: str) -> Any:
 class TQDMProgressBar(DrawnBar):
     """Progress bar for the epoch, and another bar for a validation, test or prediction. Only rank zero draws them.
 
-    During an epoch or an evaluation, the bars are redrawn at most ten times a second. Values are read from the device
-    only to draw or print them. Without a terminal or a notebook, lines are printed instead. An error while drawing or
-    printing, for example because the terminal is closed or an override fails, disables the bar with a warning. If the
-    attribute ``strict`` is True, the error is raised instead. Override `get_metrics` to choose the values next to the
-    bar, and ``init_train_tqdm`` and similar methods to choose its appearance.
+    During an epoch or an evaluation, the bars are redrawn at most ten times a second. Without a terminal or a notebook,
+    lines are printed instead. An error while drawing or printing disables the bar with a warning, unless the attribute
+    ``strict`` is True. Override `get_metrics` to choose the values next to the bar, and `init_train_tqdm` and similar
+    methods to choose its appearance.
 
     Args:
         refresh_rate: Minimum number of batches between redraws, which the environment variable ``TQDM_MINITERS`` can
-            increase; 0 draws and prints nothing. Redraws are also limited by time. Default: 1.
+            increase; 0 draws and prints nothing. Default: 1.
         process_position: Number of rows to leave free above the bar. Default: 0.
-        leave: Leave the bar of each epoch on the screen, not only the last one. Default: False.
+        leave: Leave the bar of each epoch on the screen. Default: False.
         line_every: Minimum number of seconds between the lines that are printed if no bar can be drawn. Default: 10.0.
 
     Attributes:
         train_progress_bar: The epoch's bar, or None.
-        val_progress_bar: The bar of the running validation, test or prediction, or None. ``test_progress_bar`` and
-            ``predict_progress_bar`` are the same bar.
+        val_progress_bar: The bar of the running evaluation, or None.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -84,11 +82,11 @@ class TQDMProgressBar(DrawnBar):
     # -- methods that may be overridden --------------------------------------------------------------------------
 
     def init_train_tqdm(self) -> Any:
-        """Return a new bar for epochs. The number of batches and the label are set later."""
+        """Return a new bar for epochs."""
         return self._make_tqdm(self.train_description, leave=True)
 
     def init_sanity_tqdm(self) -> Any:
-        """Return a new bar for the sanity check, the validation batches that precede training."""
+        """Return a new bar for the sanity check."""
         return self._make_tqdm(self.sanity_check_description, leave=False)
 
     def init_validation_tqdm(self) -> Any:
@@ -178,7 +176,7 @@ class TQDMProgressBar(DrawnBar):
 
 
 def _fit_postfix(bar: Any) -> None:
-    """Omit the values that do not fit next to a bar. Otherwise, tqdm would cut a number in the middle."""
+    """Omit the values that do not fit next to a bar, because tqdm would cut them."""
     facts = bar.format_dict
     if not facts["ncols"] or not bar.postfix:  # a notebook
         return

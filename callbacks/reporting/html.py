@@ -1,4 +1,4 @@
-"""Report page of a run: one self-contained HTML file with curves, bars and tables."""
+"""HTML pages with charts and tables."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ class Failure:
     """Error that ended a stage.
 
     Attributes:
-        stage: Name of the stage.
         message: The error's class and message.
-        frames: Frames of the traceback outside of Treadle and torch, as text; empty if there are none.
+        frames: Frames of the traceback outside of Treadle and torch, as text.
         trace: The whole traceback, as text.
     """
 
@@ -48,17 +47,13 @@ class Page:
     """Content of the page. Empty sections are omitted.
 
     Attributes:
-        title: Title of the page, such as the class name of the task.
-        state: Current state or outcome of the run as a short text, such as ``"finished"``.
+        state: Current state or outcome of the run, such as ``"finished"``.
         ended_well: Whether the run succeeded; None if this is not known yet.
-        notes: The announced settings, line by line.
         tiles: Key figures as text, by name.
-        charts: Lines of each chart, by the chart's title and the line's name. A line consists of steps and values.
-        times: For each activity, its duration in seconds and the seconds spent waiting for batches.
-        tables: Rows of each table, by heading. A row consists of a name and a value.
+        charts: Steps and values of each line, by the chart's title and the line's name.
+        times: For each activity, its seconds and those spent waiting for batches.
+        tables: Rows of each table, by heading.
         folded: Additional rows of the tables, by heading, with the label that unfolds them.
-        texts: Preformatted texts by heading.
-        failures: Errors that ended the run.
     """
 
     title: str
@@ -134,19 +129,13 @@ class Page:
 
 
 class Chart:
-    """Line chart over the optimizer steps.
+    """Line chart over the optimizer steps. Long lines are thinned, and identical lines are merged.
 
-    Args:
-        title: Title of the chart.
-        lines: Steps and values of each line, by name.
-        styles: SVG attributes of each line, by name. Default: those of `choose_styles`.
+    ``styles`` holds the SVG attributes of each line, by default those of `choose_styles`.
 
     Attributes:
-        lines: The drawn lines, by name. Long lines are thinned. Identical lines are merged, and their names are joined.
         missing: Number of values that cannot be drawn, because they are not finite or their magnitude exceeds
             `LARGEST`.
-        logarithmic: Whether the vertical axis is logarithmic. It is if all values are positive and the largest is at
-            least 100 times the smallest.
     """
 
     def __init__(self, title: str, lines: Mapping[str, Points], styles: Mapping[str, str] | None = None) -> None:
@@ -173,35 +162,19 @@ class Chart:
             self.first, self.last = self.first - 1, self.last + 1
 
     def x(self, step: float) -> float:
-        """Return the horizontal position of a step in the chart's SVG coordinates.
-
-        Args:
-            step: The step.
-        """
+        """Return the horizontal position of a step in SVG coordinates."""
         return _LEFT + self.scale_step(step) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        """Return the vertical position of a value in the chart's SVG coordinates.
-
-        Args:
-            value: The value.
-        """
+        """Return the vertical position of a value in SVG coordinates."""
         return _HEIGHT - _BOTTOM - self.scale_value(value) * (_HEIGHT - _TOP - _BOTTOM)
 
     def scale_step(self, step: float) -> float:
-        """Return the relative horizontal position of a step, from 0 to 1.
-
-        Args:
-            step: The step.
-        """
+        """Return the horizontal position of a step, from 0 to 1."""
         return (step - self.first) / (self.last - self.first)
 
     def scale_value(self, value: float) -> float:
-        """Return the relative height of a value, from 0 to 1.
-
-        Args:
-            value: The value.
-        """
+        """Return the height of a value, from 0 to 1."""
         bottom, top = self._scale(self.bottom), self._scale(self.top)
         return (self._scale(value) - bottom) / (top - bottom)
 
@@ -209,16 +182,12 @@ class Chart:
         return math.log10(value) if self.logarithmic else value
 
     def data(self) -> dict[str, object]:
-        """Return the chart's data for the page's script, which shows the values at the mouse pointer."""
+        """Return the chart's data for the page's script."""
         lines = [{"name": name, "steps": steps, "values": values} for name, (steps, values) in self.lines.items()]
         return {"first": self.first, "last": self.last, "lines": lines}
 
     def draw(self, number: int) -> str:
-        """Return the chart as an HTML figure.
-
-        Args:
-            number: Index of the chart on the page.
-        """
+        """Return the chart as an HTML figure."""
         marks = []
         for value in choose_ticks(self.bottom, self.top, self.logarithmic):
             y = self.y(value)
@@ -253,32 +222,24 @@ class Chart:
 
 
 def render_charts(charts: Sequence[Chart]) -> Iterator[str]:
-    """Yield the section with a page's charts; nothing if there are no charts."""
+    """Yield the section with the charts, if any."""
     if charts:
         drawn = "".join(chart.draw(number) for number, chart in enumerate(charts))
         yield render_section("Curves", f'<div class="charts">{drawn}</div>')
 
 
 def make_chart_script(charts: Sequence[Chart]) -> str:
-    """Return the HTML script elements that show the charts' values at the mouse pointer."""
+    """Return the HTML script elements of the charts."""
     data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")
     return f'<script type="application/json" id="data">{data}</script><script>{_SCRIPT}</script>'
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """Return the joint name of identical lines, which are drawn once. More than three names are abbreviated."""
     return " = ".join(names) if len(names) <= 3 else f"{names[0]} = ... = {names[-1]} ({len(names)} are the same)"
 
 
 def choose_styles(names: Collection[str]) -> list[str]:
-    """Return the SVG attributes of a chart's lines. Training, validation and test each have one color in all charts.
-
-    Values of single steps are drawn pale if the means of their epochs are drawn, too. Additional lines of a stage, such
-    as those of several dataloaders, and lines for which no unused color is left are dashed.
-
-    Args:
-        names: Names of the lines.
-    """
+    """Return the SVG attributes of a chart's lines."""
     stages = [_STAGE_OF.get(split_stage(name)[0], "") for name in names]
     free = [color for color in COLORS if color not in {_OF_STAGE[stage] for stage in stages if stage}]
     drawn: Counter[tuple[str, bool]] = Counter()
@@ -295,12 +256,7 @@ def choose_styles(names: Collection[str]) -> list[str]:
 
 
 def thin_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[int], list[float]]:
-    """Return the steps and values of a thinned curve that keeps the extremes of each section and the end points.
-
-    Args:
-        points: Steps and values.
-        most: Maximum number of sections. All points are returned if there are at most twice as many.
-    """
+    """Return the steps and values of a curve, thinned to the extremes of its sections."""
     if len(points) > 2 * most:
         width = -(-len(points) // most)
         extremes = []
@@ -312,13 +268,7 @@ def thin_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[in
 
 
 def pad_range(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
-    """Return the ends of an axis, slightly beyond the lowest and the highest value.
-
-    Args:
-        low: The lowest value to draw.
-        high: The highest value to draw.
-        logarithmic: Whether the axis is logarithmic.
-    """
+    """Return the ends of an axis."""
     if logarithmic:
         return low / 1.2, high * 1.2
     space = (high - low) * 0.05 or abs(high) * 0.05
@@ -328,13 +278,7 @@ def pad_range(low: float, high: float, logarithmic: bool) -> tuple[float, float]
 
 
 def choose_ticks(low: float, high: float, logarithmic: bool) -> list[float]:
-    """Return the values at which an axis has ticks: round numbers between its ends.
-
-    Args:
-        low: Lower end of the axis.
-        high: Upper end of the axis.
-        logarithmic: Whether the axis is logarithmic.
-    """
+    """Return the values at which an axis has ticks."""
     if logarithmic:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         power_step = max(1, len(powers) // 5)
@@ -346,20 +290,12 @@ def choose_ticks(low: float, high: float, logarithmic: bool) -> list[float]:
 
 
 def format_number(value: float) -> str:
-    """Return a number as text. Magnitudes from 10,000 to 1e15 have no decimals, others four significant digits.
-
-    Args:
-        value: Number to format.
-    """
+    """Return a number as text."""
     return f"{value:,.0f}" if abs(value) >= 10_000 and abs(value) < 1e15 else f"{value:.4g}"
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration in a suitable unit: ``"12 ms"``, ``"3.4 s"``, ``"2:05 min"``, ``"3:07:00 h"``.
-
-    Args:
-        seconds: Duration in seconds.
-    """
+    """Return a duration as text, such as ``"12 ms"`` or ``"2:05 min"``."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
@@ -370,11 +306,7 @@ def format_duration(seconds: float) -> str:
 
 
 def group_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return names grouped by quantity: ``val_loss`` and ``train_loss_step`` are both in the group ``loss``.
-
-    Args:
-        names: Names of logged values.
-    """
+    """Return names grouped by quantity, such as ``loss`` for ``val_loss``."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(split_stage(name)[1], []).append(name)
@@ -382,11 +314,7 @@ def group_names(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def split_stage(name: str) -> tuple[str, str]:
-    """Return the stage with which a name begins, or "", and the name without stage, interval and dataloader index.
-
-    Args:
-        name: Name of a logged value.
-    """
+    """Return the stage with which a name begins, or "", and the name without it."""
     base_name = name.split("/dataloader_idx_")[0].removesuffix("_step").removesuffix("_epoch")
     for stage in _STAGES:
         if len(base_name) > len(stage) + 1 and base_name.startswith(stage) and base_name[len(stage)] in "_/-. ":
@@ -395,20 +323,12 @@ def split_stage(name: str) -> tuple[str, str]:
 
 
 def _render_table(rows: Mapping[str, str]) -> str:
-    """Return rows of names and values as an HTML table; "" without rows."""
     lines = [f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in rows.items()]
     return f"<table>{''.join(lines)}</table>" if lines else ""
 
 
 def render_document(title: str, body: Iterable[str], script: str = "", style: str = "") -> str:
-    """Return a self-contained HTML page that supports light and dark color schemes.
-
-    Args:
-        title: Title of the window.
-        body: Content as HTML.
-        script: HTML elements to add after the content. Default: none.
-        style: CSS to add to the common style sheet. Default: none.
-    """
+    """Return a self-contained HTML page."""
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -422,31 +342,17 @@ def render_document(title: str, body: Iterable[str], script: str = "", style: st
 
 
 def render_fold(words: str, content: str) -> str:
-    """Return HTML with content that unfolds when the label is clicked.
-
-    Args:
-        words: The label, as plain text.
-        content: The content, as HTML.
-    """
+    """Return HTML with content that unfolds on a click."""
     return f"<details><summary>{escape(words)}</summary>{content}</details>"
 
 
 def render_section(name: str, content: str) -> str:
-    """Return an HTML section with a heading.
-
-    Args:
-        name: The heading, as plain text.
-        content: The content, as HTML.
-    """
+    """Return an HTML section with a heading."""
     return f"<section><h2>{escape(name)}</h2>{content}</section>"
 
 
 def escape(text: str) -> str:
-    """Return text that is escaped for HTML.
-
-    Args:
-        text: Plain text.
-    """
+    """Return text that is escaped for HTML."""
     return html.escape(str(text))
 
 

@@ -1,4 +1,4 @@
-"""`RunReport`: writes an HTML page about the run into the run's folder."""
+"""`RunReport`: writes an HTML page about the run."""
 
 from __future__ import annotations
 
@@ -21,29 +21,23 @@ if TYPE_CHECKING:
 
 
 class RunReport(BestEffortCallback):
-    """Callback that writes ``report.html``, a self-contained page about the run, into the run's folder.
+    """Callback that writes a self-contained HTML page about the run.
 
-    The page opens in any browser, without a server or a network. It shows the error that ended the run, if any, the
-    curves of `trainer.history` with learning rates and throughput, and the time spent by activity. It also lists the
-    announced settings, the checkpoints, the environment, and the hyperparameters of the trained task and data module.
-    The Trainer's flags are divided into those that were set and those with their default. With a `SimpleProfiler`, the
-    page that is written at the end of a stage also shows the profile. Once training has begun, rank zero writes the
-    page at the end of each stage, even if the stage failed. In between, it writes the page at the end of epochs and
-    validations, at most once per ``every_seconds``. A run that is still running or was killed can therefore also have a
-    page.
+    The page opens in any browser, without a network. It shows the curves of `trainer.history`, the time spent by
+    activity, the settings, the checkpoints, the environment and the error that ended the run, if any. Once training has
+    begun, rank zero writes the page at the end of each stage, even if the stage failed, and at most once per
+    ``every_seconds`` at the end of epochs and validations.
 
     Args:
-        dirpath: Folder of the page, or its URL. Default: the run's folder, as for `ModelCheckpoint`.
+        dirpath: Folder of the page, or its URL. Default: the run's folder.
         filename: Name of the file. Default: ``"report.html"``.
-        every_seconds: Minimum number of seconds between two writes, and between the start of training and the first
-            write. The page is also written when a stage ends. Default: 60.0.
+        every_seconds: Minimum number of seconds between two writes during training. Default: 60.0.
 
     Attributes:
-        path: Path of the page; None before it is first written, and on ranks other than rank zero.
+        path: Path of the page, or None.
 
     Raises:
-        ValueError: If ``every_seconds`` is negative or NaN.
-        TypeError: If ``every_seconds`` is not a number.
+        ValueError, TypeError: If ``every_seconds`` is invalid.
 
     Example:
         >>> import os, tempfile
@@ -85,7 +79,7 @@ class RunReport(BestEffortCallback):
         self._hyperparameters: dict[str, dict[str, str]] = {}
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Reset the page for a new ``fit``. Other stages add to the existing page."""
+        """Reset the page for a new ``fit``."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._begun = False
@@ -93,7 +87,7 @@ class RunReport(BestEffortCallback):
             self._endings, self._failures = {}, []
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Allow writes of the page from now on, and collect the hyperparameters."""
+        """Allow writes of the page from now on."""
         self._begun = True
         self._hyperparameters = {
             "Hyperparameters": collect_hyperparameters(pl_module),
@@ -103,15 +97,15 @@ class RunReport(BestEffortCallback):
         self._written = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write the page if ``every_seconds`` have passed since training began and since the last write."""
+        """Write the page, if this is due."""
         self._write_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write the page if ``every_seconds`` have passed since training began and since the last write."""
+        """Write the page, if this is due."""
         self._write_if_due(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Record the error or the interruption for the page."""
+        """Record the error for the page."""
         from ...engine.preemption import Preempted
 
         interrupted = trainer.interrupted or isinstance(exception, Preempted)
@@ -125,19 +119,18 @@ class RunReport(BestEffortCallback):
             self._failures.append(Failure(str(trainer.stage), message, format_user_frames(exception), trace))
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Write the page with the outcome of the stage, unless training never began."""
+        """Write the page, unless training never began."""
         if self._begun and trainer.is_global_zero:
             self._endings.setdefault(stage, (describe_ending(trainer, stage), True))
             state, well = zip(*self._endings.values(), strict=True)
             self._safely(self._write, trainer, ", ".join(state), all(well))
 
     def _write_if_due(self, trainer: Trainer) -> None:
-        """Write the page if ``every_seconds`` have passed since training began and since the last write."""
         if self._begun and trainer.is_global_zero and time.monotonic() - self._written >= self.every_seconds:
             self._safely(self._write, trainer, "under way", None)
 
     def _write(self, trainer: Trainer, state: str, ended_well: bool | None) -> None:
-        """Write the page to a temporary file and rename it, so a reader never sees a partial page."""
+        """Write the page, so that a reader never sees a partial page."""
         place = as_path(self.dirpath or trainer.logbook.directory(trainer.default_root_dir))
         folder = local_folder(place)
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,7 +149,7 @@ class RunReport(BestEffortCallback):
         """Return the content of the page to write. Override this method to add content.
 
         Args:
-            trainer: The Trainer that runs the stage.
+            trainer: The Trainer.
             state: State of the run as the page shows it, such as ``"under way"`` or ``"finished"``.
             ended_well: Whether the run succeeded; None while it is running.
         """
@@ -192,12 +185,7 @@ class RunReport(BestEffortCallback):
 
 
 def describe_ending(trainer: Trainer, stage: str) -> str:
-    """Return a description of the outcome of a stage that raised no error, such as ``"finished"``.
-
-    Args:
-        trainer: The Trainer.
-        stage: Name of the stage, such as ``"fit"``.
-    """
+    """Return the outcome of a stage that raised no error, such as ``"finished"``."""
     if stage != "fit":
         return f"{stage} done"
     early = (callback for callback in trainer.early_stopping_callbacks if callback.stopping_reason_message)
@@ -205,7 +193,7 @@ def describe_ending(trainer: Trainer, stage: str) -> str:
 
 
 def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str]:
-    """Return key figures by name. The throughput excludes the ``samples`` and ``seconds`` before this ``fit``."""
+    """Return key figures by name. The throughput is that of this ``fit``."""
     from .html import format_duration, format_number
 
     progress, history = trainer.progress, trainer.history
@@ -225,14 +213,7 @@ def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str
 
 
 def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """Return the curves of logged values, learning rates and throughput, grouped into charts.
-
-    Args:
-        trainer: The Trainer.
-
-    Returns:
-        The steps and the values of each curve, by title of the chart and name of the curve.
-    """
+    """Return the steps and values of each curve, by title of the chart and name of the curve."""
     from .html import group_names
 
     history = trainer.history
@@ -250,15 +231,7 @@ def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def find_best(trainer: Trainer) -> dict[str, Any] | None:
-    """Return the best value that a `ModelCheckpoint` recorded or, without such a value, that of an `EarlyStopping`.
-
-    Args:
-        trainer: The Trainer.
-
-    Returns:
-        The entries ``"metric"``, ``"mode"`` and ``"value"``, and for a `ModelCheckpoint` also the path as
-        ``"checkpoint"``; None if neither callback has a best value.
-    """
+    """Return the best value that a `ModelCheckpoint` or else an `EarlyStopping` recorded, or None."""
     for saved in trainer.checkpoint_callbacks:
         if saved.monitor and saved.best_model_score is not None:
             best = {"metric": saved.monitor, "mode": saved.mode, "value": float(saved.best_model_score)}
@@ -270,11 +243,7 @@ def find_best(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def format_user_frames(error: BaseException) -> str:
-    """Return the traceback of an error's root cause, without Treadle's and torch's frames; "" if no frames are left.
-
-    Args:
-        error: Exception that ended the stage.
-    """
+    """Return the traceback of an error's root cause, without Treadle's and torch's frames."""
     root_cause = error
     while root_cause.__cause__ is not None:  # the first cause is more informative
         root_cause = root_cause.__cause__
@@ -290,7 +259,6 @@ def format_user_frames(error: BaseException) -> str:
 
 
 def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
-    """Return the paths of the run's checkpoints, by role, such as ``"last"`` or ``"resumed from"``."""
     rows = {} if trainer.ckpt_path is None else {"resumed from": str(trainer.ckpt_path)}
     for saved in trainer.checkpoint_callbacks:
         best = f"best {saved.monitor}" if saved.monitor else "latest"
@@ -301,10 +269,7 @@ def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
 
 
 def collect_hyperparameters(owner: Any) -> dict[str, str]:
-    """Return a task's or data module's hyperparameters as texts by name.
-
-    The dict is empty for None, or if the hyperparameters were saved with ``logger=False``.
-    """
+    """Return hyperparameters as texts by name."""
     if owner is None or not owner.log_hyperparameters:
         return {}
     left_out = {name: f"not stored: {words}" for name, words in owner.stored_hparams().left_out.items()}
@@ -312,14 +277,14 @@ def collect_hyperparameters(owner: Any) -> dict[str, str]:
 
 
 def split_settings(trainer: Trainer) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the Trainer's flags that were set and those that have their default, each as texts by name."""
+    """Return the Trainer's flags that were set and its defaults, each as texts by name."""
     settings = flatten_settings(trainer.settings)
     changed = {name: text for name, text in settings.items() if name in trainer.changed_settings}
     return changed, {name: text for name, text in settings.items() if name not in changed}
 
 
 def flatten_settings(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Return nested settings as texts by dotted name. Long texts are truncated."""
+    """Return nested settings as texts by dotted name."""
     lines: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:

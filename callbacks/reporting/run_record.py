@@ -23,14 +23,8 @@ _LONGEST = 2000  # characters of an error
 class RunRecord(BestEffortCallback):
     """Callback that reports the run's state when a stage begins, ends or fails, and at intervals during training.
 
-    Only rank zero reports, except that every process reports an error. The reported values are already on the host, so
-    reporting does not wait for a device or for other processes.
-
-    Args:
-        write: Function with two arguments: the entries to report, by name, and the charts, as `build_charts` returns
-            them. The charts are None if they are not reported.
-        every_seconds: Minimum number of seconds between two regular calls during training. The interval is also at
-            least a hundred times as long as a call. Default: 3.0.
+    Only rank zero reports, except that every process reports an error. The function ``write`` receives the entries to
+    report, by name, and the charts of `build_charts`, or None if they are not reported.
 
     Attributes:
         began: Whether the first training epoch, or a stage other than ``fit``, has begun.
@@ -57,7 +51,7 @@ class RunRecord(BestEffortCallback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report the hyperparameters, the flags that were set, and the state before the first step."""
+        """Report the settings and the state before the first step."""
         if trainer.is_global_zero:
             changed, _ = split_settings(trainer)
             owners = {"task": pl_module, "data": trainer.datamodule}
@@ -69,26 +63,26 @@ class RunRecord(BestEffortCallback):
             self._safely(self._tell, trainer, {"hyperparameters": hyperparameters, "flags": changed})
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Set ``began``, because training has begun."""
+        """Record that training has begun."""
         self.began = True
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if a report is due."""
+        """Report, if this is due."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if a report is due."""
+        """Report, if this is due."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if a report is due."""
+        """Report, if this is due."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Report the error immediately on every rank, because rank zero's error may result from another rank's."""
+        """Report the error on every rank."""
         self._end = describe_error(exception)
         self._safely(self._write, self._end, None)
 
@@ -101,7 +95,7 @@ class RunRecord(BestEffortCallback):
             self._due = math.inf
 
     def _tell(self, trainer: Trainer, facts: dict[str, Any]) -> None:
-        """Report ``facts`` with the metrics and, in ``fit``, the progress, the best value and the curves."""
+        """Report ``facts`` with the metrics and, in ``fit``, the progress."""
         began, progress = time.monotonic(), trainer.progress
         facts["metrics"] = dict(trainer.logbook.callback_values)
         charts = None
@@ -118,11 +112,7 @@ class RunRecord(BestEffortCallback):
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return the entries to report for a run that ended with ``error``.
-
-    Args:
-        error: Exception that ended the run.
-    """
+    """Return the entries to report for an error."""
     from ...engine.preemption import Preempted  # imports torch, which this file must not
 
     if isinstance(error, KeyboardInterrupt):

@@ -39,12 +39,7 @@ OPTIONS = {
 
 
 def format_usage(stage: str, program: str) -> str:
-    """Return the help text of a command that runs a stage.
-
-    Args:
-        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        program: The command's name, as shown in the help.
-    """
+    """Return the help text of a command that runs a stage."""
     lines = [
         f"usage: {program} [--config FILE ...] [KEY=VALUE ...]",
         "",
@@ -64,7 +59,6 @@ def format_usage(stage: str, program: str) -> str:
 
 
 def _format_row(name: str, words: str) -> str:
-    """Return a row of the help: a name and its description, wrapped to the terminal's width (at least 60 columns)."""
     width = max(60, shutil.get_terminal_size().columns)
     return textwrap.fill(words, width, initial_indent=f"  {name:<20}  ", subsequent_indent=" " * 24)
 
@@ -74,10 +68,7 @@ class Options:
     """Parsed command line.
 
     Attributes:
-        files: Configuration files, in order. A later file takes precedence.
-        overrides: Arguments such as ``KEY=VALUE``, ``KEY+=VALUE`` and ``~KEY``, in order.
-        from_run: Path of a run or checkpoint whose configuration is loaded before ``files``; None to load no such
-            configuration.
+        from_run: Path of a run or checkpoint whose configuration is loaded before ``files``, or None.
         show: Whether to print the configuration instead of running it.
         help: Topic of the requested help; empty for the command itself, None if help is not requested.
     """
@@ -92,18 +83,8 @@ class Options:
 def parse_options(arguments: Sequence[str]) -> Options:
     """Parse a command line.
 
-    LightningCLI's ``--section.key=value`` and ``--section.key value`` are accepted as overrides.
-
-    Args:
-        arguments: The command-line arguments after the stage.
-
-    Returns:
-        The parsed options. The argument of ``--from-run``, such as a run's number, is converted to a path.
-
-    Raises:
-        ConfigError: If an option is unknown or has no value, another argument is not an override, or the run of
-            ``--from-run`` does not exist, is ambiguous or has an invalid URL.
-        OSError: If an object store with runs cannot be read.
+    LightningCLI's ``--section.key=value`` and ``--section.key value`` are accepted as overrides. The argument of
+    ``--from-run``, such as a run's number, is converted to a path.
     """
     options, rest = Options(), list(arguments)
     while rest:
@@ -143,7 +124,6 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 
 def _locate_run(run: str, overrides: Sequence[str]) -> str:
-    """Return the path of a run that is specified by its number, name and number, or path."""
     from ...trainer.runs import locate
 
     directory = next(
@@ -164,32 +144,13 @@ def _take_value(name: str, equals: str, value: str, rest: list[str], value_kind:
 
 
 def load_config(options: Options, defaults: Mapping[str, Any] | None = None) -> Config:
-    """Load the configuration that a command line specifies.
-
-    Args:
-        options: The parsed command line.
-        defaults: Default configuration. An earlier run's configuration, configuration files and command-line overrides
-            take precedence. Default: None.
-
-    Raises:
-        ConfigError: If the configuration cannot be read, merged or resolved.
-        OSError: If the earlier run is in an object store that cannot be read.
-    """
+    """Load the configuration that a command line specifies."""
     earlier_config = None if options.from_run is None else read_earlier_config(options.from_run)
     return load(options.files, options.overrides, defaults=defaults, earlier=earlier_config)
 
 
 def read_earlier_config(place: str | Path) -> tuple[str, str]:
-    """Return the name and text of the configuration that a run saved in its folder or in one of its checkpoints.
-
-    Args:
-        place: The run's folder, a checkpoint, or a configuration file.
-
-    Raises:
-        ConfigError: If ``place`` does not exist, cannot be read, or does not contain a configuration.
-        ValueError: If ``place`` is an invalid URL.
-        OSError: If ``place`` is in an object store that cannot be read.
-    """
+    """Return the name and text of the configuration that a run saved in its folder or in one of its checkpoints."""
     from ...engine.checkpoint import find_again
 
     folder = as_path(place)
@@ -221,11 +182,7 @@ def _read_checkpoint_config(folder: AnyPath) -> str:
 
 
 def print_on_rank_zero(text: str) -> None:
-    """Print text on rank zero only.
-
-    Args:
-        text: The text, without a trailing newline.
-    """
+    """Print text on rank zero only."""
     if not any(_read_nonzero_ranks()):
         print(text)
 
@@ -234,12 +191,6 @@ def report_error(program: str, error: ConfigError) -> int:
     """Print an error, if possible once per job, and return the exit status, 2.
 
     Other ranks first wait a few seconds, which allows rank zero to print the error and the launcher to terminate them.
-    A rank that is still running afterwards prints its own error. This can happen if the rank is on another machine, or
-    if rank zero has no error.
-
-    Args:
-        program: The command's name, with which the message begins.
-        error: The error, whose problems are printed.
     """
     time.sleep(GRACE * sum(_read_nonzero_ranks()))
     problems = ["\n".join(map(make_printable, problem.splitlines())) for problem in error.problems]

@@ -21,10 +21,6 @@ def describe_target(target: Any, title: str = "") -> str:
     """Return the arguments of a class or function as text, each with its type, default and description.
 
     The text omits the arguments that a run supplies: an optimizer's ``params`` and a scheduler's ``optimizer``.
-
-    Args:
-        target: The class or function to describe.
-        title: The name to show in the first line. Default: the name of ``target``.
     """
     takes, words = signature(target), described(target)
     summary = (inspect.getdoc(target) or "").split("\n\n")[0].replace("\n", " ").replace("``", "")
@@ -53,14 +49,7 @@ def describe_target(target: Any, title: str = "") -> str:
 def find_target(name: str, config: dict[str, Any], default_classes: dict[str, type | None]) -> Any:
     """Return the class or function that `--help NAME` describes.
 
-    Args:
-        name: A section, such as ``"model"``, a class's short name, or an import path.
-        config: The configuration from the rest of the command line, which may name classes.
-        default_classes: Default class of each section, used if ``config`` does not name a class for the section.
-
-    Raises:
-        ConfigError: If no class or function can be found for ``name``. Other errors of an imported module are raised
-            with a note.
+    A name is a section, such as ``"model"``, a class's short name, or an import path.
     """
     if name == "trainer":
         return Trainer

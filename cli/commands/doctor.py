@@ -37,11 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
-    """Return the argument parser of `treadle doctor`. It raises a ValueError for an invalid command line.
-
-    Args:
-        program: The command's name, as shown in the help.
-    """
+    """Return the argument parser of `treadle doctor`. It raises a ValueError for an invalid command line."""
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -57,11 +53,7 @@ def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `treadle doctor` and return the exit status: 1 if it prints a fault, 2 for invalid arguments, otherwise 0.
-
-    Args:
-        arguments: The command-line arguments after `treadle doctor`.
-    """
+    """Run `treadle doctor` and return the exit status: 1 if it prints a fault, 2 for invalid arguments, otherwise 0."""
     try:
         options = _parse(arguments)
     except ValueError as error:
@@ -99,11 +91,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the options of `treadle doctor`.
-
-    Raises:
-        ValueError: If an argument is unknown or has an invalid value.
-    """
     parser = build_parser()
     names = [name for name in parser._option_string_actions if name not in ("--report", "-h")]
     for word in arguments:
@@ -120,11 +107,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def format_report(report: Report) -> str:
-    """Format a report as text with lines of at most 80 columns.
-
-    Args:
-        report: A report from `examine`, `examine_own_ranks` or `examine_without_ranks`.
-    """
+    """Format a report as text with lines of at most 80 columns."""
     lines = []
     for finding in report["findings"]:
         mark = finding["mark"].upper() if finding["mark"] == "fault" else finding["mark"]

@@ -1,4 +1,4 @@
-"""`treadle export`: conversion of a checkpoint's model to safetensors files that other programs can load."""
+"""`treadle export`: conversion of a checkpoint's model to safetensors files."""
 
 from __future__ import annotations
 
@@ -34,11 +34,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle export") -> argparse.ArgumentParser:
-    """Return the argument parser of `treadle export`. It raises a ValueError for an invalid command line.
-
-    Args:
-        program: The command's name, as shown in the help.
-    """
+    """Return the argument parser of `treadle export`. It raises a ValueError for an invalid command line."""
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -53,11 +49,7 @@ def build_parser(program: str = "treadle export") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `treadle export` and return the exit status: 0 after success, 2 after an error.
-
-    Args:
-        arguments: The command-line arguments after `treadle export`.
-    """
+    """Run `treadle export` and return the exit status: 0 after success, 2 after an error."""
     try:
         options = build_parser().parse_args(arguments)
         summary = export(options.checkpoint, options.output, options.dtype, options.max_shard_size, options.model)
@@ -75,25 +67,19 @@ def export(
     max_shard_size: int | str = "5GB",
     model: int = 0,
 ) -> str:
-    """Write a checkpoint's model as safetensors, with one tensor in memory at a time.
+    """Write a checkpoint's model as safetensors, with one tensor in memory at a time, and return a summary.
 
     Args:
         checkpoint: Folder or URL of a committed checkpoint, saved with any strategy and world size.
-        output: Path or URL of a file whose name ends in ``.safetensors``, or of a folder. A path that ends with a
-            slash, or at which a folder exists, is a folder. Otherwise, the suffixes ``.bin``, ``.pt``, ``.pth`` and
-            ``.ckpt`` are refused. Existing weights are replaced once the new files are complete.
+        output: Path or URL of a file whose name ends in ``.safetensors``, or of a folder. Existing weights are replaced
+            once the new files are complete.
         dtype: The dtype to convert floating-point weights to, such as ``"bfloat16"``. Default: None, no conversion.
         max_shard_size: Maximum total size of the tensors in each file of a folder, in bytes or with a unit, such as
             ``"500MB"`` or ``"2GiB"``. A larger tensor gets a file of its own. Default: ``"5GB"``.
         model: Index of the model, if the run prepared several. Default: 0.
 
-    Returns:
-        A summary: the output, the number of tensors and bytes, and the names of omitted values that are not tensors.
-
     Raises:
-        ValueError: If ``checkpoint`` is damaged or is not a checkpoint, if an argument is invalid, or if the output is
-            a checkpoint's folder or a file directly in one.
-        TypeError: If ``checkpoint`` or ``output`` is neither a path nor a URL.
+        ValueError: If an argument is invalid.
         OSError: If a file cannot be read or written.
     """
     # They import torch, which --help should not wait for.
@@ -158,7 +144,7 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 class _Converted:
-    """Tensor that is read on demand and, if it is floating-point and ``dtype`` is not None, converted to ``dtype``."""
+    """Tensor that is read on demand and, if it is floating-point, converted to ``dtype``."""
 
     def __init__(self, stored: Any, dtype: torch.dtype | None) -> None:
         self._stored = stored

@@ -36,11 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
-    """Return the argument parser of `treadle migrate`. It raises a ValueError for an invalid command line.
-
-    Args:
-        program: The command's name, as shown in the help.
-    """
+    """Return the argument parser of `treadle migrate`. It raises a ValueError for an invalid command line."""
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -50,11 +46,7 @@ def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `treadle migrate` and return the exit status: 1 if manual changes are required, 2 after an error, else 0.
-
-    Args:
-        arguments: The command-line arguments after `treadle migrate`.
-    """
+    """Run `treadle migrate` and return the exit status: 1 if manual changes are required, 2 after an error, else 0."""
     try:
         options = build_parser().parse_args(arguments)
         path = Path(options.path)
@@ -78,12 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def format_summary(migration: Migration, is_written: bool) -> str:
-    """Format the findings as text whose last line counts the changed files.
-
-    Args:
-        migration: The result of `migrate_project`.
-        is_written: Whether the changes have been written to the files.
-    """
+    """Format the findings as text whose last line counts the changed files."""
     must_change = [finding for finding in migration.findings if finding.must_change]
     differs = [finding for finding in migration.findings if not finding.must_change]
     count = len(migration.changes)

@@ -36,11 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
-    """Return the argument parser of `treadle plan`. It raises a ValueError for an invalid command line.
-
-    Args:
-        program: The command's name, as shown in the help.
-    """
+    """Return the argument parser of `treadle plan`. It raises a ValueError for an invalid command line."""
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -112,11 +108,7 @@ def _parse_positive(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `treadle plan` and return the exit status: 0 if the run would fit, 1 if not, 2 if it cannot be planned.
-
-    Args:
-        arguments: The command-line arguments after `treadle plan`. Default: ``sys.argv[1:]``.
-    """
+    """Run `treadle plan` and return the exit status: 0 if the run would fit, 1 if not, 2 if it cannot be planned."""
     try:
         options = _parse_options(sys.argv[1:] if arguments is None else arguments)
         text, fits = run(options)
@@ -164,18 +156,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[str, bool]:
-    """Plan the run that the options describe.
-
-    Args:
-        options: The parsed command line of `treadle plan`.
-
-    Returns:
-        The plan as text, and whether the run would fit in GPU memory.
-
-    Raises:
-        ValueError, TypeError: If an option or the configuration is invalid, or the run cannot be planned. Errors of the
-            task, its data and torch are raised unchanged.
-    """
+    """Return the plan of a run as text, and whether the run would fit in GPU memory."""
     from ...engine.planning import Plan, advise, screen, simulate
     from ...strategies import simulation
 

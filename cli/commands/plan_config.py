@@ -1,4 +1,4 @@
-"""Plan subject built from a run's configuration. The run itself is not started."""
+"""Plan subject built from a run's configuration."""
 
 from __future__ import annotations
 
@@ -43,16 +43,7 @@ _LENGTH = (
 
 
 def build_config_subject(options: argparse.Namespace) -> Subject:
-    """Build the plan subject of a configuration: its task, the first batch of its data, its optimizer and schedule.
-
-    Args:
-        options: The parsed command line of `treadle plan`.
-
-    Raises:
-        ConfigError: If the configuration is invalid.
-        ValueError, TypeError: If the run cannot be planned, for example with manual optimization. Errors of the task
-            and its data are raised unchanged.
-    """
+    """Build the plan subject of a configuration: its task, the first batch of its data, its optimizer and schedule."""
     if (current_directory := os.getcwd()) not in sys.path:
         sys.path.insert(0, current_directory)  # so that it can name modules next to the configuration
     checked = check(load(options.config, options.overrides))
@@ -71,12 +62,7 @@ def build_config_subject(options: argparse.Namespace) -> Subject:
 
 
 class PlannedTrainer(Trainer):
-    """Trainer in this process that reports the world size of the planned run.
-
-    Args:
-        processes: World size of the run.
-        flags: Further flags of `Trainer`.
-    """
+    """Trainer in this process that reports the world size of the planned run."""
 
     def __init__(self, processes: int, **flags: Any) -> None:
         super().__init__(
@@ -193,11 +179,6 @@ class _PlannedRun:
     # -- inputs of simulate --------------------------------------------------------------------------------------
 
     def make_strategy(self, world_size: int) -> Any:
-        """Return the strategy from the options, or the configuration's if the options do not name one.
-
-        Args:
-            world_size: World size of the plan.
-        """
         return vary_strategy(self.options, self._strategy, world_size)
 
     def build_model(self) -> nn.Module:
@@ -207,23 +188,11 @@ class _PlannedRun:
         return task
 
     def make_batch(self, samples: int) -> Any:
-        """Return a batch like the run's first one, but with ``samples`` samples and with zeros in its tensors.
-
-        Args:
-            samples: Number of samples in the batch.
-        """
+        """Return a batch like the run's first one, but with ``samples`` samples and with zeros in its tensors."""
         return _make_like(self.batch, self.size, samples)
 
     def compute_loss(self, step: Callable[..., Any], batch: Any) -> Tensor:
-        """Run ``training_step`` and return its loss.
-
-        Args:
-            step: Callable that runs ``training_step`` through the strategy.
-            batch: A batch from `make_batch`.
-
-        Raises:
-            ValueError: If ``training_step`` does not return a loss that requires gradients.
-        """
+        """Run ``training_step`` and return its loss."""
         assert self.trainer.task is not None
         indexed = count_positional(self.trainer.task.training_step) > 1
         output = step(batch, 0) if indexed else step(batch)
@@ -237,12 +206,7 @@ class _PlannedRun:
         return value
 
     def make_optimizer(self, _: Iterable[nn.Parameter]) -> Optimizer:
-        """Return the first optimizer that the task's ``configure_optimizers`` returns.
-
-        Raises:
-            ValueError: If ``configure_optimizers`` returned no optimizer, several optimizers or an invalid result.
-            TypeError: If ``configure_optimizers`` returned an invalid result.
-        """
+        """Return the first optimizer that the task's ``configure_optimizers`` returns."""
         task = self.trainer.task
         assert task is not None
         optimizers, schedulers = configure(task)
@@ -279,11 +243,7 @@ class _PlannedRun:
     # -- the schedule --------------------------------------------------------------------------------------------
 
     def make_schedule(self, plan: Plan) -> Schedule:
-        """Return the run's number of steps, and its learning rates or a description of them.
-
-        Args:
-            plan: The plan of one optimizer step.
-        """
+        """Return the run's number of steps, and its learning rates or a description of them."""
         steps = self.trainer.estimated_stepping_batches
         total = None if steps == float("inf") else int(steps)
         per_epoch = None if self.trainer.batches is None else -(-self.trainer.batches // plan.accumulate)
@@ -309,7 +269,6 @@ class _PlannedRun:
         return Schedule(steps=total, samples=samples, per_epoch=per_epoch, rates=rates, words=words)
 
     def _make_optimizer_and_schedulers(self) -> tuple[Optimizer, list[SchedulerConfig]]:
-        """Return the first optimizer and the schedulers of a newly built task, before their first step."""
         optimizers, schedulers = configure(self._configure_task(self._make_task()))
         return optimizers[0], schedulers
 
@@ -321,7 +280,6 @@ class _SimulatedAccelerator:
         self.world: Any = SimpleNamespace(rank=0, size=processes)  # all attributes of a `World` that a loader uses
 
     def prepare_data_loader(self, source: Any, *, shard: bool, evaluation: bool, move: Any) -> Loader:
-        """Prepare a dataloader; see `Accelerator.prepare_data_loader`."""
         kind = JointLoader if isinstance(source, CombinedLoader) else Loader
         return kind(
             source, world=self.world, cursor=Cursor(), stream=RandomStream(random_state()), accumulate=lambda: 1,
@@ -330,11 +288,7 @@ class _SimulatedAccelerator:
 
 
 def drop_values(module: nn.Module) -> None:
-    """Move a module to the meta device, and keep tied parameters tied.
-
-    Args:
-        module: The module, which is changed in place.
-    """
+    """Move a module to the meta device, and keep tied parameters tied."""
     places = [(part, name, p) for part in module.modules() for name, p in part._parameters.items() if p is not None]
     module.to("meta")
     moved: dict[Any, Any] = {}
@@ -343,7 +297,6 @@ def drop_values(module: nn.Module) -> None:
 
 
 def _count_samples(source: Any, batch: Any) -> int:
-    """Return the number of samples in a batch of a dataloader."""
     if isinstance(source, CombinedLoader):
         parts = batch.values() if isinstance(batch, Mapping) else batch
         return sum(_count_samples(loader, part) for loader, part in zip(source.flattened, parts, strict=False))
@@ -352,7 +305,7 @@ def _count_samples(source: Any, batch: Any) -> int:
 
 
 def _read_leading_size(batch: Any) -> int:
-    """Return the length of the first dimension of the first tensor in a batch. Scalar tensors are skipped."""
+    """Return the length of the first tensor in a batch that is not a scalar."""
     pending = [batch]
     while pending:
         value = pending.pop(0)

@@ -25,13 +25,8 @@ class Subject:
     """Functions and settings that describe a run to `simulate`.
 
     Attributes:
-        name: Name of the model.
         build_model: Function that builds the model, called with the meta device as torch's default device.
-        make_batch: Function that creates a batch, given the number of samples.
         loss: Function that returns the loss, given the model (or its method ``step``) and a batch.
-        optimizer: Function that creates the optimizer, given the parameters.
-        strategy: Function that creates the strategy, given the world size.
-        schedule: Function that returns the run's number of steps and learning rates, given the plan of one step.
         step: Name of the model's method that ``loss`` calls. Default: None, ``forward``.
         settings: Further arguments of `simulate`, and ``per_machine`` (GPUs per machine) if the run sets it.
     """
@@ -48,14 +43,7 @@ class Subject:
 
 
 def build_model_subject(options: argparse.Namespace) -> Subject:
-    """Build the plan subject of a standard transformer trained with AdamW.
-
-    Args:
-        options: The parsed command line of `treadle plan`.
-
-    Raises:
-        ValueError: If the model's name is unknown.
-    """
+    """Build the plan subject of a standard transformer trained with AdamW."""
     sizes = sizes_of(options.model)
     if options.length is not None:
         sizes = replace(sizes, length=options.length)
@@ -81,14 +69,7 @@ def _build_schedule(options: argparse.Namespace, plan: Plan) -> Schedule:
 
 
 def compute_rates(peak: float, warmup: int, steps: int, points: int = 80) -> list[float]:
-    """Return learning rates, at evenly spaced steps, of a linear warmup and a cosine decay to a tenth of the peak.
-
-    Args:
-        peak: Highest learning rate.
-        warmup: Number of warmup steps.
-        steps: Number of steps in the run.
-        points: Number of learning rates to return, at least 2. Default: 80.
-    """
+    """Return learning rates, at evenly spaced steps, of a linear warmup and a cosine decay to a tenth of the peak."""
 
     def compute_rate(step: float) -> float:
         if step < warmup:
@@ -100,16 +81,7 @@ def compute_rates(peak: float, warmup: int, steps: int, points: int = 80) -> lis
 
 
 def vary_strategy(options: argparse.Namespace, name: str | Strategy, world_size: int) -> Strategy:
-    """Return a strategy with the options ``--replicate`` and ``--checkpoint-activations`` applied.
-
-    Args:
-        options: The parsed command line of `treadle plan`.
-        name: The strategy or its name.
-        world_size: World size of the plan.
-
-    Raises:
-        ValueError: If the name is unknown, or the strategy does not support an option.
-    """
+    """Return a strategy with the options ``--replicate`` and ``--checkpoint-activations`` applied."""
     strategy = name if isinstance(name, Strategy) else simulation.strategy_named(name, world_size)
     changes: dict[str, Any] = {}
     if options.replicate is not None:

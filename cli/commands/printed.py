@@ -1,4 +1,4 @@
-"""Output of a configuration as YAML with the source of each value."""
+"""Output of a configuration as YAML."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ Line = tuple[str, str]
 def dump_yaml(root: Value, secrets: Mapping[str, str] | None = None, head: str = "") -> str:
     """Return YAML that loads as the configuration ``root``, with the sources of its values in comments.
 
-    A default that is not plain data (`Opaque`) is written as a comment, so it is omitted when the YAML is loaded.
-
-    Args:
-        root: The value to write, which must be a mapping.
-        secrets: Mapping from each secret to the reference that replaces it. Default: None, no secrets.
-        head: Text to write as comment lines at the top. Default: none.
+    A default that is not plain data (`Opaque`) is written as a comment.
     """
     lines = list(_format_mapping(root, "", secrets or {}))
     width = min(_WIDEST, max((len(text) for text, source in lines if source), default=0))
@@ -47,7 +42,7 @@ def _format_mapping(value: Value, indent: str, secrets: Mapping[str, str]) -> It
 
 
 def _format_entry(begin: str, value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
-    """Yield the lines of a value after ``key:`` or ``-``. A scalar or a list of scalars stays on the same line."""
+    """Yield the lines of a value after ``key:`` or ``-``."""
     data = value.data
     if isinstance(data, dict):
         if all(isinstance(item.data, Opaque) for item in data.values()):
@@ -89,13 +84,7 @@ def _format_value(value: Value, secrets: Mapping[str, str], within: bool = False
 
 
 def format_word(data: Any, secrets: Mapping[str, str] | None = None, within: bool = False) -> str:
-    """Return a scalar as YAML.
-
-    Args:
-        data: None, a bool, a number or text.
-        secrets: Mapping from each secret to the reference that replaces it. Default: None, no secrets.
-        within: Whether the value is an item of a list in brackets, where text is always quoted. Default: False.
-    """
+    """Return a scalar as YAML. Text is always quoted if it is ``within`` a list in brackets."""
     if data is None:
         return "null"
     if isinstance(data, bool):

@@ -49,11 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle runs") -> argparse.ArgumentParser:
-    """Return the argument parser of `treadle runs`. It raises a ValueError for an invalid command line.
-
-    Args:
-        program: The command's name, as shown in the help.
-    """
+    """Return the argument parser of `treadle runs`. It raises a ValueError for an invalid command line."""
     parser = _make_parser(program, DESCRIPTION)
     parser.add_argument("dir", nargs="?", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
     parser.add_argument("--name", help="only runs of this name")
@@ -63,11 +59,7 @@ def build_parser(program: str = "treadle runs") -> argparse.ArgumentParser:
 
 
 def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentParser:
-    """Return the argument parser of `treadle runs show`. It raises a ValueError for an invalid command line.
-
-    Args:
-        program: The command's name, as shown in the help.
-    """
+    """Return the argument parser of `treadle runs show`. It raises a ValueError for an invalid command line."""
     parser = _make_parser(program, "Show one run: metadata, configuration, environment, last values, curves.")
     parser.add_argument(
         "run",
@@ -86,11 +78,7 @@ def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentPa
 
 
 def build_compare_parser(program: str = "treadle runs compare") -> argparse.ArgumentParser:
-    """Return the argument parser of `treadle runs compare`. It raises a ValueError for an invalid command line.
-
-    Args:
-        program: The command's name, as shown in the help.
-    """
+    """Return the argument parser of `treadle runs compare`. It raises a ValueError for an invalid command line."""
     parser = _make_parser(
         program,
         "Compare runs: state, last values, and the configuration keys, hyperparameters and versions that differ.\n"
@@ -113,11 +101,7 @@ def _make_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `treadle runs` and return the exit status: 0 after success, 2 after an error.
-
-    Args:
-        arguments: The command-line arguments after `treadle runs`.
-    """
+    """Run `treadle runs` and return the exit status: 0 after success, 2 after an error."""
     try:
         if arguments and arguments[0] == "show":
             output = _show(build_show_parser().parse_args(arguments[1:]))
@@ -158,12 +142,7 @@ def _list(options: argparse.Namespace) -> str:
 
 
 def _format_columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
-    """Format rows as a table with aligned columns.
-
-    Args:
-        rows: The cells of each row. A row with fewer cells than the first one does not affect the column widths.
-        right: Indices of the columns that are aligned to the right.
-    """
+    """Format rows as a table with aligned columns."""
     rows = [tuple(map(make_printable, row)) for row in rows]
     columns = len(rows[0])
     widths = [max(len(row[place]) for row in rows if len(row) == columns) for place in range(columns)]
@@ -348,7 +327,6 @@ def _compare(options: argparse.Namespace) -> str:
 
 
 def _tabulate_comparison(comparison: Comparison) -> Iterator[list[str]]:
-    """Yield the rows of a comparison, starting with the runs' labels."""
     empty = [""] * (1 + len(comparison.labels))
     yield ["run", *comparison.labels]
     yield from ([name, *cells] for name, cells in comparison.facts.items())
@@ -389,7 +367,6 @@ def _format_time(moment: float) -> str:
 
 
 def _format_age(moment: float) -> str:
-    """Return the time since a moment as text in one unit: days, hours, minutes or seconds."""
     seconds = max(0.0, time.time() - moment)
     for unit, length in (("day", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:

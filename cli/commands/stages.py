@@ -34,8 +34,6 @@ class Session:
     """Objects and result of a stage that was run from a command line.
 
     Attributes:
-        trainer: The Trainer that ran the stage.
-        model: The task that was trained, evaluated or used for prediction.
         data: The data module; None if the configuration has none.
         result: The return value of the Trainer's method, such as the metrics from ``validate``.
     """
@@ -292,36 +290,20 @@ def _run_main(stage: str, arguments: Sequence[str]) -> int:
 
 
 def fit(arguments: Sequence[str]) -> int:
-    """Run `treadle fit` and return the exit status: 0 after success, 2 after a ConfigError, 130 after Ctrl-C.
-
-    Args:
-        arguments: The command-line arguments after `treadle fit`.
-    """
+    """Run `treadle fit` and return the exit status."""
     return _run_main("fit", arguments)
 
 
 def validate(arguments: Sequence[str]) -> int:
-    """Run `treadle validate` and return the exit status: 0 after success, 2 after a ConfigError, 130 after Ctrl-C.
-
-    Args:
-        arguments: The command-line arguments after `treadle validate`.
-    """
+    """Run `treadle validate` and return the exit status."""
     return _run_main("validate", arguments)
 
 
 def test(arguments: Sequence[str]) -> int:
-    """Run `treadle test` and return the exit status: 0 after success, 2 after a ConfigError, 130 after Ctrl-C.
-
-    Args:
-        arguments: The command-line arguments after `treadle test`.
-    """
+    """Run `treadle test` and return the exit status."""
     return _run_main("test", arguments)
 
 
 def predict(arguments: Sequence[str]) -> int:
-    """Run `treadle predict` and return the exit status: 0 after success, 2 after a ConfigError, 130 after Ctrl-C.
-
-    Args:
-        arguments: The command-line arguments after `treadle predict`.
-    """
+    """Run `treadle predict` and return the exit status."""
     return _run_main("predict", arguments)

@@ -26,11 +26,7 @@ OPTIONS = {
 
 
 def format_usage(program: str = "treadle sweep") -> str:
-    """Return the help text of `treadle sweep`.
-
-    Args:
-        program: The command's name, as shown in the help.
-    """
+    """Return the help text of `treadle sweep`."""
     from ..sweep import KEYS
 
     lines = [f"usage: {program} --config FILE [KEY=VALUE ...]", "", *_DESCRIPTION, "", "options:"]
@@ -48,11 +44,7 @@ _DESCRIPTION = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `treadle sweep` and return the exit status; see `run`.
-
-    Args:
-        arguments: The command-line arguments after `treadle sweep`.
-    """
+    """Run `treadle sweep` and return the exit status."""
     return run(arguments, "treadle sweep", [sys.executable, "-m", "treadle"])
 
 
@@ -66,19 +58,8 @@ def run(
 ) -> int:
     """Run the sweep that a command line describes and return the exit status.
 
-    Args:
-        arguments: The command-line arguments after ``sweep``.
-        program: The command's name, for messages.
-        command: Words of a trial's command line before ``fit``.
-        model: The task's class, unless the configuration names a subclass. Default: None; the configuration must then
-            name the task's class.
-        data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
-            then name a data module's class.
-        defaults: Default configuration, which the sweep's configuration overrides. Default: None.
-
-    Returns:
-        The exit status: 0 for help and dry runs, 2 after a ConfigError or if Optuna or another package is missing, 130
-        after Ctrl-C before the first trial; otherwise that of `Scheduler.run`.
+    ``command`` contains the words of a trial's command line before ``fit``. ``model`` and ``data`` are used unless the
+    configuration names subclasses of them.
     """
     try:
         file, overrides, dry = _parse(arguments)

@@ -62,13 +62,7 @@ def plot(
 
 
 class Canvas:
-    """Grid of dots, two by four per braille character or one per ASCII character.
-
-    Args:
-        columns: Characters per row.
-        height: Number of rows.
-        ascii: Whether to draw one ASCII character per dot instead of braille characters.
-    """
+    """Grid of dots, two by four per braille character or one per ASCII character."""
 
     def __init__(self, columns: int, height: int, ascii: bool) -> None:
         self.columns, self.height, self.ascii = columns, height, ascii
@@ -76,23 +70,13 @@ class Canvas:
         self._cells: dict[tuple[int, int], tuple[int, int]] = {}  # by character: its bits, and the curve drawn last
 
     def set_dot(self, x: int, y: int, line: int) -> None:
-        """Draw a dot of a curve.
-
-        Args:
-            x: The column, in dots from the left.
-            y: The row, in dots from the top.
-            line: The index of the curve, which selects its mark and color.
-        """
+        """Draw a dot of a curve. ``x`` and ``y`` are counted in dots from the top left."""
         cell = (y // self.high, x // self.wide)
         bits = 0 if self.ascii else self._cells.get(cell, (0, 0))[0] | _BRAILLE[y % 4][x % 2]
         self._cells[cell] = (bits, line)
 
     def render_rows(self, color: bool) -> list[str]:
-        """Return the drawing as one text per row.
-
-        Args:
-            color: Whether to give each curve its ANSI color.
-        """
+        """Return the drawing as one text per row."""
         return [
             "".join(self._render_letter(row, column, color) for column in range(self.columns))
             for row in range(self.height)

@@ -62,20 +62,15 @@ class Config:
     """Resolved configuration.
 
     Attributes:
-        root: The values, each with its source.
         secrets: Mapping from the values of referenced environment variables with secret-like names, such as
-            ``API_KEY``, to the references that replace them in messages and saved configurations.
+            ``API_KEY``, to the references that replace them.
     """
 
     root: Value
     secrets: Mapping[str, str] = field(default_factory=dict)
 
     def get_section(self, name: str) -> Value | None:
-        """Return a section; None if it is missing or empty.
-
-        Args:
-            name: The name of the section, such as ``"trainer"``.
-        """
+        """Return a section; None if it is missing or empty."""
         section = self.root.data.get(name)
         return None if section is None or section.data is None else section
 
@@ -109,16 +104,9 @@ def load(
 ) -> Config:
     """Read, merge and resolve a configuration, without importing or building anything in it.
 
-    Args:
-        files: YAML files. A later file takes precedence.
-        overrides: ``key.path=value`` (list items by index, the value as in YAML), ``key.path+=value`` to append to a
-            list, ``~key.path`` to remove a key. They take precedence over the files. Default: none.
-        defaults: Default values. ``earlier``, the files and the overrides take precedence. Default: None.
-        earlier: Name and YAML text of an earlier run's configuration, which the files override. Default: None.
-
-    Raises:
-        ConfigError: If the configuration is invalid. If the error concerns a value, it names the value's source, such
-            as file and line.
+    ``overrides`` are ``key.path=value``, ``key.path+=value`` to append to a list, and ``~key.path`` to remove a key.
+    They take precedence over ``files``, these over ``earlier``, and this over ``defaults``. ``earlier`` is the name and
+    YAML text of an earlier run's configuration.
     """
     return resolve(merge_sources(files, overrides, defaults=defaults, earlier=earlier))
 
@@ -130,17 +118,7 @@ def merge_sources(
     defaults: Mapping[str, Any] | None = None,
     earlier: tuple[str, str] | None = None,
 ) -> Value:
-    """Read and merge a configuration without resolving its references; see `load`.
-
-    Args:
-        files: YAML files, or values that have been parsed already.
-        overrides: See `load`.
-        defaults: See `load`.
-        earlier: See `load`.
-
-    Raises:
-        ConfigError: If the configuration is invalid; see `load`.
-    """
+    """Read and merge a configuration without resolving its references; see `load`."""
     root = normalize(make_value(dict(defaults or {}), "script"))
     if earlier is not None:
         root = merge(root, _parse_earlier_config(*earlier))
@@ -154,13 +132,7 @@ def merge_sources(
 def resolve(root: Value, settings: Mapping[str, Value] | None = None) -> Config:
     """Resolve the references of a merged configuration.
 
-    Args:
-        root: The return value of `merge_sources`.
-        settings: Values by dotted key, which override the configuration. A value under ``vars`` that no reference uses
-            is an error. Default: None.
-
-    Raises:
-        ConfigError: If a setting cannot be applied, or if `resolve_references` raises an error.
+    ``settings`` are values by dotted key, which override the configuration.
     """
     settings = settings or {}
     for key, value in settings.items():
@@ -176,10 +148,7 @@ def resolve(root: Value, settings: Mapping[str, Value] | None = None) -> Config:
 
 
 def _parse_earlier_config(name: str, text: str) -> Value:
-    """Parse an earlier run's configuration.
-
-    A ``ckpt_path`` of ``"last"``, ``"best"`` or ``"auto"`` is dropped, and ``schedule`` with it.
-    """
+    """Parse an earlier run's configuration, without a ``ckpt_path`` of ``"last"``, ``"best"`` or ``"auto"``."""
     parsed = parse(text, name)
     if parsed is None or parsed.data is None:
         return Value({}, name)
@@ -215,15 +184,7 @@ def _apply_override(root: Value, override: str) -> Value:
 
 
 def parse_override_value(text: str, source: str = COMMAND_LINE) -> Value:
-    """Parse the value of an override: a list, a mapping or quoted text as YAML, any other text as a scalar.
-
-    Args:
-        text: The text after ``=``, not empty.
-        source: The source of the value. Default: the command line.
-
-    Raises:
-        ConfigError: If the text cannot be parsed.
-    """
+    """Parse the value of an override: a list, a mapping or quoted text as YAML, any other text as a scalar."""
     if text[0] in "[{\"'":
         parsed = parse(text, "the value", lines=False)
         assert parsed is not None
@@ -236,7 +197,6 @@ def parse_override_value(text: str, source: str = COMMAND_LINE) -> Value:
 
 
 def _replace_sources(value: Value, new: Callable[[str], str]) -> Value:
-    """Return a copy of the values in which each source is replaced by ``new(source)``."""
     data, source = value.data, new(value.source)
     if isinstance(data, dict):
         return replace(value, data={key: _replace_sources(item, new) for key, item in data.items()}, source=source)
@@ -246,14 +206,7 @@ def _replace_sources(value: Value, new: Callable[[str], str]) -> Value:
 
 
 def parse_path(key: str) -> Path:
-    """Split a dotted key into a path. LightningCLI's form (``model.init_args.lr``) is accepted, too.
-
-    Args:
-        key: The dotted key, such as ``"model.lr"``.
-
-    Raises:
-        ConfigError: If ``key`` does not consist of words joined by dots.
-    """
+    """Split a dotted key into a path. LightningCLI's form (``model.init_args.lr``) is accepted, too."""
     parts = key.split(".")
     if not all(re.fullmatch(r"[\w-]+", part) for part in parts):
         raise ConfigError(f"{key!r} is not a key. Keys are words joined by dots, such as trainer.max_epochs.")
@@ -263,13 +216,7 @@ def parse_path(key: str) -> Path:
 def resolve_references(root: Value, explicit: Container[str] = (COMMAND_LINE,)) -> Value:
     """Return the values with every ``${...}`` resolved.
 
-    Args:
-        root: The merged values.
-        explicit: Sources whose values under ``vars`` must be used by a reference. Default: the command line.
-
-    Raises:
-        ConfigError: If a value is missing (``???``), a reference cannot be resolved, or a value under ``vars`` from a
-            source in ``explicit`` is not used.
+    Values under ``vars`` whose source is in ``explicit`` must be used by a reference.
     """
     leaves = {path: value for path, value in iterate_values(root) if isinstance(value.data, str)}
     missing = next(((path, value) for path, value in leaves.items() if value.data == "???"), None)
@@ -319,7 +266,6 @@ def _refuse_idle(root: Value, targets: set[Path], explicit: Container[str]) -> N
 
 
 def _interpolate(value: Value, path: Path, carried: Any) -> Value:
-    """Return the value at a path after OmegaConf has interpolated it."""
     text = value.data
     try:
         node = carried
@@ -355,7 +301,7 @@ def _collect_secrets(root: Value) -> dict[str, str]:
 
 
 class _References:
-    """References between values: their targets, the number of values they expand to, and the results."""
+    """References between values, with their targets and results."""
 
     def __init__(self, root: Value) -> None:
         self.values = dict(iterate_values(root))
@@ -365,7 +311,7 @@ class _References:
         self.resolved_values: dict[Path, Value] = {}
 
     def check(self, marked: Iterable[Path]) -> None:
-        """Raise a ConfigError for references that are dangling, circular or too deep, or expand to too many values."""
+        """Raise a ConfigError for invalid references, and for those that expand to too many values."""
         for path in marked:
             value = self.values[path]
             try:
@@ -379,13 +325,7 @@ class _References:
                 )
 
     def measure_extent(self, path: Path) -> int:
-        """Return the size of the value at a path with every reference expanded.
-
-        The size is the number of values, including the value itself, plus one per full 100 characters of each text.
-
-        Raises:
-            ConfigError: If the references are circular or dangling.
-        """
+        """Return the number of values, and of full 100 characters of text, at a path with every reference expanded."""
         if path in self.extents:
             return self.extents[path]
         value = self.values[path]
@@ -407,10 +347,7 @@ class _References:
         return extent
 
     def find_target(self, path: Path, reference: str) -> Path:
-        """Return the path of a reference's target.
-
-        A reference with one leading dot is relative to the mapping that contains it. Each further dot moves up a level.
-        """
+        """Return the path of a reference's target. A reference with leading dots is relative, as in OmegaConf."""
         name = reference.lstrip(".")
         ups = len(reference) - len(name)
         target: Path = path[: max(0, len(path) - ups)] if ups else ()
@@ -431,12 +368,7 @@ class _References:
     def fill(self, path: Path, carried: Any) -> Value:
         """Return the value at a path with every reference resolved.
 
-        If a text consists of a single reference, the referenced value keeps its original text, so ``1.10`` is not
-        shortened to ``1.1`` where text is expected.
-
-        Args:
-            path: Path of the value to return.
-            carried: All values as an OmegaConf object, which interpolates the other texts.
+        The value of a single reference keeps its text, so ``1.10`` is not shortened to ``1.1`` where text is expected.
         """
         if path not in self.resolved_values:
             value = self.values[path]

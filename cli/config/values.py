@@ -16,7 +16,7 @@ DEFAULT = "default"
 
 
 class ConfigError(ValueError):
-    """Error in a configuration, with a message for the author of the configuration.
+    """Error in a configuration, with a message for its author.
 
     Attributes:
         problems: One message per problem.
@@ -32,10 +32,9 @@ class Value:
     """Value in a configuration, with its source.
 
     Attributes:
-        data: A dict or list of values, or None, a bool, a number or a string.
+        data: A dict or list of values, or a scalar.
         source: Place where the value was written, such as ``"run.yaml:3"``, ``"command line"`` or ``"default"``.
-        text: Original text of a parsed value, such as ``"1.10"`` for the number 1.1, which is used if an argument
-            expects text. Default: None.
+        text: Original text of a parsed value, such as ``"1.10"`` for the number 1.1.
     """
 
     data: Any
@@ -49,35 +48,20 @@ def make_printable(text: str) -> str:
 
 
 def split_at_secrets(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Split a text at secrets. Yield each part with the reference that replaces the next secret, or "" at the end.
-
-    Args:
-        text: Text that may contain secrets.
-        secrets: Mapping from each secret to the reference that replaces it.
-    """
+    """Split a text at secrets. Yield each part with the reference that replaces the next secret, or "" at the end."""
     longest_first = sorted(secrets, key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if secrets else [text]
     return zip(parts[::2], [*(secrets[part] for part in parts[1::2]), ""], strict=True)
 
 
 def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
-    """Replace each secret in a message by its reference, including secrets in their ``repr`` form.
-
-    Args:
-        text: The message in which secrets are replaced.
-        secrets: Mapping from each secret to the reference that replaces it.
-    """
+    """Replace each secret in a message by its reference, including secrets in their ``repr`` form."""
     forms = {form: name for secret, name in secrets.items() for form in (secret, repr(secret)[1:-1])}
     return "".join(before + reference for before, reference in split_at_secrets(text, forms))
 
 
 def make_value(data: Any, source: str) -> Value:
-    """Convert plain data to values that all have the same source.
-
-    Args:
-        data: Nested dicts, lists, tuples and scalars. A tuple becomes a list.
-        source: The source of all values, such as ``"run.yaml:3"``.
-    """
+    """Convert plain data to values that all have the same source. Tuples become lists."""
     if isinstance(data, dict):
         return Value({key: make_value(item, source) for key, item in data.items()}, source)
     if isinstance(data, list | tuple):
@@ -95,12 +79,7 @@ def to_plain(value: Value) -> Any:
 
 
 def iterate_values(value: Value, path: Path = ()) -> Iterator[tuple[Path, Value]]:
-    """Iterate over a value and all values below it, each with its path.
-
-    Args:
-        value: The value to start from.
-        path: The path of ``value``. Default: the root.
-    """
+    """Iterate over a value and all values below it, each with its path."""
     yield path, value
     entries: Iterable[tuple[Key, Value]] = ()
     if isinstance(value.data, dict):
@@ -117,12 +96,7 @@ def format_path(path: Path) -> str:
 
 
 def normalize(value: Value) -> Value:
-    """Return the values with LightningCLI's ``class_path`` and ``init_args`` rewritten to ``class`` and arguments.
-
-    Raises:
-        ConfigError: If a mapping has both ``class`` and ``class_path``, or sets an argument both inside and outside
-            ``init_args``.
-    """
+    """Return the values with LightningCLI's ``class_path`` and ``init_args`` rewritten to ``class`` and arguments."""
     if isinstance(value.data, list):
         return replace(value, data=[normalize(item) for item in value.data])
     if not isinstance(value.data, dict):
@@ -149,12 +123,7 @@ def normalize(value: Value) -> Value:
 def merge(before: Value, later: Value) -> Value:
     """Merge two values. Mappings are merged key by key; otherwise, the later value replaces the earlier one.
 
-    A mapping that names a class replaces an earlier mapping that names another class or none, because the earlier
-    arguments may not fit the new class. An earlier class name without arguments is merged like a mapping.
-
-    Args:
-        before: The earlier value.
-        later: The later value, which takes precedence.
+    A mapping that names a class replaces an earlier mapping that names another class or none.
     """
     before = expand_class_name(before) if isinstance(later.data, dict) else before
     if not (isinstance(before.data, dict) and isinstance(later.data, dict)):
@@ -179,15 +148,7 @@ def expand_class_name(value: Value) -> Value:
 def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -> Value:
     """Return the values with ``new`` at ``path``; if ``new`` is None, without the value at ``path``.
 
-    Args:
-        root: The values, which are not modified.
-        path: The path, which contains indices for list items.
-        new: The new value, or None to remove a value. Missing mappings on the path are created.
-        add: Whether to append ``new`` to the list at the path, which is created if missing. Default: False.
-
-    Raises:
-        ConfigError: If the path does not match the values, if the value to remove does not exist, or if ``add`` is set
-            and the path leads to something other than a list.
+    ``add`` appends ``new`` to the list at the path.
     """
 
     def place(value: Value | None, done: int) -> Value | None:

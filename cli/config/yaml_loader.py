@@ -1,4 +1,4 @@
-"""Loader of YAML files that creates plain data only, and records the line of each value."""
+"""Loader of YAML files that creates plain data only."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse_scalar(text: str) -> Any:
     Unlike in YAML 1.2, underscores may separate digits, as in ``1_000``.
 
     Raises:
-        ValueError: If an integer has more digits than Python converts, 4,300 by default.
+        ValueError: If an integer has too many digits for Python.
     """
     if _NULL.fullmatch(text):
         return None
@@ -55,15 +55,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def read(file: str | Path) -> Value:
-    """Return the values in a YAML file.
-
-    Args:
-        file: Path of the YAML file.
-
-    Raises:
-        ConfigError: If the file does not exist, cannot be read, is empty, too large or not UTF-8, or does not contain a
-            valid YAML mapping. For a syntax error, the error names the line.
-    """
+    """Return the values in a YAML file."""
     value = parse(read_text(file), str(file))
     if value is None or value.data is None:
         raise ConfigError(f"{file}: the file is empty, but needs sections with keys, such as `trainer:`.")
@@ -71,14 +63,7 @@ def read(file: str | Path) -> Value:
 
 
 def read_text(file: str | Path) -> str:
-    """Return the text of a configuration file, which may have at most 256 KiB.
-
-    Args:
-        file: Path of the YAML file.
-
-    Raises:
-        ConfigError: If the file does not exist, cannot be read, is too large, or is not UTF-8.
-    """
+    """Return the text of a configuration file, which may have at most 256 KiB."""
     path = Path(file)
     try:
         if not path.is_file():
@@ -99,14 +84,7 @@ def read_text(file: str | Path) -> str:
 def parse(text: str, name: str, lines: bool = True) -> Value | None:
     """Return the values parsed from a YAML text, or None if the text has no content.
 
-    Args:
-        text: The YAML text, which must be a mapping (or empty) unless ``lines`` is False.
-        name: The file's name, for sources and errors.
-        lines: Whether sources include a line number. Default: True.
-
-    Raises:
-        ConfigError: If the text is not valid YAML, is not plain data, expands to more than 100,000 values, or is not a
-            mapping although ``lines`` is True.
+    ``lines`` adds line numbers to the sources, and requires that the text is a mapping.
     """
     try:
         node = yaml.compose(text, _Loader)  # the syntax tree: tags are not executed
@@ -139,7 +117,6 @@ class _NodeReader:
         self.name, self.lines, self.count = name, lines, 0
 
     def read_value(self, node: yaml.Node, line: yaml.Mark | None = None) -> Value:
-        """Return the value of a node, including everything nested in it."""
         source = _format_place(self.name, line or node.start_mark, self.lines)
         self.count += 1
         if self.count > MOST_VALUES:
@@ -241,7 +218,6 @@ def _explain_error(error: yaml.MarkedYAMLError, text: str) -> str:
 
 
 def _describe_missing(path: Path) -> str:
-    """Return the reason why a path is not a readable file, with a suggestion."""
     if path.is_dir():
         return "this is a folder. Pass a file in it."
     try:

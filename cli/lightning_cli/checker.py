@@ -63,12 +63,6 @@ class SettingsChecker(Checker):
 
         In addition to the values that `Checker.check` accepts, ``yes`` and ``no`` are booleans, an object is accepted
         if `fits` returns True, and the path of a settings file may replace a list, a dict or the settings of an object.
-
-        Args:
-            value: The value from the configuration.
-            annotation: The type to check the value against.
-            path: The value's path in the configuration.
-            lenient: Whether an unquoted number or boolean is accepted as text. Default: True.
         """
         annotation = simplify(annotation)
         kind = typing.get_origin(annotation) or annotation
@@ -87,10 +81,7 @@ class SettingsChecker(Checker):
         return super().check(value, annotation, path, lenient)
 
     def _check_union(self, value: Value, members: tuple[Any, ...], path: Path) -> Recipe | None:
-        """Return a recipe for a member of a union, or report a problem and return None.
-
-        A class's short name takes precedence over text.
-        """
+        """Return a recipe for a member of a union. A class's short name takes precedence over text."""
         for member in map(simplify, members) if isinstance(value.data, str) else ():
             if (
                 isinstance(member, type)
@@ -106,13 +97,6 @@ class SettingsChecker(Checker):
         """Return a recipe for an object, whose settings may be in a separate file.
 
         Report a problem and return None if the object cannot be built.
-
-        Args:
-            value: The object's settings, the name of its class, or the path of a file with its settings.
-            base: The base class that the named class must extend.
-            path: The value's path in the configuration.
-            supplied: Names of arguments that are passed only when the object is built. Default: none.
-            target: Class to build if the value does not name one. Default: None, ``base`` if it can be built itself.
         """
         return super().check_object(read_named_file(value), base, path, supplied, target)
 
@@ -126,16 +110,9 @@ class SettingsChecker(Checker):
         supplied: Iterable[str] = (),
         partly: bool = False,
     ) -> dict[str, Recipe] | None:
-        """Return recipes for the arguments of a call, or report invalid, unknown and missing arguments and return None.
+        """Return recipes for the arguments of a call, or report problems and return None.
 
-        Args:
-            value: The value that contains the arguments. Messages name its source.
-            argument_values: The values by argument name.
-            takes: The signature of the class or function.
-            name: The name of the class or function, for messages.
-            path: The value's path in the configuration.
-            supplied: Names of arguments that are passed only when the object is built. Default: none.
-            partly: Whether required arguments may be missing. Default: False.
+        Arguments that links supply later may be missing.
         """
         awaited = {place[-1] for place in self.awaited if place[:-1] == path}
         takes = replace(
@@ -144,19 +121,13 @@ class SettingsChecker(Checker):
         return super().check_arguments(value, argument_values, takes, name, path, supplied, partly or self.partial)
 
     def _find_target(self, value: Value, base: Any, path: Path) -> Any:
-        """Return the class or function that a value names, or report a problem and return None.
-
-        Paths in Lightning's packages are translated to Treadle's.
-        """
+        """Return the class or function that a value names, also by a path in Lightning's packages."""
         if isinstance(base, type) and value.data == base.__name__ and not catalog.is_shelved(base):
             return base
         return super()._find_target(replace(value, data=translate_class_path(str(value.data))), base, path)
 
     def _check_callable(self, value: Value, inner: tuple[Any, ...], annotation: Any, path: Path) -> Recipe | None:
-        """Return a recipe for a callable, or report a problem and return None.
-
-        The recipe of a class that extends the annotated return type builds a ``functools.partial`` of the class.
-        """
+        """Return a recipe for a callable, which may be a class that extends the annotated return type."""
         expanded = expand_class_name(value)
         returns = simplify(inner[-1]) if inner else Any
         kinds = tuple(kind for kind in typing.get_args(returns) or (returns,) if isinstance(kind, type))
@@ -178,10 +149,6 @@ def fits(item: Any, annotation: Any) -> bool:
     """Return whether an object matches an annotation.
 
     The arguments of generic types, as in ``list[int]``, are ignored.
-
-    Args:
-        item: The object to check.
-        annotation: The type annotation to match.
     """
     annotation = simplify(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
@@ -198,7 +165,7 @@ def fits(item: Any, annotation: Any) -> bool:
 
 
 def make_config(recipe: Recipe) -> Any:
-    """Convert a checked value to a configuration, in which the settings of objects are namespaces with all defaults."""
+    """Convert a checked value to a configuration, in which the settings of objects are namespaces."""
     if isinstance(recipe, CollectionRecipe):
         return recipe.kind([make_config(item) for item in recipe.items])
     if isinstance(recipe, MappingRecipe):
@@ -218,10 +185,7 @@ def make_config(recipe: Recipe) -> Any:
 
 
 def make_default_config(default: Any) -> Any:
-    """Return a default for a configuration: a dataclass or lazy instance as a namespace, a list or dict as a copy.
-
-    Other values are returned unchanged.
-    """
+    """Return a default for a configuration: a dataclass or lazy instance as a namespace, a list or dict as a copy."""
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         fields = {field.name: getattr(default, field.name) for field in dataclasses.fields(default) if field.init}
         return Namespace({name: make_default_config(item) for name, item in fields.items()})
@@ -258,15 +222,7 @@ def make_arguments(recipe: ObjectRecipe) -> Namespace:
 
 
 def look_up(configs: Namespace, key: str) -> Any:
-    """Return the value of a link's source, such as an option, an argument of a class, or an attribute of an object.
-
-    Args:
-        configs: Configurations of options and groups, or their built objects, by key.
-        key: The dotted key of the source.
-
-    Raises:
-        ConfigError: If the source does not exist.
-    """
+    """Return the value of a link's source, such as an option, an argument of a class, or an attribute of an object."""
     value: Any = configs
     for part in key.split("."):
         entries = vars(value) if isinstance(value, Namespace) else value

@@ -33,14 +33,13 @@ class LightningCLI:
     The constructor parses the command line, builds the objects and, unless ``run`` is False, runs the subcommand.
 
     Args:
-        model_class: The task's class, or a function that returns a task. Default: None; the settings must then name the
+        model_class: The task's class, or a function that returns a task. Default: None; the settings must name the
             class.
         datamodule_class: The data module's class, or a function that returns a data module. Default: None; the settings
-            may then name the class.
+            may name the class.
         save_config_callback: Class of the callback that saves the configuration. None disables saving, as does
             ``fast_dev_run``. Default: `SaveConfigCallback`.
-        save_config_kwargs: Arguments of ``save_config_callback`` in addition to the parser and the configuration.
-            Default: None, no further arguments.
+        save_config_kwargs: Further arguments of ``save_config_callback``. Default: None, no further arguments.
         trainer_class: A subclass of Trainer, or a function that returns a Trainer. Default: Trainer.
         trainer_defaults: Defaults for the Trainer's arguments. The default ``callbacks`` are added to those of the
             settings. Default: None, the Trainer's own defaults.
@@ -49,16 +48,12 @@ class LightningCLI:
         parser_kwargs: Arguments of ``parser_class``. Arguments of a subcommand's parser are nested under the
             subcommand's name. Default: None, no arguments.
         parser_class: The parser's class. Default: `LightningArgumentParser`.
-        subclass_mode_model: Whether the settings may name a subclass of ``model_class``. If True, at least one setting
-            of the task is required. Default: False.
-        subclass_mode_data: Whether the settings may name a subclass of ``datamodule_class``. If True and
-            ``datamodule_class`` is set, at least one setting of the data module is required. Default: False.
-        args: The command line as a list, or settings as a dict or namespace. Default: None, the command line in
-            ``sys.argv``.
+        subclass_mode_model: Whether the settings may name a subclass of ``model_class``. Default: False.
+        subclass_mode_data: Whether the settings may name a subclass of ``datamodule_class``. Default: False.
+        args: The command line as a list, or settings as a dict or namespace. Default: None, ``sys.argv``.
         run: Whether the command line names a subcommand to run. If False, the objects are only built. Default: True.
         auto_configure_optimizers: Whether an optimizer and a scheduler in the settings replace the task's
-            ``configure_optimizers``, unless they are linked to arguments. If True, the options ``--optimizer`` and
-            ``--lr_scheduler`` are added, unless `add_arguments_to_parser` adds others. Default: True.
+            ``configure_optimizers``, unless they are linked to arguments. Default: True.
         load_from_checkpoint_support: Accepted and ignored.
         save_config_overwrite: Lightning 1's name for the argument ``overwrite`` of ``save_config_callback``. Default:
             None, not passed.
@@ -66,8 +61,7 @@ class LightningCLI:
     Attributes:
         parser: The parser of the command line.
         config: The parsed configuration. With a subcommand, its settings are nested under the name of the subcommand.
-        config_init: The parsed configuration, in which the task, the data module and other objects are built. The
-            Trainer, optimizers and schedulers remain settings.
+        config_init: The configuration with the task and the data module built.
         model, datamodule, trainer: The built task, data module (None without one) and Trainer.
         subcommand: Name of the subcommand to run; None with ``run=False``.
 
@@ -151,8 +145,7 @@ class LightningCLI:
         """Create ``self.parser`` with its subcommands or its arguments.
 
         Args:
-            add_subcommands: Whether to add subcommands, each of which gets the arguments. If False, the arguments are
-                added to the main parser.
+            add_subcommands: Whether to add subcommands with the arguments. If False, the main parser has the arguments.
             main_kwargs: Arguments of the main parser.
             subparser_kwargs: Arguments of each subcommand's parser, by subcommand.
         """
@@ -166,7 +159,7 @@ class LightningCLI:
         """Add the option ``--seed_everything``.
 
         Args:
-            parser: Parser to which the option is added.
+            parser: Parser to extend.
         """
         parser.add_argument(
             "--seed_everything",
@@ -179,7 +172,7 @@ class LightningCLI:
         """Add the arguments of the Trainer, the task and the data module.
 
         Args:
-            parser: Parser to which the arguments are added.
+            parser: Parser to extend.
         """
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.set_defaults({f"trainer.{name}": v for name, v in self.trainer_defaults.items() if name != "callbacks"})
@@ -192,7 +185,7 @@ class LightningCLI:
         """Add custom arguments and links. Override this method; by default, it does nothing.
 
         Args:
-            parser: Parser to which the arguments are added.
+            parser: Parser to extend.
         """
 
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
@@ -234,7 +227,7 @@ class LightningCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Link each optimizer and scheduler whose ``link_to`` is not ``"AUTOMATIC"`` to the argument that it names.
+        """Link the optimizers and schedulers whose ``link_to`` is not ``"AUTOMATIC"`` to the arguments that they name.
 
         Args:
             parser: Parser with the optimizers and schedulers.
@@ -261,11 +254,7 @@ class LightningCLI:
             self.config = parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
-        """Override the model's settings with the hyperparameters saved in the checkpoint at ``ckpt_path``.
-
-        Arguments that links set keep their values. Does nothing without a subcommand, if the path does not exist, or if
-        the task's class is unknown.
-        """
+        """Override the model's settings with the hyperparameters saved in a local checkpoint at ``ckpt_path``."""
         subcommand = self.config.get("subcommand")
         path = self.config[subcommand].get("ckpt_path") if subcommand else None
         if not path or not os.path.exists(path):
@@ -291,7 +280,6 @@ class LightningCLI:
         return self.parser if subcommand is None else self._subcommand_parsers[subcommand]
 
     def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
-        """Return a value of the configuration, looked up below the subcommand if there is one."""
         return config.get(str(self.subcommand), config).get(key, default)
 
     def _set_seed(self) -> None:
@@ -304,7 +292,7 @@ class LightningCLI:
     # -- the objects -------------------------------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
-        """Run custom code before the objects are built. Override this method; by default, it does nothing."""
+        """Run custom code before the objects are built. By default, do nothing."""
 
     def instantiate_classes(self) -> None:
         """Build the task, the data module and the Trainer."""
@@ -315,13 +303,13 @@ class LightningCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Run custom code after the objects are built. Override this method; by default, it does nothing."""
+        """Run custom code after the objects are built. By default, do nothing."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer from the configuration and return it.
 
         Args:
-            **kwargs: Arguments of the Trainer that override those of the configuration.
+            **kwargs: Arguments of the Trainer that override the configuration.
         """
         parser = self._parser(self.subcommand)
         extra_callbacks = [self._get(self.config_init, key) for key in parser.callback_keys]
@@ -354,7 +342,7 @@ class LightningCLI:
         """Return the optimizer and scheduler in the form that a task's ``configure_optimizers`` returns.
 
         Args:
-            lightning_module: The task whose optimizer is configured.
+            lightning_module: The task.
             optimizer: The optimizer that the settings name.
             lr_scheduler: The scheduler that the settings name. Default: None.
         """
@@ -366,13 +354,7 @@ class LightningCLI:
         return [optimizer], [lr_scheduler]
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """Replace the task's ``configure_optimizers`` if there are settings of an ``"AUTOMATIC"`` optimizer.
-
-        Does nothing if ``auto_configure_optimizers`` is False.
-
-        Raises:
-            ValueError: If more than one optimizer or more than one scheduler is ``"AUTOMATIC"``.
-        """
+        """Replace the task's ``configure_optimizers`` if there are settings of an ``"AUTOMATIC"`` optimizer."""
         if not self.auto_configure_optimizers:
             return
         parser = self._parser(subcommand)

@@ -1,4 +1,4 @@
-"""Parsing of command lines in LightningCLI's form. Options are applied in the order in which they are written."""
+"""Parsing of command lines in LightningCLI's form."""
 
 from __future__ import annotations
 
@@ -65,15 +65,7 @@ _PRINT_OPTIONS = ("comments", "skip_null", "skip_none", "skip_default")
 def read_command_line(parser: Parser, words: list[str], base: Namespace | None = None) -> Namespace:
     """Return the configuration that a command line specifies.
 
-    Args:
-        parser: The parser that declares the options.
-        words: The command-line arguments.
-        base: A configuration to merge the command line into. Default: None, the settings that
-            `LightningArgumentParser.start` returns.
-
-    Raises:
-        ConfigError: If the command line, a configuration file or a value is invalid or incomplete.
-        SystemExit: After the help or the configuration is printed.
+    The options are merged into ``base``, or into the parser's own settings if it is None.
     """
     reader = _Reader(parser, words)
     root = parser.start() if base is None else make_settings(base, "configuration")
@@ -99,14 +91,7 @@ def read_command_line(parser: Parser, words: list[str], base: Namespace | None =
 
 
 def check_option_names(names: Sequence[str]) -> None:
-    """Check that an option has a name, and that each name begins with a dash.
-
-    Args:
-        names: Names of the option, such as ``("-b", "--batch_size")``.
-
-    Raises:
-        ValueError: If there is no name, or a name does not begin with a dash.
-    """
+    """Raise ValueError if an option has no name, or a name that does not begin with a dash."""
     if not names:
         raise ValueError("add_argument() needs the name of an option, such as '--batch_size'.")
     for name in names:
@@ -115,15 +100,7 @@ def check_option_names(names: Sequence[str]) -> None:
 
 
 def choose_subcommand(parser: Parser, root: Value) -> str:
-    """Return the subcommand that the settings or the environment variable name, or whose section is the only one.
-
-    Args:
-        parser: The parser that has the subcommands.
-        root: The merged settings.
-
-    Raises:
-        ConfigError: If the subcommand is missing or unknown.
-    """
+    """Return the subcommand that the settings or the environment variable name, or whose section is the only one."""
     named = root.data.get("subcommand")
     if named is None and parser.default_env:
         variable = f"{parser.env_prefix}_SUBCOMMAND"
@@ -141,13 +118,7 @@ def choose_subcommand(parser: Parser, root: Value) -> str:
 
 
 class _Reader:
-    """Reader that applies the options of a command line to the settings of one parser.
-
-    Attributes:
-        words: Words of the command line that have not been read.
-        subcommand: Name of the subcommand at which reading stopped; None if the command line does not contain one.
-        shown: Options for printing the configuration instead of running; None to run.
-    """
+    """Reader that applies the options of a command line to the settings of one parser."""
 
     def __init__(self, parser: Parser, words: list[str]) -> None:
         self.parser, self.words = parser, list(words)
@@ -155,7 +126,6 @@ class _Reader:
         self.shown: set[str] | None = None
 
     def read_options(self, root: Value) -> Value:
-        """Return the settings with the options applied, up to a subcommand's name."""
         while self.words:
             word = self.words.pop(0)
             if word in self.parser.subcommands:
@@ -220,10 +190,7 @@ class _Reader:
         return root
 
     def _read_several(self) -> Value:
-        """Return the words up to the next one that begins with ``--`` as a list.
-
-        A single word may be a list in YAML.
-        """
+        """Return the words up to the next option as a list. A single word may be a list in YAML."""
         values = []
         while self.words and not self.words[0].startswith("--"):
             values.append(parse_value(self.words.pop(0), COMMAND_LINE))
@@ -247,10 +214,6 @@ class _Reader:
         return nearest(f"--{key}", [f"--{name}" for name in valid])
 
     def _print_class_help(self, root: Value, key: str, name: str | None) -> NoReturn:
-        """Print the arguments of a class, and exit.
-
-        The class is the one that ``name`` or the next word names, or else the one that the option was added with.
-        """
         owner = find_owner(self.parser.declared, key)
         declared = self.parser.declared[owner]
         if name is None and self.words and not self.words[0].startswith("-"):

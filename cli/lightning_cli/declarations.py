@@ -21,15 +21,10 @@ class Option:
     """Single option of a parser.
 
     Attributes:
-        key: Dotted key of the option.
-        argument: Annotation and default of the option.
-        required: Whether the option must be set.
-        help: Description of the option in the help.
-        convert: Function that converts the text of a value. None checks the value against the annotation instead.
+        convert: Function that converts the text of a value; None for no conversion.
         choices: The allowed values; None allows any.
         instantiate: Whether `instantiate_classes` builds the object that the value describes.
-        untyped: Whether a number or boolean from the command line or environment remains text, as in argparse. A value
-            from a file keeps its YAML type.
+        untyped: Whether a number or boolean from the command line or environment remains text, as in argparse.
     """
 
     key: str
@@ -46,21 +41,11 @@ class Option:
         return None if self.argument.default is REQUIRED else make_settings(self.argument.default, "default")
 
     def find_argument(self, path: Path, value: Value | None) -> Argument | None:
-        """Return the argument that a path below this option leads to; None if the path does not lead to an argument.
-
-        Args:
-            path: Keys that lead from the option to the argument. An empty path leads to the option's own argument.
-            value: The settings of the option; None if nothing is set.
-        """
+        """Return the argument that a path below this option leads to; None if there is none."""
         return _follow(self.argument, path, value)
 
     def check(self, checker: SettingsChecker, value: Value | None) -> Recipe | None:
-        """Return a recipe for the option's value; None if the value is invalid. Report an invalid or missing value.
-
-        Args:
-            checker: Checker that collects the problems.
-            value: The settings of the option; None for the default.
-        """
+        """Return a recipe for the option's value. Report a problem if the value is invalid or missing."""
         path = (self.key,)
         value = self.get_default() if value is None else value
         if value is None or (value.data is None and value.source == "default"):
@@ -120,12 +105,7 @@ class ClassGroup:
         return replace(takes, arguments=arguments, open=takes.open and self.open)
 
     def find_argument(self, path: Path, value: Value | None) -> Argument | None:
-        """Return the argument that a path below this group leads to; None if the path does not lead to an argument.
-
-        Args:
-            path: Keys that lead from the group to the argument.
-            value: The settings of the group; None if nothing is set.
-        """
+        """Return the argument that a path below this group leads to; None if there is none."""
         target = self.bases[0]
         if self.subclass_mode:
             named = value.data.get("class") if value is not None and isinstance(value.data, dict) else None
@@ -137,12 +117,7 @@ class ClassGroup:
         return None if argument is None else _follow(argument, path[1:], inner)
 
     def check(self, checker: SettingsChecker, value: Value | None) -> Recipe | None:
-        """Return a recipe for the group's object; None if its settings are invalid. Report invalid or missing settings.
-
-        Args:
-            checker: Checker that collects the problems.
-            value: The settings of the group; None if nothing is set.
-        """
+        """Return a recipe for the group's object. Report a problem if its settings are invalid or missing."""
         path: Path = tuple(self.key.split("."))
         if self.subclass_mode:
             return self._check_subclass(checker, value, path)
@@ -173,7 +148,7 @@ class ClassGroup:
     def _report_absent_flags(
         self, checker: SettingsChecker, entries: dict[Any, Value], takes: Signature, path: Path
     ) -> dict[Any, Value]:
-        """Report flags that the Trainer does not have, with their replacements, and return the remaining flags."""
+        """Report flags that the Trainer does not have, and return the remaining flags."""
         for name, item in entries.items():
             if name not in takes.arguments:
                 try:
@@ -213,8 +188,6 @@ class Link:
     """Rule that derives the value of one key from the values of others; see `link_arguments`.
 
     Attributes:
-        sources: Dotted keys of the sources.
-        target: The dotted key that receives the value.
         compute: Function that computes the value from the sources' values. None uses the value of a single source.
         at_instantiation: Whether the sources are built objects or their attributes.
     """
@@ -225,11 +198,7 @@ class Link:
     at_instantiation: bool
 
     def apply(self, find_source: Callable[[str], Any]) -> Any:
-        """Return the value for the target, computed from the values of the sources.
-
-        Args:
-            find_source: Function that returns the value of a source, given its dotted key.
-        """
+        """Return the value for the target, computed from the values of the sources."""
         values = [find_source(source) for source in self.sources]
         return values[0] if self.compute is None else self.compute(*values)
 
@@ -242,13 +211,8 @@ class Link:
 def order_by_links(declared: Mapping[str, Declared], links: list[Link]) -> list[str]:
     """Return the declared keys in an order in which the sources of links come before their targets.
 
-    Args:
-        declared: Options and groups by key.
-        links: The links between these keys.
-
     Raises:
-        ValueError: If a key of a link does not belong to an option or group, if the links form a cycle, or if a link at
-            instantiation leads from an option or group to itself.
+        ValueError: If the links are invalid or form a cycle.
     """
     needs: dict[str, set[str]] = {key: set() for key in declared}
     for link in links:
@@ -273,10 +237,6 @@ def order_by_links(declared: Mapping[str, Declared], links: list[Link]) -> list[
 def find_owner(declared: Mapping[str, Declared], key: str) -> str:
     """Return the declared key that a dotted key belongs to.
 
-    Args:
-        declared: Options and groups by key.
-        key: The dotted key, such as ``"model.lr"``.
-
     Raises:
         ValueError: If the key does not belong to an option or group.
     """
@@ -289,10 +249,7 @@ def find_owner(declared: Mapping[str, Declared], key: str) -> str:
 
 
 def _follow(argument: Argument, path: Path, value: Value | None) -> Argument | None:
-    """Return the argument at a path; None if the path does not lead to an argument.
-
-    The path may lead through classes that values or defaults name, and through annotated dataclasses.
-    """
+    """Return the argument at a path, which may lead through classes and dataclasses; None if there is none."""
     while path:
         settings = value if value is not None and value.data is not None else make_default(argument)
         entries = settings.data if settings is not None and isinstance(settings.data, dict) else {}
@@ -313,12 +270,7 @@ def read_return_annotation(function: Callable[..., Any]) -> Any:
 
 
 def resolve_skipped(skip: Iterable[str | int] | None, arguments: Iterable[str]) -> frozenset[str]:
-    """Return the names of the arguments to skip.
-
-    Args:
-        skip: Names, and numbers of leading arguments, to skip; None for none.
-        arguments: The names of all arguments, in order.
-    """
+    """Return the names of the arguments to skip. A number skips that many leading arguments."""
     named = frozenset(name for name in skip or () if isinstance(name, str))
     leading = sum(number for number in skip or () if isinstance(number, int))
     return named | frozenset(islice(arguments, leading))

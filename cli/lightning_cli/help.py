@@ -1,4 +1,4 @@
-"""Help of a parser: its options with types, defaults and descriptions."""
+"""Help text of a parser."""
 
 from __future__ import annotations
 
@@ -25,15 +25,7 @@ def format_help(
     declared: Mapping[str, Declared],
     subcommands: Mapping[str, Any],
 ) -> str:
-    """Return the help text of a parser.
-
-    Args:
-        usage: First line of the help; None for the standard line, such as ``usage: PROG [options]``.
-        prog: Name of the program in the usage line.
-        description: Text below the first line; None for no text.
-        declared: The parser's options and groups by key.
-        subcommands: The subcommands' parsers by name.
-    """
+    """Return the help text of a parser."""
     words = "SUBCOMMAND [options]" if subcommands else "[options]"
     lines = [usage or f"usage: {prog} {words}", "", *textwrap.wrap(description or "", 100), "", "options:"]
     for name, meaning in _GENERAL.items():

@@ -21,20 +21,8 @@ def apply_link(
 ) -> Value | None:
     """Return the settings of an option or group with the value of a link set at the link's target.
 
-    The target of a link that is applied at instantiation is removed instead. A link is not applied if a source is
-    invalid. In subclass mode, a link to an argument is not applied either if nothing is set, or if the class does not
-    accept the argument. If the target is below ``key`` and its value is set in another way, a problem is reported.
-
-    Args:
-        declared_by_key: All options and groups of the parser.
-        checker: Checker that collects the problems.
-        link: The link to apply.
-        key: The key of the option or group that the link's target belongs to.
-        section: Settings of the option or group that ``key`` names; None if nothing is set.
-        configs: The configurations of the options and groups that have been checked.
-
-    Raises:
-        ConfigError: If the source does not exist, or if the target is below a value that is not a mapping.
+    The target of a link that is applied at instantiation is removed instead. A problem is reported if an argument of a
+    class is also set in another way.
     """
     declared, path = declared_by_key[key], link.path[len(key.split(".")) :]
     given = None if section is None else find_value(section, path)
@@ -58,13 +46,7 @@ def apply_link(
 
 
 def remove_target(declared_by_key: Mapping[str, Declared], link: Link, config: Namespace) -> None:
-    """Remove the value of a link's target from a configuration.
-
-    Args:
-        declared_by_key: All options and groups of the parser.
-        link: Link whose target is removed.
-        config: The configuration, which is changed in place.
-    """
+    """Remove the value of a link's target from a configuration, in place."""
     key = find_owner(declared_by_key, link.target)
     for name in link.path[len(key.split(".")) :]:  # without the init_args of objects
         key += f".{name}" if f"{key}.init_args" not in config else f".init_args.{name}"

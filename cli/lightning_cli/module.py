@@ -12,15 +12,14 @@ def instantiate_module(class_type: type, config: Mapping[str, Any]) -> Any:
     """Build an object of a class from its settings.
 
     Args:
-        class_type: The class, or a base class of the class that ``config["_class_path"]`` names.
+        class_type: The class, or a base class of the class to build.
         config: The arguments by name. The key ``"_class_path"`` may name a subclass.
 
     Returns:
         An instance of ``class_type`` or of the named subclass.
 
     Raises:
-        ConfigError: If an argument is invalid, unknown or missing, or if ``"_class_path"`` names neither ``class_type``
-            nor a subclass. Other errors that the class raises get a note.
+        ConfigError: If the settings are invalid.
     """
     parser = LightningArgumentParser(exit_on_error=False)
     settings = dict(config)

@@ -13,8 +13,7 @@ class Namespace(argparse.Namespace):
     """Nested settings; ``config.model.lr``, ``config["model"]["lr"]`` and ``config["model.lr"]`` are the same value.
 
     Args:
-        entries: A mapping or namespace of values by name or dotted name. Nested mappings are not converted to
-            namespaces. Default: None, no values.
+        entries: Values by name or dotted name. Nested mappings are not converted to namespaces. Default: None.
         **named: Further values by name.
     """
 
@@ -58,23 +57,14 @@ class Namespace(argparse.Namespace):
         return len(vars(self))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a dotted key, or ``default``.
-
-        Args:
-            key: The dotted key, such as ``"model.lr"``.
-            default: The value for a missing key. Default: None.
-        """
+        """Return the value of a dotted key, or ``default`` if the key is missing."""
         try:
             return self[key]
         except KeyError:
             return default
 
     def pop(self, key: str, default: Any = _MISSING) -> Any:
-        """Remove a dotted key and return its value.
-
-        Args:
-            key: The dotted key, such as ``"model.lr"``.
-            default: The value for a missing key. If it is not passed, a missing key raises KeyError.
+        """Remove a dotted key and return its value, or ``default`` if the key is missing.
 
         Raises:
             KeyError: If the key is missing and ``default`` is not passed.
@@ -96,11 +86,7 @@ class Namespace(argparse.Namespace):
         return self
 
     def items(self, branches: bool = False) -> Iterator[tuple[str, Any]]:
-        """Iterate over dotted keys and values.
-
-        Args:
-            branches: Whether to include the nested namespaces themselves. Default: False.
-        """
+        """Iterate over dotted keys and values. ``branches`` adds the nested namespaces themselves."""
         for name, value in vars(self).items():
             if isinstance(value, Namespace):
                 if branches:
@@ -111,19 +97,11 @@ class Namespace(argparse.Namespace):
                 yield name, value
 
     def keys(self, branches: bool = False) -> Iterator[str]:
-        """Iterate over dotted keys.
-
-        Args:
-            branches: Whether to include the nested namespaces themselves. Default: False.
-        """
+        """Iterate over dotted keys. ``branches`` adds those of the nested namespaces themselves."""
         return (key for key, _ in self.items(branches))
 
     def values(self, branches: bool = False) -> Iterator[Any]:
-        """Iterate over the values of all dotted keys.
-
-        Args:
-            branches: Whether to include the nested namespaces themselves. Default: False.
-        """
+        """Iterate over the values of dotted keys. ``branches`` adds the nested namespaces themselves."""
         return (value for _, value in self.items(branches))
 
     def as_dict(self) -> dict[str, Any]:
@@ -135,7 +113,7 @@ class Namespace(argparse.Namespace):
         return argparse.Namespace(**dict(self.items()))
 
     def clone(self) -> Namespace:
-        """Return a copy with copies of nested namespaces, dicts and lists. Other values, such as tuples, are shared."""
+        """Return a copy with copies of nested namespaces, dicts and lists."""
         copied = Namespace()
         vars(copied).update({name: _copy(value) for name, value in vars(self).items()})
         return copied

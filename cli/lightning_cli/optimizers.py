@@ -20,13 +20,12 @@ class ReduceLROnPlateau(schedulers.ReduceLROnPlateau):
 
     Args:
         optimizer: The optimizer whose learning rates are reduced.
-        monitor: Name of the logged metric whose improvement is tracked.
+        monitor: Name of the logged metric to monitor.
         mode: ``"min"`` if a lower value is better, ``"max"`` if a higher value is better. Default: ``"min"``.
         factor: Factor by which learning rates are multiplied. Default: 0.1.
-        patience: Number of epochs without improvement that are tolerated before a reduction. Default: 10.
+        patience: Number of epochs without improvement that are tolerated. Default: 10.
         threshold: Minimum change that counts as an improvement. Default: 1e-4.
-        threshold_mode: ``"rel"`` if ``threshold`` is relative to the best value, ``"abs"`` if it is absolute. Default:
-            ``"rel"``.
+        threshold_mode: Whether ``threshold`` is relative (``"rel"``) or absolute (``"abs"``). Default: ``"rel"``.
         cooldown: Number of epochs after a reduction that do not count toward ``patience``. Default: 0.
         min_lr: Lower bound of the learning rates, or a list with one bound per parameter group. Default: 0.
         eps: Minimum change of a learning rate. Smaller changes are not applied. Default: 1e-8.
@@ -67,13 +66,13 @@ def instantiate_class(args: Any, init: Mapping[str, Any] | argparse.Namespace) -
 
     Args:
         args: A tuple of positional arguments, or a single argument.
-        init: A dict or namespace of the form ``{"class_path": ..., "init_args": {...}}``. ``init_args`` may be omitted.
+        init: A dict or namespace of the form ``{"class_path": ..., "init_args": {...}}``. ``init_args`` is optional.
 
     Returns:
         An instance of the class that ``class_path`` names, or the return value of a named function.
 
     Raises:
-        ConfigError: If ``class_path`` is missing, unknown or ambiguous.
+        ConfigError: If ``class_path`` is missing or invalid.
 
     Example:
         >>> import torch

@@ -71,15 +71,13 @@ class LightningArgumentParser(ConfigWriter):
         env_prefix: Prefix of the names of environment variables, as in ``PL_TRAINER__MAX_EPOCHS``. Default: ``"PL"``.
         default_env: Whether environment variables are read. Default: False.
         prog: The program's name in the help. Default: None, the script's name.
-        default_config_files: Files that are read before all others, if they exist. Their names may contain ``*``.
-            Default: None, no files.
+        default_config_files: Files that are read first, if they exist. Their names may contain ``*``. Default: None.
         parser_mode: ``"yaml"``, ``"json"`` or ``"omegaconf"``. ``"omegaconf"`` resolves ``${...}``, which the other
             modes treat as plain text. Default: ``"yaml"``.
         exit_on_error: Whether invalid settings exit the program with status 2 when they are parsed. If False, a
             ConfigError is raised. Default: True.
-        dump_header: Comment lines at the top of a configuration that is written as YAML. Default: None, one line with
-            Treadle's version.
-        epilog: Last lines of the help. Default: None, no lines.
+        dump_header: Comment lines at the top of YAML output. Default: None, one line with Treadle's version.
+        epilog: Last lines of the help. Default: None.
         usage: The usage line of the help. Default: None, a standard line.
 
     Raises:
@@ -151,16 +149,16 @@ class LightningArgumentParser(ConfigWriter):
             default: The value if the option is not set; ignored by ``"store_true"`` and ``"store_false"``. Default:
                 None.
             required: Whether the option must be set. Default: False.
-            help: The option's description in the help. Default: None, no description.
+            help: The option's description in the help. Default: None.
             choices: The allowed values. Default: None, any value.
             nargs: ``"+"``, ``"*"`` or a number, for a list of any length. Default: None or ``"?"``, a single value.
             action: ``"store"``, ``"store_true"``, ``"store_false"`` or `ActionConfigFile`. Default: None, ``"store"``.
             dest: The option's key. Default: the longest name without leading dashes, with ``-`` replaced by ``_``.
-            const: Accepted as in argparse, and ignored.
-            metavar: Accepted as in argparse, and ignored.
+            const: Accepted and ignored.
+            metavar: Accepted and ignored.
 
         Raises:
-            ValueError: If there is no name, a name does not begin with a dash, or the action is not supported.
+            ValueError: If a name is invalid or the action is not supported.
         """
         check_option_names(names)
         key = dest or max(names, key=len).lstrip("-").replace("-", "_")
@@ -206,12 +204,11 @@ class LightningArgumentParser(ConfigWriter):
 
         Args:
             theclass: Class or function whose arguments are added.
-            nested_key: Dotted key under which the arguments are added. Default: None, the top level.
+            nested_key: Dotted key of the arguments. Default: None, the top level.
             as_group: Accepted and ignored.
             as_positional: Accepted and ignored.
-            skip: Names of arguments to skip. A number skips that many leading arguments. Default: None, no arguments.
-            instantiate: Whether `instantiate_classes` builds the object. Ignored at the top level, where each argument
-                is a separate option. Default: True.
+            skip: Names of arguments to skip. A number skips that many leading arguments. Default: None.
+            instantiate: Whether `instantiate_classes` builds the object. Ignored at the top level. Default: True.
             fail_untyped: Accepted and ignored.
             sub_configs: Accepted and ignored.
             help: Accepted and ignored.
@@ -296,10 +293,9 @@ class LightningArgumentParser(ConfigWriter):
 
         Args:
             theclass: The class that has the method.
-            themethod: Name of the method whose arguments are added.
+            themethod: Name of the method.
             nested_key: Prefix of the dotted keys. Default: None, the top level.
-            skip: Names of arguments to skip. A number skips that many leading arguments after ``self``. Default: None,
-                no arguments.
+            skip: Names of arguments to skip. A number skips that many leading arguments after ``self``. Default: None.
             **unused: Accepted and ignored.
 
         Returns:
@@ -321,10 +317,9 @@ class LightningArgumentParser(ConfigWriter):
 
         Args:
             lightning_class: A class that extends Trainer, TaskModule, DataModule or Callback, or a function that
-                returns an object of such a class.
-            nested_key: Dotted key under which the arguments are added.
-            subclass_mode: Whether the settings may name the class, which must extend ``lightning_class``. Default:
-                False.
+                returns such an object.
+            nested_key: Dotted key of the arguments.
+            subclass_mode: Whether the settings may name a subclass of ``lightning_class``. Default: False.
             required: Whether the settings must contain the object in subclass mode. Default: True.
 
         Returns:
@@ -354,12 +349,11 @@ class LightningArgumentParser(ConfigWriter):
         """Add the arguments of an optimizer.
 
         Args:
-            optimizer_class: The optimizer's class, or a tuple of base classes. With a tuple, the settings name the
-                class, which must extend one of these. Default: a tuple with ``torch.optim.Optimizer``.
-            nested_key: Dotted key under which the arguments are added. Default: ``"optimizer"``.
+            optimizer_class: The optimizer's class, or a tuple of base classes of the class that the settings name.
+                Default: a tuple with ``torch.optim.Optimizer``.
+            nested_key: Dotted key of the arguments. Default: ``"optimizer"``.
             link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes the
-                task of a `LightningCLI` use the optimizer; see `LightningCLI.configure_optimizers`. Default:
-                ``"AUTOMATIC"``.
+                task of a `LightningCLI` use the optimizer. Default: ``"AUTOMATIC"``.
 
         Raises:
             TypeError: If a class does not extend ``torch.optim.Optimizer``.
@@ -375,12 +369,11 @@ class LightningArgumentParser(ConfigWriter):
         """Add the arguments of a learning rate scheduler.
 
         Args:
-            lr_scheduler_class: The scheduler's class, or a tuple of base classes. With a tuple, the settings name the
-                class, which must extend one of these. Default: a tuple of ``LRScheduler`` and `ReduceLROnPlateau`.
-            nested_key: Dotted key under which the arguments are added. Default: ``"lr_scheduler"``.
+            lr_scheduler_class: The scheduler's class, or a tuple of base classes of the class that the settings name.
+                Default: a tuple of ``LRScheduler`` and `ReduceLROnPlateau`.
+            nested_key: Dotted key of the arguments. Default: ``"lr_scheduler"``.
             link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes the
-                task of a `LightningCLI` use the scheduler; see `LightningCLI.configure_optimizers`. Default:
-                ``"AUTOMATIC"``.
+                task of a `LightningCLI` use the scheduler. Default: ``"AUTOMATIC"``.
 
         Raises:
             TypeError: If a class does not extend ``LRScheduler`` or `ReduceLROnPlateau`.
@@ -412,9 +405,7 @@ class LightningArgumentParser(ConfigWriter):
     ) -> None:
         """Derive the value of an argument from other arguments.
 
-        If the target is an argument of a class, settings that also set the target are invalid. If the target is a
-        single option or a whole object, the link's value replaces its settings. For an object that was added with
-        `add_subclass_arguments`, the link is ignored if the object's class does not accept the argument.
+        If the target is a single option or a whole object, the link's value replaces its settings.
 
         Args:
             source: A dotted key, or a tuple of dotted keys.
@@ -425,9 +416,7 @@ class LightningArgumentParser(ConfigWriter):
                 of built objects. Default: ``"parse"``.
 
         Raises:
-            ValueError: If a key was not added, several sources are linked without ``compute_fn``, ``apply_on`` is
-                unknown, ``target`` is linked already, or the links form a cycle. With ``"instantiate"``, a link within
-                a group is a cycle.
+            ValueError: If an argument is invalid, ``target`` is linked already, or the links form a cycle.
         """
         sources = (source,) if isinstance(source, str) else tuple(source)
         if apply_on not in ("parse", "instantiate"):
@@ -451,7 +440,7 @@ class LightningArgumentParser(ConfigWriter):
             **named: Defaults by key.
 
         Raises:
-            ValueError: If a key was not added, or is below an earlier default that is not a mapping.
+            ValueError: If a key is unknown or invalid.
         """
         for mapping in (*mappings, named):
             for key, value in mapping.items():
@@ -488,7 +477,7 @@ class LightningArgumentParser(ConfigWriter):
         return Subcommands(self)
 
     def add_argument_group(self, *unused: Any, **also_unused: Any) -> LightningArgumentParser:
-        """Return this parser. The arguments are ignored, because groups only arrange argparse's help."""
+        """Return this parser. The arguments are ignored."""
         return self
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -515,8 +504,7 @@ class LightningArgumentParser(ConfigWriter):
             cfg_base: A configuration to merge the settings into. Default: None, the settings of `get_defaults`.
 
         Raises:
-            SystemExit: If the settings are invalid and ``exit_on_error`` is True.
-            ConfigError: If the settings are invalid and ``exit_on_error`` is False.
+            SystemExit: If the settings are invalid. With ``exit_on_error=False``, a ConfigError is raised instead.
         """
         return self._guard(lambda: self._parse_object(cfg_obj, cfg_base))
 
@@ -527,8 +515,7 @@ class LightningArgumentParser(ConfigWriter):
             cfg_path: Path of a YAML or JSON file.
 
         Raises:
-            SystemExit: If the file or a value is invalid and ``exit_on_error`` is True.
-            ConfigError: If the file or a value is invalid and ``exit_on_error`` is False.
+            SystemExit: If the settings are invalid. With ``exit_on_error=False``, a ConfigError is raised instead.
         """
         return self._guard(lambda: self._finish_any(merge(self.start(), read_settings(cfg_path))))
 
@@ -539,8 +526,7 @@ class LightningArgumentParser(ConfigWriter):
             cfg_str: The configuration, in YAML.
 
         Raises:
-            SystemExit: If the text or a value is invalid and ``exit_on_error`` is True.
-            ConfigError: If the text or a value is invalid and ``exit_on_error`` is False.
+            SystemExit: If the settings are invalid. With ``exit_on_error=False``, a ConfigError is raised instead.
         """
         return self._guard(lambda: self._finish_any(merge(self.start(), read_text(cfg_str))))
 
@@ -585,24 +571,13 @@ class LightningArgumentParser(ConfigWriter):
 
         Args:
             message: The text of the error, or the error itself.
-
-        Raises:
-            SystemExit: Always.
         """
         error = message if isinstance(message, ConfigError) else ConfigError(message)
         *others, last = error.problems
         sys.exit(report_error(self.prog, ConfigError(*others, f"{last}\n`{self.prog} --help` lists the options.")))
 
     def start(self) -> Value:
-        """Return the settings that the command line overrides.
-
-        They consist of the values of `set_defaults`, the default files and, with ``default_env``, environment
-        variables.
-
-        Raises:
-            ConfigError: If a default file or an environment variable cannot be parsed, or a key leads into a value that
-                is not a mapping.
-        """
+        """Return the settings that the command line overrides."""
         root = self.defaults
         for pattern in self.default_config_files:
             folder = FilePath(pattern).expanduser()
@@ -633,7 +608,7 @@ class LightningArgumentParser(ConfigWriter):
             file: Path of a YAML or JSON file.
 
         Raises:
-            ConfigError: If the file cannot be read or is not valid, or a key leads into a value that is not a mapping.
+            ConfigError: If the file is invalid.
         """
         settings = read_settings(file)
         for key, value in settings.data.items():
@@ -648,11 +623,10 @@ class LightningArgumentParser(ConfigWriter):
             key: The dotted key, such as ``"model.lr"``.
             value: The value to set, append or merge.
             add: Whether to append the value to the list at the key. Default: False.
-            merging: Whether to merge a mapping into the mapping at the key. A mapping for the key of a group is always
-                merged. Default: False.
+            merging: Whether to merge a mapping into the mapping at the key. Default: False.
 
         Raises:
-            ConfigError: If the key leads into a value that is not a mapping, or to a list item that does not exist.
+            ConfigError: If the key is invalid.
         """
         path: Path = tuple("class" if part == "class_path" else part for part in key.split(".") if part != "init_args")
         if key in self.declared and isinstance(self.declared[key], ClassGroup):
@@ -669,12 +643,10 @@ class LightningArgumentParser(ConfigWriter):
         return argument is not None and find_shape(argument.type) is None
 
     def _find_default(self, root: Value, path: Path) -> Value | None:
-        """Return the default of the argument at a path, into which settings can be merged; None without one."""
         argument = self._find_argument(root, path)
         return None if argument is None else make_default(argument)
 
     def _find_argument(self, root: Value, path: Path) -> Argument | None:
-        """Return the argument at a path, which may belong to an object that the settings name; None if unknown."""
         try:
             owner = find_owner(self.declared, ".".join(map(str, path)))
         except ValueError:
@@ -685,14 +657,14 @@ class LightningArgumentParser(ConfigWriter):
     # -- checking ----------------------------------------------------------------------------------------------------
 
     def finish(self, root: Value, partial: bool = False) -> Namespace:
-        """Return the checked configuration with all defaults, and with the links of ``apply_on="parse"`` applied.
+        """Return the checked configuration with defaults, and with the links of ``apply_on="parse"`` applied.
 
         Args:
             root: The merged settings.
             partial: Whether required values may be missing. Default: False.
 
         Raises:
-            ConfigError: If a value is invalid, unknown or missing, or if the source of a link does not exist.
+            ConfigError: If the settings are invalid.
         """
         recipes = self._check(root, partial=partial)
         config = Namespace(dict.fromkeys(self.config_keys))
@@ -750,12 +722,11 @@ class LightningArgumentParser(ConfigWriter):
 
         Args:
             cfg: A parsed configuration, whose values may have been modified.
-            instantiate_groups: Whether groups of arguments become objects. If False, only the objects nested in them
-                are built. Default: True.
+            instantiate_groups: Whether groups of arguments become objects. If False, only nested objects are built.
+                Default: True.
 
         Raises:
-            ConfigError: If a modified value is invalid, if a class of Treadle or torch rejects its arguments, or if the
-                source of a link does not exist. Other errors of the built classes get a note.
+            ConfigError: If the settings are invalid.
         """
         built = cfg.clone()
         for name, parser in self.subcommands.items():
@@ -781,7 +752,7 @@ class LightningArgumentParser(ConfigWriter):
     instantiate = instantiate_classes
 
     def format_help(self) -> str:
-        """Return the help text, which lists options, groups and subcommands."""
+        """Return the help text."""
         return format_help(self.usage, self.prog, self.description, self.declared, self.subcommands) + (
             self.epilog or ""
         )

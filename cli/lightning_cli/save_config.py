@@ -1,4 +1,4 @@
-"""Callback that writes the configuration of a run next to its logs."""
+"""Callback that writes the configuration of a run to a file."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ class SaveConfigCallback(Callback):
         config: The configuration to write.
         config_filename: Name of the file. Default: ``"config.yaml"``.
         overwrite: Whether to replace an existing file of that name. Default: False.
-        multifile: Accepted and ignored. The settings of several files are written to one file.
-        save_to_log_dir: Whether to write the file. If False, only ``save_config`` runs, which a subclass must override.
-            Default: True.
+        multifile: Accepted and ignored.
+        save_to_log_dir: Whether to write the file. If False, a subclass must override ``save_config``. Default: True.
 
     Raises:
         ValueError: If ``save_to_log_dir`` is False and ``save_config`` is not overridden.
@@ -63,16 +62,13 @@ class SaveConfigCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """On rank zero, write the configuration file and call `save_config`. Later calls do nothing.
 
-        With ``save_to_log_dir=False``, no file is written.
-
         Args:
-            trainer: Trainer of the run, which determines the log folder.
+            trainer: Trainer of the run.
             pl_module: The task of the run.
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            RuntimeError: On every rank, if the file exists, ``overwrite`` is False and ``save_to_log_dir`` is True.
-            OSError: On rank zero, if the file cannot be written.
+            RuntimeError: On every rank, if the file to write exists and ``overwrite`` is False.
         """
         if self.already_saved:
             return
@@ -100,7 +96,7 @@ class SaveConfigCallback(Callback):
         The method runs only on rank zero, so it must not use collectives.
 
         Args:
-            trainer: The Trainer. Its ``logger`` can record the text that ``self.parser.dump(self.config)`` returns.
+            trainer: Trainer of the run. Its ``logger`` can record the text of ``self.parser.dump(self.config)``.
             pl_module: The task of the run.
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         """

@@ -1,8 +1,4 @@
-"""Settings in LightningCLI's form: ``class_path`` and ``init_args``, merged and placed by dotted keys.
-
-Internally, an object is a mapping ``{class: NAME, argument: value}``, as in `cli.config`. The functions in this module
-translate between the two forms.
-"""
+"""Settings in LightningCLI's form: ``class_path`` and ``init_args``, merged and placed by dotted keys."""
 
 from __future__ import annotations
 
@@ -30,11 +26,7 @@ _CONFIG_FILES = (".yaml", ".yml", ".json")
 
 
 class ClassPath(str):
-    """Key ``class`` of a mapping that was written with ``class_path``.
-
-    If a parameter is annotated as a plain dict, it receives such a mapping in its original form; see
-    `restore_class_path`.
-    """
+    """Key ``class`` of a mapping that was written with ``class_path``; see `restore_class_path`."""
 
     __slots__ = ()
 
@@ -43,12 +35,7 @@ _CLASS = ClassPath("class")
 
 
 def make_settings(data: Any, source: str) -> Value:
-    """Convert plain data, namespaces and objects to values that all have the same source.
-
-    Args:
-        data: Plain data, a namespace, a lazy instance, or any other object.
-        source: The source of all values, such as ``"default"``.
-    """
+    """Convert plain data, namespaces, lazy instances and other objects to values that all have the same source."""
     if is_lazy(data):
         data = data.lazy_get_init_data()
     if isinstance(data, argparse.Namespace):
@@ -61,7 +48,7 @@ def make_settings(data: Any, source: str) -> Value:
 
 
 def is_lazy(value: Any) -> bool:
-    """Return whether a value is a ``lazy_instance`` of jsonargparse, which holds the settings of an object."""
+    """Return whether a value is a ``lazy_instance`` of jsonargparse."""
     return hasattr(type(value), "lazy_get_init_data")
 
 
@@ -87,10 +74,7 @@ def normalize(value: Value) -> Value:
 
 @functools.cache
 def translate_class_path(name: str) -> str:
-    """Translate an import path in Lightning's packages to Treadle's; return other paths unchanged.
-
-    Each translation is announced once.
-    """
+    """Translate an import path in Lightning's packages to Treadle's; return other paths unchanged."""
     prefix = next((prefix for prefix in _PEER_PACKAGES if name.startswith(prefix)), None)
     if prefix is None:
         return name
@@ -119,13 +103,7 @@ def merge(
     """Merge two values. Mappings are merged key by key; otherwise, the later value replaces the earlier one.
 
     If ``later`` names another class, the earlier arguments that this class accepts are kept, as in LightningCLI.
-
-    Args:
-        before: The earlier settings.
-        later: The later settings.
-        is_replaced: Function that returns whether the mapping at a path is a plain dict, which is replaced entirely.
-            Default: a function that returns False.
-        path: The path of both values. Default: the root.
+    ``is_replaced`` returns whether the mapping at a path is a plain dict, which is replaced entirely.
     """
     old = expand_class_name(before) if isinstance(before.data, str) else before
     if not isinstance(old.data, dict):
@@ -169,37 +147,19 @@ def find_class(name: Any) -> Any:
 
 
 def read_settings(file: str | FilePath) -> Value:
-    """Return the normalized values of a YAML or JSON file.
-
-    Args:
-        file: Path of a YAML or JSON file.
-
-    Raises:
-        ConfigError: If the file cannot be read, is empty, or does not contain a valid mapping.
-    """
+    """Return the normalized values of a YAML or JSON file."""
     return normalize(read(file))
 
 
 def read_text(text: str) -> Value:
-    """Return the normalized values of a YAML text.
-
-    Args:
-        text: The settings, in YAML. An empty text is equivalent to an empty mapping.
-
-    Raises:
-        ConfigError: If the text is not a valid YAML mapping.
-    """
+    """Return the normalized values of a YAML text, which may be empty."""
     return normalize(parse(text, "text") or Value({}, "text"))
 
 
 def read_named_file(value: Value) -> Value:
     """Return the settings in a configuration file if the value is its path; otherwise, return the value.
 
-    A path ends in ``.yaml``, ``.yml`` or ``.json``. A relative path is looked up next to the file that contains the
-    value, then in the working directory.
-
-    Raises:
-        ConfigError: If the file cannot be read, is empty, or does not contain a valid mapping.
+    A relative path is looked up next to the file that contains the value, then in the working directory.
     """
     if not isinstance(value.data, str) or not value.data.endswith(_CONFIG_FILES):
         return value
@@ -210,30 +170,17 @@ def read_named_file(value: Value) -> Value:
 
 
 def parse_value(text: str, source: str) -> Value:
-    """Parse a value from the command line or an environment variable.
-
-    Args:
-        text: The value, in YAML. An empty text is a string.
-        source: The source of the value, such as ``"command line"``.
-
-    Raises:
-        ConfigError: If the text cannot be parsed.
-    """
+    """Parse a YAML value from the command line or an environment variable."""
     return normalize(parse_override_value(text, source)) if text else Value("", source)
 
 
 def is_word(value: Value) -> bool:
-    """Return whether a value comes from the command line or an environment variable, not from a file."""
+    """Return whether a value comes from the command line or an environment variable."""
     return value.source == COMMAND_LINE or value.source.startswith(VARIABLE)
 
 
 def append(value: Value | None, new: Value) -> Value:
-    """Return a list to which a value, or all items of another list, have been appended.
-
-    Args:
-        value: The list, a single value that becomes the first item of a list, or None.
-        new: The value or values to append.
-    """
+    """Return a list to which a value, or all items of another list, have been appended."""
     before = [] if value is None or value.data is None else value.data if isinstance(value.data, list) else [value]
     return Value([*before, *(new.data if isinstance(new.data, list) else [new])], new.source)
 
@@ -255,10 +202,6 @@ def place(
         find_default: Function that returns the default at a path, into which the new value is merged.
         add: Whether to append to the list at the path. Default: False.
         done: Number of leading entries of ``path`` that lead to ``value``. Default: 0.
-
-    Raises:
-        ConfigError: If the path leads into a value that is neither a mapping nor a list, or to a list item that does
-            not exist, or if a settings file on the path is not valid.
     """
     if value is None or value.data is None:
         value = find_default(path[:done]) if done < len(path) or add else value
@@ -310,13 +253,13 @@ def make_default(argument: Argument) -> Value | None:
 
 
 def find_shape(annotation: Any) -> Any:
-    """Return a dataclass: the annotation itself or the first of its arguments that is one; None if there is none."""
+    """Return an annotation, or the first of its arguments, that is a dataclass; None if there is none."""
     inner = typing.get_args(annotation) or (annotation,)
     return next((kind for kind in inner if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 
 def describe_import_path(target: Any) -> str:
-    """Return the shortest import path of an imported class or function; an empty string if its module is unknown."""
+    """Return the shortest import path of a class or function; an empty string if its module is unknown."""
     full_name, module = getattr(target, "__qualname__", ""), getattr(target, "__module__", None) or ""
     name = full_name.rpartition(".")[2]  # as for `torch.tanh`, whose full name contains a private class
     parts = module.split(".")
@@ -327,12 +270,7 @@ def describe_import_path(target: Any) -> str:
 
 
 def find_value(value: Value | None, path: Path) -> Value | None:
-    """Return the value at a path; None if there is no value.
-
-    Args:
-        value: The merged settings.
-        path: Path to the value, such as ``("model", "lr")``.
-    """
+    """Return the value at a path, such as ``("model", "lr")``; None if there is no value."""
     for part in path:
         value = value.data.get(part) if value is not None and isinstance(value.data, dict) else None
     return value
@@ -344,12 +282,7 @@ def as_mapping(value: Value | None) -> Value:
 
 
 def remove_value(value: Value | None, path: Path) -> Value | None:
-    """Return the settings without the value at a path; None if the path is empty.
-
-    Args:
-        value: The merged settings.
-        path: Path to the value, such as ``("model", "lr")``.
-    """
+    """Return the settings without the value at a path; None if the path is empty."""
     if value is None or not path or not isinstance(value.data, dict) or path[0] not in value.data:
         return value if path else None
     inner = remove_value(value.data[path[0]], path[1:])

@@ -43,7 +43,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def dump_yaml(data: Any) -> str:
-    """Return plain data as YAML from which `read_settings` reads the same values."""
+    """Return plain data as YAML."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
 
 
@@ -51,7 +51,7 @@ def to_plain(value: Any) -> Any:
     """Return a configuration as plain data, without entries that cannot be represented as text.
 
     Raises:
-        NotWritten: If the value or, for a list, tuple or set, one of its items cannot be represented as text.
+        NotWritten: If the value itself cannot be represented as text.
     """
     if isinstance(value, argparse.Namespace):
         value = vars(value)
@@ -89,10 +89,6 @@ def drop_equal(data: Any, defaults: Any) -> Any:
     """Return nested dicts without entries that equal their defaults.
 
     The settings of an object, a dict with ``class_path``, are kept or dropped as a whole.
-
-    Args:
-        data: Nested dicts of values.
-        defaults: Nested dicts of defaults, with the same structure.
     """
     kept = {}
     for key, item in data.items():
@@ -126,7 +122,7 @@ class ConfigWriter:
     subcommands: Mapping[str, ConfigWriter]
 
     def get_defaults(self, skip_validation: bool = False) -> Namespace:
-        """Return the configuration without a command line; see `LightningArgumentParser.get_defaults`.
+        """Return the configuration without a command line.
 
         Args:
             skip_validation: Accepted and ignored.
@@ -142,17 +138,15 @@ class ConfigWriter:
         skip_link_targets: bool = True,
         **unused: Any,
     ) -> str:
-        """Return a configuration as YAML or JSON. Values without a text form are omitted.
+        """Return a configuration as YAML or JSON.
 
-        A list that contains such a value is omitted entirely.
+        Values without a text form are omitted, as are lists that contain such a value.
 
         Args:
             cfg: The configuration to write.
             format: ``"yaml"``, ``"json"`` or ``"json_indented"``. Default: None, YAML.
             skip_none: Whether to omit keys whose value is null. Default: True.
-            skip_default: Whether to omit values that equal their default. The settings of an object with a
-                ``class_path`` are omitted or kept as a whole. The section of a subcommand is always kept. Default:
-                False.
+            skip_default: Whether to omit values that equal their default. Default: False.
             skip_link_targets: Whether to omit the values that links set. Default: True.
             **unused: Accepted and ignored.
         """
@@ -188,11 +182,11 @@ class ConfigWriter:
         overwrite: bool = False,
         **options: Any,
     ) -> None:
-        """Write a configuration to a file atomically.
+        """Write a configuration to a file.
 
         Args:
             cfg: The configuration to write.
-            path: Path or URL of the file to write.
+            path: Path or URL of the file.
             format: See `dump`. Default: None, JSON if the file's suffix is ``.json``, otherwise YAML.
             skip_none: Whether to omit keys whose value is null. Default: True.
             overwrite: Whether to replace an existing file. Default: False.

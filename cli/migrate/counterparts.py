@@ -1,8 +1,4 @@
-"""Treadle's counterparts of names in Lightning, Fabric and Accelerate (the peers).
-
-The counterparts are looked up in Treadle's modules, which read the tables in ``compat/``. A name has a counterpart if
-the import that replaces it works.
-"""
+"""Treadle's counterparts of names in Lightning, Fabric and Accelerate (the peers)."""
 
 from __future__ import annotations
 
@@ -66,11 +62,7 @@ class PeerModule:
 
 @cache
 def split_peer(module: str) -> PeerModule | None:
-    """Return the module of a peer or of Treadle that an import names; None for any other module.
-
-    Args:
-        module: The module as imported, such as ``"lightning.pytorch.callbacks"``.
-    """
+    """Return the module of a peer or of Treadle that an import names; None for any other module."""
     for prefix, peer in _ROOTS.items():
         if module == prefix or module.startswith(f"{prefix}."):
             return PeerModule(peer, module[len(prefix) + 1 :])
@@ -88,22 +80,13 @@ def list_modules(module: PeerModule) -> tuple[str, ...]:
 
 
 def find_module(module: str) -> str | None:
-    """Return the name of the Treadle module that corresponds to a peer's module, or None.
-
-    Args:
-        module: The module as imported, such as ``"lightning.pytorch.callbacks"``.
-    """
+    """Return the name of the Treadle module that corresponds to a peer's module, or None."""
     peer = split_peer(module)
     return None if peer is None else next(iter(list_modules(peer)), None)
 
 
 def find_integration(module: str | None, name: str) -> str | None:
-    """Return the Treadle module that replaces a name of another library's Lightning integration, or None.
-
-    Args:
-        module: The library's module as imported, such as ``"ray.train.lightning"``.
-        name: A name in ``module``.
-    """
+    """Return the Treadle module that replaces a name of another library's Lightning integration, or None."""
     ours, replaced = _INTEGRATIONS.get(module or "", ("", ()))
     is_replaced = bool(ours) and (name in list_exports(ours) if replaced is None else name in replaced)
     return ours if is_replaced else None
@@ -113,12 +96,8 @@ def find_integration(module: str | None, name: str) -> str | None:
 def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
     """Return the Treadle module that has a peer's name, advice on a replacement, or None.
 
-    If the module at the same path lacks a name, the name is looked up in the parent packages. Older versions of the
-    peers, and modules that only import the name, have it at other paths, such as `core.lightning.LightningModule`.
-
-    Args:
-        module: The peer's module as imported, such as ``"lightning.pytorch"``.
-        name: A name in ``module``.
+    If the module at the same path lacks a name, the name is looked up in the parent packages, because older versions of
+    the peers have it at other paths, such as `core.lightning.LightningModule`.
     """
     peer = split_peer(module)
     while peer is not None:
@@ -133,35 +112,20 @@ def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
 
 
 def find_answer(module: PeerModule, name: str) -> Elsewhere | None:
-    """Return the advice in the tables of ``compat/`` about a name without a counterpart, or None.
-
-    Args:
-        module: The peer's module.
-        name: A name in ``module``.
-    """
+    """Return the advice in the tables of ``compat/`` about a name without a counterpart, or None."""
     answer = read_names(module.path).get(name)
     return answer if isinstance(answer, Elsewhere) else None
 
 
 def describe_missing(module: str, name: str) -> str:
-    """Return the text of the finding about a name without a counterpart.
-
-    Args:
-        module: The peer's module as imported, such as ``"lightning.pytorch"``.
-        name: A name in ``module``.
-    """
+    """Return the text of the finding about a name without a counterpart."""
     peer = split_peer(module)
     answer = None if peer is None else find_answer(peer, name)
     return f"{module}.{name} has no counterpart in Treadle." if answer is None else f"{module}.{name}: {answer}"
 
 
 def look_up(module: str, name: str) -> Any:
-    """Return the attribute of a module of Treadle, or `MISSING`.
-
-    Args:
-        module: Name of the Treadle module.
-        name: The name of the attribute.
-    """
+    """Return the attribute of a module of Treadle, or `MISSING`."""
     namespace = vars(importlib.import_module(module))
     value = namespace.get(name, MISSING)
     ask = namespace.get("__getattr__")
@@ -185,13 +149,8 @@ def list_exports(module: str) -> set[str]:
 def follow_attributes(module: str, attributes: Sequence[str]) -> tuple[int, bool]:
     """Follow attributes from a Treadle module through its submodules to the first name that is not a module.
 
-    Args:
-        module: Name of the Treadle module to start from, such as ``"treadle"``.
-        attributes: Names of the attributes, such as ``["callbacks", "ModelCheckpoint", "state_key"]``.
-
     Returns:
-        The number of attributes that were followed, and whether the last one exists. Attributes after the first name
-        that is not a module are not followed.
+        The number of attributes that were followed, and whether the last one exists.
     """
     for count, name in enumerate(attributes, 1):
         value = look_up(module, name)
@@ -202,12 +161,7 @@ def follow_attributes(module: str, attributes: Sequence[str]) -> tuple[int, bool
 
 
 def find_submodule(module: str, name: str) -> str | None:
-    """Return the peer's module that ``from module import name`` imports, or None if that is not a module.
-
-    Args:
-        module: The peer's module as imported, such as ``"lightning.pytorch"``.
-        name: The name after ``import``.
-    """
+    """Return the peer's module that ``from module import name`` imports, or None if that is not a module."""
     if module == "lightning" and name in ("pytorch", "fabric"):
         return f"{module}.{name}"
     home = find_counterpart(module, name)

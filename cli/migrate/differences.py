@@ -1,8 +1,4 @@
-"""Detection of uses that behave differently in Treadle, according to the rows of docs/differences.
-
-`compat/differences.toml` contains the rows that can be matched against a program's text. `make compat` generates the
-file from the document.
-"""
+"""Detection of uses that behave differently in Treadle, according to the rows of docs/differences."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ class Usage:
     """Use of a peer's name or method in a program.
 
     Attributes:
-        line: The line number, from 1.
         name: A peer's name, or ``.name`` for a call of a method on any object, ``def name`` for the definition of a
             method, or ``module.name`` for a call in this form.
         keywords: The keyword arguments of a call, by name; empty for other uses.
@@ -38,13 +33,7 @@ class Usage:
 
 
 def list_differences(usages: Iterable[Usage]) -> Iterator[tuple[int, str, bool]]:
-    """Yield the line and text of each difference in behavior, and whether it requires a change of the program.
-
-    A name that does not require a change is reported once. A flag is reported wherever it is passed.
-
-    Args:
-        usages: Uses of the peers' names and methods in the program.
-    """
+    """Yield the line and text of each difference in behavior, and whether it requires a change of the program."""
     told: set[str] = set()
     for usage in sorted(usages, key=lambda usage: usage.line):
         for sign, row in _read_signs().get(usage.name, ()):

@@ -12,7 +12,6 @@ class Finding:
     Attributes:
         path: The file's path, as shown in the output. For a cell of a notebook, it ends with the cell's number.
         line: The line number in the file or cell, from 1; 0 for the whole file.
-        text: Description of the problem or the difference.
         must_change: Whether the program must be changed. If False, the program runs, but behaves differently.
     """
 

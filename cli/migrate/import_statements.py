@@ -12,12 +12,7 @@ _PRAGMA = re.compile(r"#\s*(noqa|type:|pylint:|isort:|ruff:|pyright:|fmt:|mypy:)
 
 
 def rewrite_import(source: str, modules: Mapping[int, str]) -> str:
-    """Rewrite a statement ``import a.b as c, d`` with new modules, and remove duplicates.
-
-    Args:
-        source: Source code of the statement.
-        modules: Names of the new modules, by the position of the replaced name in the statement.
-    """
+    """Rewrite a statement ``import a.b as c, d`` with new modules by position, and remove duplicates."""
     statement = _parse(source)
     assert isinstance(statement, cst.Import)
     aliases: dict[str, cst.ImportAlias] = {}
@@ -32,17 +27,11 @@ def rewrite_import(source: str, modules: Mapping[int, str]) -> str:
 def rewrite_from(
     source: str, modules: Sequence[str | None], statements: Mapping[int, str], separator: str, trailing: str
 ) -> str:
-    r"""Rewrite a statement ``from a import b, c`` as one statement for each new module.
+    """Rewrite a statement ``from a import b, c`` as one statement for each new module.
 
-    Names without a new module stay in the last statement.
-
-    Args:
-        source: Source code of the statement.
-        modules: The new module of each name; None for a name that stays. A star import has a single entry.
-        statements: Statements that replace a name entirely, such as ``import treadle as pl``, by the name's position.
-        separator: The text between two statements, such as ``"\n    "``.
-        trailing: The comment after the statement. A comment for tools, such as ``# noqa``, is repeated after each new
-            statement.
+    Names without a new module stay in the last statement. ``statements`` replace a name entirely, by its position.
+    ``separator`` is the text between two statements, and ``trailing`` the comment after the statement. A comment for
+    tools, such as ``# noqa``, is repeated after each new statement.
     """
     statement = _parse(source)
     assert isinstance(statement, cst.ImportFrom)

@@ -1,4 +1,4 @@
-"""Migration of a notebook's code cells, which form one program. The rest of the file is unchanged."""
+"""Migration of a notebook's code cells, which form one program."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ _HIDDEN = "pass  #@treadle-magic-"
 def migrate_notebook(text: str, path: str) -> tuple[str, list[Finding]]:
     """Return a notebook's text after the migration, and the findings.
 
-    Args:
-        text: The file's text, in JSON.
-        path: Path of the file. Findings append the cell's number to this path and count lines within the cell.
+    Findings append the cell's number to ``path`` and count lines within the cell.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: If the file or its code cannot be parsed.
@@ -102,13 +100,7 @@ def _name_cell(finding: Finding, lengths: dict[int, int]) -> Finding:
 
 
 def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
-    """Replace the sources of cells in the text of a notebook. All other characters are unchanged.
-
-    Args:
-        text: The notebook's text, in JSON.
-        notebook: The notebook, parsed from ``text``.
-        sources: The new sources by cell number.
-    """
+    """Replace the sources of cells, by cell number, in the text of a notebook. All other characters are unchanged."""
     # JSON contains no quotes outside strings, so these are its strings, in the order of the parsed ones.
     literals = list(re.finditer(r'"(?:[^"\\]|\\.)*"', text))
     spans = dict(_locate_sources(notebook))

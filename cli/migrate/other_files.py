@@ -1,4 +1,4 @@
-"""Migration of files other than Python files: class paths in configurations, requirements and commands."""
+"""Migration of configurations, scripts and lists of requirements."""
 
 from __future__ import annotations
 
@@ -33,12 +33,7 @@ def is_text(name: str) -> bool:
 
 
 def migrate_text(text: str, path: str) -> tuple[str, list[Finding]]:
-    """Return a file's text with class paths in configurations translated to Treadle's, and the findings.
-
-    Args:
-        text: The file's text.
-        path: Path of the file, as findings show it.
-    """
+    """Return a file's text with class paths in configurations translated to Treadle's, and the findings."""
     name = PurePath(path).name
     findings: list[Finding] = []
     lines = text.split("\n")
@@ -59,12 +54,7 @@ def migrate_text(text: str, path: str) -> tuple[str, list[Finding]]:
 
 
 def find_requirements(text: str, path: str) -> list[Finding]:
-    """Return findings for lines that require a peer, unless the file requires Treadle already.
-
-    Args:
-        text: The text of a file that lists requirements, ``setup.py`` included.
-        path: Path of the file, as findings show it.
-    """
+    """Return findings for lines that require a peer, unless the file requires Treadle already."""
     findings: list[Finding] = []
     for number, line in enumerate(text.split("\n") if not _TREADLE.search(text) else (), 1):
         if line.lstrip().startswith("#") or _NO_REQUIREMENT.match(line):

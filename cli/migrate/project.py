@@ -31,10 +31,7 @@ class Change:
     """Change that a migration makes to a file.
 
     Attributes:
-        file: Path of the file to change.
         path: Path to show in the output, relative to the working directory if the file is inside it.
-        old: The file's bytes before the migration.
-        new: The file's bytes after the migration.
     """
 
     file: Path
@@ -74,7 +71,6 @@ class Migration:
     """Changes and findings of a migration.
 
     Attributes:
-        changes: The changes, one for each file that changes.
         findings: Places that require manual attention.
         count: The number of files examined.
     """
@@ -85,13 +81,7 @@ class Migration:
 
 
 def migrate_project(path: str | Path) -> Migration:
-    """Compute the migration of a file or folder without writing any file.
-
-    Args:
-        path: A file, or a folder whose contents are migrated recursively. Symbolic links, hidden folders, virtual
-            environments, installed packages, caches and logs of runs in it are skipped, and so are files other than
-            Python files and notebooks that are larger than 1 MiB.
-    """
+    """Compute the migration of a file or folder without writing any file."""
     migration = Migration()
     for file in _list_files(Path(path), migration.findings):
         shown = _shorten(file)

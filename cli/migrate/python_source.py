@@ -46,10 +46,6 @@ def mentions_peer(text: str) -> bool:
 def migrate_source(text: str, path: str) -> tuple[str, list[Finding]]:
     """Return a Python file's text after the migration, and the findings.
 
-    Args:
-        text: The file's text, with its original line endings.
-        path: Path of the file, as findings show it.
-
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: If the file cannot be parsed.
     """
@@ -73,7 +69,6 @@ class _Source:
         self.usages: list[Usage] = []
 
     def migrate(self) -> tuple[str, list[Finding]]:
-        """Return the migrated text and the sorted findings."""
         for node, scope in self.nodes:
             if isinstance(node, ast.Import):
                 self._bind_import(node, scope)
@@ -270,10 +265,7 @@ class _Source:
         return find_counterpart(module, name) in list_modules(peer) and find_submodule(module, name) is None
 
     def _choose_module(self, module: str, binding: Binding) -> str | None:
-        """Return the counterpart of a peer's module that provides the most names that the program uses.
-
-        If there is no counterpart, report that and return None.
-        """
+        """Return the counterpart of a peer's module that provides the most names that the program uses, or None."""
         peer = split_peer(module)
         assert peer is not None
         best, most = None, -1

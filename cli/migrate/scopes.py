@@ -29,7 +29,6 @@ class Binding:
     Attributes:
         module: The peer's module that the name refers to or is imported from.
         name: The name in ``module`` that is imported; None if the import binds a module.
-        statement: The import statement that binds the name.
         position: The position of the alias in the statement.
         is_plain: Whether the statement has the form ``import a.b``, which binds ``a``.
         uses: The expressions that use the name, each with the attributes after the name.
@@ -48,8 +47,6 @@ class Scope:
     """Scope of a Python program, such as a module or function, with the names bound in it.
 
     Attributes:
-        node: The syntax node that opens the scope.
-        parent: The enclosing scope; None for a module.
         bindings: Imports of peers by the name they bind.
         others: Names that are bound in another way than by an import of a peer.
         outer: Names declared global or nonlocal.
@@ -76,11 +73,9 @@ class Scope:
 
 
 def list_nodes(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
-    """Return a tree's nodes, each with its scope, and record the names that each scope binds.
+    """Return a tree's nodes, each with its scope, and record the names that each scope binds except by imports.
 
-    Nodes without names, such as operators, are omitted. Imports are not recorded, because the caller distinguishes
-    imports of peers from others. The traversal is not recursive, because a sum of a thousand terms is a tree that is a
-    thousand nodes deep.
+    The traversal is not recursive, because a sum of a thousand terms is a tree that is a thousand nodes deep.
     """
     nodes: list[tuple[ast.AST, Scope]] = []
     stack: list[tuple[ast.AST, Scope]] = [(tree, Scope(tree, None))]

@@ -19,21 +19,14 @@ Rows = dict[str, list[str]]
 class Comparison:
     """Comparison of two or more runs, with one column per run.
 
-    Args:
-        runs: The runs, in the order of their columns.
-
     Attributes:
         labels: Name and number of each run; the run's path if several runs have the same name and number.
-        facts: State, duration, counts and best value of each run.
-        config: Configuration keys whose values differ, except ``trainer.default_root_dir``. For a run without a
-            configuration, the Trainer's flags are used.
-        shared_config: Number of configuration keys whose values are the same in all runs, without
-            ``trainer.default_root_dir``.
+        config: Configuration keys whose values differ, except ``trainer.default_root_dir``.
+        shared_config: Number of configuration keys whose values are the same in all runs.
         hyperparameters: Recorded hyperparameters of the task and the data module whose values differ.
         environment: Versions, revision and hardware that differ.
         metrics: Last value of each metric that any run logged.
-        charts: Points of a chart for each curve: by the curve's name, then by the label of the run that has the curve.
-            The names of learning rate and throughput curves begin with the title of their chart.
+        charts: Points by the curve's name, then by the label of the run that has the curve.
         problems: A message for each file that cannot be read; its run is treated as if the file were empty.
     """
 

@@ -27,15 +27,10 @@ _STYLE = """
 
 
 def write_page(comparison: Comparison, path: Path) -> None:
-    """Write the HTML page of a comparison to a file atomically.
-
-    Args:
-        comparison: The comparison to show.
-        path: Path of the HTML file. The page of an earlier comparison is replaced.
+    """Write the HTML page of a comparison to a file atomically. An earlier comparison is replaced.
 
     Raises:
         ValueError: If a folder, or a file that is not a comparison, exists at the path.
-        OSError: If the file cannot be written.
     """
     if path.exists() and not _is_comparison(path):
         raise ValueError(
@@ -83,7 +78,6 @@ def render_page(comparison: Comparison) -> str:
 
 
 def _render_rows(rows: Rows, line_styles: dict[str, str]) -> str:
-    """Return a table with a column for each run, whose head shows the run's label and its line in the charts."""
     return f'<div class="compared"><table class="numbers">{"".join(_iterate_rows(rows, line_styles))}</table></div>'
 
 

@@ -1,4 +1,4 @@
-"""Assignment of a trial to its process, passed in an environment variable. Does not import torch."""
+"""Assignment of a trial to its process, passed in an environment variable."""
 
 from __future__ import annotations
 
@@ -20,13 +20,10 @@ class Assignment:
     """Trial that a sweep assigns to a process.
 
     Attributes:
-        folder: The trial's run folder. A run in another folder does not belong to the sweep.
-        scheduler: Process ID of the scheduler. On Linux, the trial saves a checkpoint and ends when the scheduler dies.
-        metric: Name of the metric to optimize.
+        scheduler: Process ID of the scheduler.
         mode: ``"min"`` if a lower value of the metric is better, ``"max"`` if a higher value is.
         take: ``"best"`` if the best logged value of the metric is the trial's result, ``"last"`` if the last one is.
-        storage: URL of the study's storage, which only a pruner needs; empty without a pruner.
-        study: Name of the study, which only a pruner needs.
+        storage: URL of the study's storage; empty without a pruner.
         number: Number of the trial in the study, from 0.
         pruner: The pruner's kind and options; empty without a pruner.
     """
@@ -42,7 +39,7 @@ class Assignment:
     pruner: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> dict[str, str]:
-        """Return the environment variable, by name, that passes the assignment to the trial's process."""
+        """Return the environment variable that passes the assignment to the trial's process."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
@@ -53,9 +50,6 @@ class Assignment:
 
 
 def follow_scheduler() -> None:
-    """Make Linux send SIGTERM to this process when its scheduler dies. Call this function before anything else.
-
-    Does nothing on other systems, or if this process does not run a trial.
-    """
+    """Make Linux send SIGTERM to this process when its scheduler dies. Call this function before anything else."""
     if (assignment := Assignment.read()) is not None:
         die_with_parent(assignment.scheduler, signal.SIGTERM)

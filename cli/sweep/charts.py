@@ -55,12 +55,8 @@ class TrialPoint:
 
     Attributes:
         run: The number of the trial's run folder.
-        value: The value of the metric.
         parameters: The values of the trial's parameters by key, as the study stores them.
         words: The text of the trial's tooltip.
-        pruned: Whether the trial was pruned.
-        color: The color of the trial's rank, from `color_by_rank`.
-        is_best: Whether the trial is the best one of the sweep.
     """
 
     run: int
@@ -73,7 +69,7 @@ class TrialPoint:
 
     @property
     def attributes(self) -> str:
-        """SVG attributes of the trial's point in the history and the slice plots: its run number and color."""
+        """SVG attributes of the trial's point: its run number and color."""
         return f'data-trial="{self.run}" stroke="{self.color}" fill="{self.color}"'
 
     @property
@@ -83,12 +79,7 @@ class TrialPoint:
 
 
 def color_by_rank(rank: int, count: int) -> str:
-    """Return the color of a rank as ``#rrggbb``, interpolated between the colors of the best and the worst rank.
-
-    Args:
-        rank: The rank, from 0 for the best.
-        count: Number of trials.
-    """
+    """Return the color of a rank as ``#rrggbb``, between the colors of the best rank, 0, and the worst rank."""
     share = 0.0 if count < 2 else rank / (count - 1)
     best, worst = ([int(color[start : start + 2], 16) for start in (1, 3, 5)] for color in (_BEST, _WORST))
     return "#" + "".join(f"{round(b + (w - b) * share):02x}" for b, w in zip(best, worst, strict=True))
@@ -99,10 +90,6 @@ class Axis:
     """Axis that maps values to a scale from 0 to 1.
 
     Attributes:
-        name: The title of the axis.
-        low: The number at position 0.
-        high: The number at position 1.
-        log: Whether the axis is logarithmic.
         choices: The values of a categorical axis, in order; empty for a numeric axis.
     """
 
@@ -114,14 +101,7 @@ class Axis:
 
     @classmethod
     def of_parameter(cls, parameter: Parameter, name: str) -> Axis:
-        """Return the axis of a parameter.
-
-        A numeric axis spans the parameter's range, with a margin if the range is a single number.
-
-        Args:
-            parameter: The parameter to show.
-            name: The title of the axis.
-        """
+        """Return the axis of a parameter."""
         space = parameter.space
         if isinstance(space, Choices):
             return cls(name, choices=space.labels)
@@ -129,14 +109,7 @@ class Axis:
 
     @classmethod
     def of_values(cls, name: str, values: Sequence[float]) -> Axis:
-        """Return an axis that spans all values.
-
-        The axis is logarithmic if all values are positive and span two orders of magnitude or more.
-
-        Args:
-            name: The title of the axis.
-            values: The values that the axis must span.
-        """
+        """Return an axis that spans all values."""
         low, high = min(values), max(values)
         log = low > 0 and high / low >= 100
         return cls(name, *pad_range(low, high, log), log)
@@ -169,13 +142,7 @@ def _part(low: float, high: float, log: bool) -> tuple[float, float]:
 
 
 def draw_history(points: Sequence[TrialPoint], axis: Axis, goal: str) -> str:
-    """Return an HTML figure that plots each trial's value by run number, with a line for the best value so far.
-
-    Args:
-        points: The trials to draw.
-        axis: The axis of the metric.
-        goal: ``"minimize"`` or ``"maximize"``.
-    """
+    """Return an HTML figure that plots each trial's value by run number, with a line for the best value so far."""
     width, height, left, right, top, bottom = 560, 260, 60, 14, 12, 28
     runs = [point.run for point in points]
     first, last = min(runs) - 0.5, max(runs) + 0.5
@@ -219,13 +186,7 @@ def draw_history(points: Sequence[TrialPoint], axis: Axis, goal: str) -> str:
 
 
 def draw_parallel_coordinates(points: Sequence[TrialPoint], axes: Sequence[tuple[str, Axis]], values: Axis) -> str:
-    """Return an HTML figure with an axis for each parameter, an axis for the metric, and a line for each trial.
-
-    Args:
-        points: The trials to draw, from the best to the worst.
-        axes: Keys and axes of the parameters.
-        values: The axis of the metric.
-    """
+    """Return an HTML figure with an axis for each parameter, an axis for the metric, and a line for each trial."""
     width, height, side, top, bottom = 1140, 340, 70, 34, 14
     gap = (width - 2 * side) / max(1, len(axes))
 
@@ -262,14 +223,7 @@ def draw_parallel_coordinates(points: Sequence[TrialPoint], axes: Sequence[tuple
 
 
 def draw_slice(points: Sequence[TrialPoint], key: str, axis: Axis, values: Axis) -> str:
-    """Return an HTML figure that plots the metric against one parameter, with a point for each trial.
-
-    Args:
-        points: The trials to draw, from the best to the worst.
-        key: The parameter's key.
-        axis: The axis of the parameter.
-        values: The axis of the metric.
-    """
+    """Return an HTML figure that plots the metric against one parameter, with a point for each trial."""
     width, height, left, right, top, bottom = 560, 220, 60, 14, 10, 28
     marks = []
     for place, word in values.list_ticks():

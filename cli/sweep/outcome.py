@@ -32,8 +32,6 @@ class Outcome:
     """Outcome of a trial, with the value of the metric or the error.
 
     Attributes:
-        end: Kind of the trial's end, or the reason why the trial has not ended.
-        value: The value of the metric if the trial is complete; otherwise, None.
         error: The error of a failed trial, or the reason why a trial was cut short; otherwise, empty.
         steps: Optimizer steps taken; 0 if unknown.
     """
@@ -45,12 +43,7 @@ class Outcome:
 
 
 def judge(folder: Path, status: int | None = None) -> Outcome:
-    """Return the outcome of a trial, determined from its run folder and exit status.
-
-    Args:
-        folder: The trial's run folder.
-        status: The exit status of the trial's process, as in `subprocess`; None if unknown.
-    """
+    """Return the outcome of a trial, determined from its run folder and, if known, the exit status of its process."""
     if holder(folder) is not None:
         return Outcome(End.ELSEWHERE)
     try:
@@ -89,7 +82,7 @@ def _read_value(run: index.Run) -> float | None:
 
 
 def read_tail(folder: Path) -> str:
-    """Return at most the last 20 lines that a trial's processes printed, or a note that the output is unreadable."""
+    """Return the end of the output of a trial's processes, or a note that it is unreadable."""
     try:
         with (folder / OUTPUT).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _MOST_BYTES))

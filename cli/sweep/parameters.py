@@ -1,4 +1,4 @@
-"""Parameters of a sweep and their values. Many keywords of W&B and Optuna are accepted."""
+"""Parameters of a sweep and their values."""
 
 from __future__ import annotations
 
@@ -30,11 +30,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Choices:
-    """Finite set of values that a parameter can have.
-
-    Attributes:
-        values: The values, of any type that a configuration may contain.
-    """
+    """Finite set of values that a parameter can have."""
 
     values: tuple[Value, ...]
 
@@ -53,11 +49,8 @@ class Range:
     """Range of numbers that includes both ends.
 
     Attributes:
-        low: Lower bound, inclusive.
-        high: Upper bound, inclusive.
         step: The distance between two values. None stands for a continuous range or, for integers, for a distance of 1.
         log: Whether values are drawn on a logarithmic scale.
-        integer: Whether values are whole numbers.
     """
 
     low: Number
@@ -74,23 +67,14 @@ class Range:
 
 @dataclass(frozen=True)
 class Parameter:
-    """Configuration key whose value varies between trials.
-
-    Attributes:
-        key: The dotted key, such as ``"model.lr"``.
-        source: Location of the parameter in the sweep file, such as ``"sweep.yaml:7"``.
-        space: The values that the key may have.
-    """
+    """Configuration key whose value varies between trials."""
 
     key: str
     source: str
     space: Choices | Range
 
     def list_grid(self) -> list[Any] | None:
-        """Return all values as a study stores them; None if the range is continuous, logarithmic or too large.
-
-        A range is too large if it has more than 100,000 values. For a range with equal ends, the list has one value.
-        """
+        """Return all values as a study stores them; None if they cannot be listed, as in a continuous range."""
         space = self.space
         if isinstance(space, Choices):
             return space.labels
@@ -119,12 +103,7 @@ class Parameter:
 
 
 def parse_parameters(section: Value, problems: list[str]) -> list[Parameter]:
-    """Parse the section ``parameters`` of a sweep file.
-
-    Args:
-        section: The section, which must be a mapping of keys to values.
-        problems: List to which problems are appended.
-    """
+    """Parse the section ``parameters`` of a sweep file. Append problems to ``problems``."""
     parameters = []
     for key, source, value in _iterate_entries(section, "", problems):
         try:
@@ -157,11 +136,7 @@ def _iterate_entries(section: Value, before: str, problems: list[str]) -> Iterat
 
 
 def _parse_space(value: Value) -> Choices | Range:
-    """Return the choices or the range that a sweep file specifies for a parameter.
-
-    Raises:
-        ConfigError: If the values are missing or invalid.
-    """
+    """Return the choices or the range that a sweep file specifies for a parameter."""
     if isinstance(value.data, list):
         return _parse_choices(value)
     if not isinstance(value.data, dict):

@@ -33,12 +33,7 @@ _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialSt
 
 
 class Report:
-    """HTML report of a sweep, with charts, the importance of the parameters, and a table of the trials.
-
-    Args:
-        study: The study that contains the sweep's trials.
-        folder: The sweep's folder, to which the links are relative.
-    """
+    """HTML report of a sweep, with charts, the importance of the parameters, and a table of the trials."""
 
     def __init__(self, study: Study, folder: Path) -> None:
         self.study, self.sweep, self.folder = study, study.sweep, folder
@@ -55,10 +50,7 @@ class Report:
         return render_document(f"sweep {self.sweep.name}", body, f"<script>{SCRIPT}</script>", STYLE)
 
     def _make_points(self) -> list[TrialPoint]:
-        """Return up to 500 trials to draw: complete ones, then pruned ones, and each group from the best to the worst.
-
-        Trials without a value that can be drawn are omitted.
-        """
+        """Return the trials to draw: complete ones, then pruned ones, and each group from the best to the worst."""
         shown = [trial for trial in self.trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
         shown = [trial for trial in shown if is_drawn(trial.value)]
         sign = 1 if self.sweep.metric.goal == "minimize" else -1

@@ -118,7 +118,6 @@ class Scheduler:
                 self._record_outcome(worker)
 
     def _is_going(self) -> bool:
-        """Return whether more trials may start."""
         return self._signal is None and not self._has_failed_too_often()
 
     def _has_failed_too_often(self) -> bool:
@@ -129,7 +128,7 @@ class Scheduler:
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:
-        """Record the first signal within a ``with`` block. On a second signal, request that the trials are killed."""
+        """Record the first signal. On a second signal, request that the trials are killed."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is None:
@@ -189,10 +188,7 @@ class Scheduler:
         return False
 
     def _claim(self, number: int, run: int | None) -> bool:
-        """Assign a trial, with its values and its run folder, to this process. Return whether it can be run.
-
-        A trial whose values are invalid in combination is recorded as failed.
-        """
+        """Assign a trial to this process. Return False, and record the trial as failed, if its values are invalid."""
         parameters = self.study.draw(number)
         if run is None:
             taken = {trial.user_attrs.get("run") for trial in self.study.list_trials()}
@@ -234,10 +230,7 @@ class Scheduler:
     # -- outcomes ------------------------------------------------------------------------------------------------
 
     def _record_outcome(self, worker: Worker) -> None:
-        """Record the outcome of a process of this session.
-
-        A trial that was cut short can be continued, but fails after three kills without progress.
-        """
+        """Record the outcome of a process of this session. A trial fails after three kills without progress."""
         outcome = judge(worker.folder, worker.process.returncode)
         label = self._label(int(worker.folder.name))
         if outcome.end is End.CUT_SHORT:
@@ -260,7 +253,6 @@ class Scheduler:
         self._report()
 
     def _tell(self, number: int, label: str, outcome: Outcome, took: str = "") -> None:
-        """Record in the study that a trial has ended, and print its outcome."""
         if outcome.end is End.FAILED:
             self._failures += 1
             self._first_error = self._first_error or f"{label}: {outcome.error}"

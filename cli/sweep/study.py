@@ -50,14 +50,7 @@ T = TypeVar("T")
 
 
 class Study:
-    """Optuna study of a sweep. Only one process at a time may start a trial or draw its values.
-
-    Args:
-        sweep: The sweep, as read from its file.
-
-    Raises:
-        ConfigError: If the storage cannot be opened, or if an option of the method or the pruner is invalid.
-    """
+    """Optuna study of a sweep. Only one process at a time may start a trial or draw its values."""
 
     def __init__(self, sweep: Sweep) -> None:
         self.sweep = sweep
@@ -108,37 +101,19 @@ class Study:
         return self.study.ask().number
 
     def draw(self, number: int) -> dict[str, Any]:
-        """Return a trial's values as they are stored, and draw values that the trial does not have yet.
-
-        The values depend on the trial's number and, unless the method is ``grid``, on the sweep's seed. With ``tpe``,
-        they also depend on earlier trials. Values that were drawn before an interruption are kept.
-
-        Args:
-            number: The trial's number in the study, from 0.
-        """
+        """Return a trial's values as they are stored, and draw values that the trial does not have yet."""
         self.study.sampler = make_sampler(self.sweep, number)
         trial = open_trial(self.study, number)
         return {parameter.key: retry(partial(_suggest, trial, parameter)) for parameter in self.sweep.parameters}
 
     def note(self, number: int, **attributes: Any) -> None:
-        """Set user attributes of a trial that has not ended.
-
-        Args:
-            number: The trial's number in the study, from 0.
-            **attributes: The user attributes by name, such as ``error``.
-        """
+        """Set user attributes of a trial that has not ended."""
         trial_id = _get_id(self.study, number)
         for name, value in attributes.items():
             retry(partial(self.storage.set_trial_user_attr, trial_id, name, value))
 
     def tell(self, number: int, state: TrialState, value: float | None = None) -> None:
-        """End a trial, unless it has ended already.
-
-        Args:
-            number: The trial's number in the study, from 0.
-            state: State in which the trial ended: COMPLETE, PRUNED or FAIL.
-            value: The value of the metric, if the trial is complete. Default: None.
-        """
+        """End a trial, unless it has ended already."""
         retry(lambda: self.study.tell(number, value, state, skip_if_finished=True))
 
     def find_best(self) -> FrozenTrial | None:
@@ -150,8 +125,7 @@ class Study:
     def compute_importances(self) -> tuple[dict[str, float], str]:
         """Return the importance of each varied parameter, and a description of the measure.
 
-        Both are empty with fewer than ten complete trials, if all of these have the same value of the metric, or if no
-        parameter varies among them.
+        Both are empty if there are too few complete trials, or if these do not differ.
         """
         complete = [trial for trial in self.list_trials() if trial.state is TrialState.COMPLETE]
         varied = [
@@ -176,11 +150,7 @@ def make_url(sweep: Sweep) -> str:
 
 
 def open_storage(url: str) -> BaseStorage:
-    """Open the storage at a URL.
-
-    Args:
-        url: The URL, in the form that `make_url` returns.
-    """
+    """Open the storage at a URL in the form that `make_url` returns."""
     optuna.logging.set_verbosity(logging.WARNING)
     if url.startswith("journal:"):
         from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
@@ -192,17 +162,12 @@ def open_storage(url: str) -> BaseStorage:
 
 
 def open_trial(study: optuna.Study, number: int) -> Trial:
-    """Return an existing trial, which another process or an earlier session may have started.
-
-    Args:
-        study: The study that contains the trial.
-        number: The trial's number in the study, from 0.
-    """
+    """Return an existing trial, which another process or an earlier session may have started."""
     return Trial(study, _get_id(study, number))
 
 
 def retry(access: Callable[[], T]) -> T:
-    """Call a function that accesses the storage and return its result. A call that fails internally is repeated."""
+    """Call a function that accesses the storage, again if the storage has an internal error, and return its result."""
     for left in range(_TRIES - 1, -1, -1):
         try:
             return access()
@@ -214,14 +179,7 @@ def retry(access: Callable[[], T]) -> T:
 
 
 def make_pruner(prune: Choice | None) -> BasePruner:
-    """Return the Optuna pruner that a sweep file names.
-
-    Args:
-        prune: The pruner's name and options; None for a pruner that never prunes.
-
-    Raises:
-        ConfigError: If an option is unknown, or Optuna rejects its value.
-    """
+    """Return the Optuna pruner that a sweep file names, or one that never prunes."""
     if prune is None:
         return optuna.pruners.NopPruner()
     pruner = _build(_PRUNERS[prune.kind], prune.options, prune, "prune")
@@ -232,15 +190,7 @@ def make_pruner(prune: Choice | None) -> BasePruner:
 
 
 def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
-    """Return the Optuna sampler that draws a trial's values.
-
-    Args:
-        sweep: The sweep, as read from its file.
-        number: The trial's number, on which the seed depends.
-
-    Raises:
-        ConfigError: If an option is unknown, or Optuna rejects its value.
-    """
+    """Return the Optuna sampler that draws the values of one trial."""
     method = sweep.method
     if method.kind == "grid":
         return _build(GridSampler, {"sweep": sweep, **method.options}, method, "method")
@@ -270,9 +220,6 @@ class GridSampler(BaseSampler):
 
     Optuna's own sampler picks one of the combinations that have not been started, so two processes may pick the same
     combination.
-
-    Args:
-        sweep: The sweep, as read from its file.
     """
 
     def __init__(self, sweep: Sweep) -> None:
@@ -312,10 +259,7 @@ def _get_id(study: optuna.Study, number: int) -> int:
 
 
 def _get_max_epochs(sweep: Sweep) -> int | None:
-    """Return the positive ``max_epochs`` that all trials share; None without one.
-
-    Return None, too, if the sweep sets ``max_steps`` or ``val_check_interval``.
-    """
+    """Return the ``max_epochs`` that all trials share; None without one, or if it may not determine their length."""
     trainer = sweep.base.data.get("trainer")
     flags = trainer.data if trainer is not None and isinstance(trainer.data, dict) else {}
     varied: Sequence[str] = [parameter.key for parameter in sweep.parameters]

@@ -1,4 +1,4 @@
-"""Parsing and checks of sweep files, without torch or Optuna."""
+"""Parsing and checks of sweep files."""
 
 from __future__ import annotations
 
@@ -66,8 +66,6 @@ class Metric:
     """Logged value that a sweep optimizes.
 
     Attributes:
-        name: The name under which the value is logged.
-        goal: ``"minimize"`` or ``"maximize"``.
         take: ``"best"`` if a trial's best logged value is its result, ``"last"`` if its last one is.
     """
 
@@ -86,9 +84,7 @@ class Choice:
     """Method or pruner with its options.
 
     Attributes:
-        kind: The name of the method or pruner.
         options: Arguments of Optuna's class by name.
-        source: Location of the method or pruner in the sweep file, such as ``"sweep.yaml:3"``.
     """
 
     kind: str
@@ -105,17 +101,11 @@ class Sweep:
     """Sweep described by a file.
 
     Attributes:
-        file: Path of the sweep file.
         base: The configuration of every trial, with unresolved references.
         name: The name of the sweep and of its folder.
         directory: The parent folder of all runs.
-        method: The method that chooses the trials' values: ``grid``, ``random`` or ``tpe``.
-        metric: The logged value to optimize.
-        parameters: The configuration keys to vary, with their values.
-        trials: The number of trials.
         processes: The maximum number of trials that one `treadle sweep` process runs at the same time.
         prune: The pruner, which ends unpromising trials early; None if no trial is pruned.
-        seed: The seed for drawing the trials' values.
         storage: An Optuna URL or ``"journal"``; None for an SQLite file in the sweep's folder.
         max_failures: The number of failures in one session after which the sweep ends if no trial has been completed or
             pruned; None for no limit.
@@ -141,11 +131,7 @@ class Sweep:
         return Path(self.directory).expanduser().absolute() / self.name
 
     def get_combination(self, number: int) -> dict[str, Any]:
-        """Return the values of the n-th trial of a grid as a study stores them. The last parameter changes fastest.
-
-        Args:
-            number: The trial's number, from 0.
-        """
+        """Return the values of the n-th trial of a grid as a study stores them. The last parameter changes fastest."""
         combination = {}
         for parameter in reversed(self.parameters):
             values = parameter.list_grid() or []
@@ -190,14 +176,8 @@ def _flatten(data: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> Sweep:
     """Read a sweep file and return the sweep that it describes.
 
-    Args:
-        file: Path of a YAML file.
-        overrides: Overrides in the form that `load` accepts. A key in a section of the configuration, except ``seed``,
-            changes the configuration; any other key changes the sweep.
-        defaults: Default configuration, which the sweep's configuration overrides. Default: None, no values.
-
-    Raises:
-        ConfigError: If the sweep file, a configuration file or an override is invalid.
+    An override whose key is in a section of the configuration, except ``seed``, changes the configuration; any other
+    override changes the sweep.
     """
     of_sweep: list[str] = []
     of_config: list[str] = []
@@ -226,11 +206,7 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
 def _read_base(
     value: Value | None, folder: Path, overrides: Sequence[str], defaults: Mapping[str, Any] | None
 ) -> Value:
-    """Return the configuration of every trial. Paths of configuration files are relative to the sweep file.
-
-    Raises:
-        ConfigError: If the configuration is invalid, or sets ``ckpt_path`` or ``schedule``.
-    """
+    """Return the configuration of every trial. Paths of configuration files are relative to the sweep file."""
     sources: list[str | Path | Value] = []
     for item in [] if value is None else value.data if isinstance(value.data, list) else [value]:
         if not isinstance(item.data, str | dict):
@@ -254,27 +230,12 @@ def _read_base(
 
 
 class _Reader:
-    """Reader of the values of one sweep file that collects every problem.
-
-    Args:
-        file: Path of the sweep file.
-        values: The file's values by key, without unknown keys.
-        problems: List of problems, to which further problems are appended.
-    """
+    """Reader of the values of one sweep file that collects every problem."""
 
     def __init__(self, file: str, values: Mapping[str, Value], problems: list[str]) -> None:
         self.file, self.values, self.problems = file, values, problems
 
     def read(self, base: Value, section: Value | None) -> Sweep:
-        """Build the sweep from the values of the file.
-
-        Args:
-            base: The configuration of every trial.
-            section: The section ``parameters``; None if the file does not have it.
-
-        Raises:
-            ConfigError: If there are problems; the error names all of them.
-        """
         method = self._read_choice("method", METHODS, _METHOD_SYNONYMS)
         prune = self._read_choice("prune", (*PRUNERS, "none"), _PRUNER_SYNONYMS)
         parameters: list[Parameter] = []

@@ -35,11 +35,7 @@ class SweepFolder:
         report.html   a report of the sweep
         .sweep/       a lock for deciding what runs next, and one for each process that works on the sweep
 
-    Args:
-        sweep: The sweep, as read from its file.
-
     Attributes:
-        path: Absolute path of the sweep's folder.
         token: Unique name of this process's lock, a folder in ``.sweep/``.
     """
 
@@ -53,11 +49,7 @@ class SweepFolder:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Hold the lock of this process, which marks it as working on the sweep, within a ``with`` block.
-
-        Raises:
-            ConfigError: If the sweep's folder cannot be written.
-        """
+        """Hold the lock of this process, which marks it as working on the sweep, within a ``with`` block."""
         own = self._private / self.token
         try:
             own.mkdir(parents=True)
@@ -73,11 +65,7 @@ class SweepFolder:
             shutil.rmtree(own, ignore_errors=True)
 
     def find_host(self, token: str) -> str | None:
-        """Return the name of the machine on which a process runs; None if the process is not alive.
-
-        Args:
-            token: The name of the process's lock.
-        """
+        """Return the name of the machine on which the process with a token runs; None if the process is not alive."""
         occupant = holder(self._private / token) if token else None
         return None if occupant is None else occupant.host
 
@@ -104,16 +92,10 @@ class SweepFolder:
     # -- description ---------------------------------------------------------------------------------------------
 
     def is_new(self) -> bool:
-        """Return whether the sweep is new. If it is not, check that it was started with the same settings.
-
-        Requires the lock of `deciding`. ``trials``, ``processes`` and ``max_failures`` may differ.
-
-        Returns:
-            True if the folder contains neither a sweep nor runs; False if it contains the same sweep.
+        """Return whether the sweep is new. Requires the lock of `deciding`.
 
         Raises:
-            ConfigError: If the folder contains a sweep with other settings, a ``sweep.json`` that cannot be parsed, or
-                runs but no ``sweep.json``.
+            ConfigError: If the folder contains other runs, or a sweep that cannot be continued with these settings.
         """
         file = self.path / DESCRIPTION
         anew = (
@@ -141,10 +123,7 @@ class SweepFolder:
         return True
 
     def write_description(self) -> None:
-        """Write the sweep's settings, so that a later start of the sweep can check that its settings are the same.
-
-        Requires the lock of `deciding`.
-        """
+        """Write the sweep's settings, which `is_new` compares. Requires the lock of `deciding`."""
         self.write(DESCRIPTION, json.dumps(self.sweep.describe(), indent=2, ensure_ascii=False))
 
     def has_runs(self) -> bool:
@@ -152,12 +131,7 @@ class SweepFolder:
         return any(entry.name.isdigit() for entry in self.path.iterdir())
 
     def write(self, name: str, text: str) -> None:
-        """Write a file atomically, so readers see either the old or the new file.
-
-        Args:
-            name: Name of the file in the sweep's folder.
-            text: The new content of the file.
-        """
+        """Write a file in the sweep's folder atomically, so readers see either the old or the new file."""
         part = self.path / f".{name}.{self.token}"
         try:
             part.write_text(text, encoding="utf-8", errors="replace")
@@ -169,12 +143,7 @@ class SweepFolder:
     # -- folders of trials ---------------------------------------------------------------------------------------
 
     def choose_number(self, trial: int, taken: Container[int | None]) -> int:
-        """Return the number of a trial's run folder: the trial's number counted from 1, or the next free number.
-
-        Args:
-            trial: The trial's number in the study, from 0.
-            taken: The numbers of other trials' run folders, which may not exist yet.
-        """
+        """Return the number of a trial's run folder: the trial's number counted from 1, or the next free number."""
         free = (number for number in itertools.count(trial + 1) if number not in taken)
         return next(number for number in free if self._may_take(self.path / str(number), trial))
 
@@ -187,14 +156,7 @@ class SweepFolder:
             return {entry.name for entry in path.iterdir()} <= {CONFIG, f".{CONFIG}.tmp", f".{RECORD}.tmp"}
 
     def prepare(self, number: int, trial: int, config: str, parameters: Mapping[str, Any]) -> None:
-        """Write the run folder of a trial, unless it exists already. Requires the lock of `deciding`.
-
-        Args:
-            number: The number of the run folder.
-            trial: The trial's number in the study.
-            config: The configuration, in YAML.
-            parameters: The trial's values by key.
-        """
+        """Write the run folder of a trial, unless it exists already. Requires the lock of `deciding`."""
         path = self.path / str(number)
         with contextlib.suppress(ValueError):
             if index.read(path).facts.get("trial") == trial:

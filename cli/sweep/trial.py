@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 
 def trial_of(folder: RunFolder) -> TrialCallback | None:
-    """Return the callback that a sweep's trial needs; None if the run is not a trial.
-
-    For a trial that a user continues without the sweep, return None if ``sweep.json`` is unreadable.
-
-    Args:
-        folder: Folder of the run. A run at a URL is never a trial.
-    """
+    """Return the callback that a sweep's trial needs; None if the run is not a trial, or its sweep is unreadable."""
     if not isinstance(folder.path, Path):
         return None
     assignment = Assignment.read()
@@ -51,11 +45,7 @@ class TrialCallback(PruningCallback):
     """Callback that records the metric of a sweep's trial and stops the trial if the study's pruner requests it.
 
     Unlike `PruningCallback`, this callback does not raise an exception to prune a trial. A pruned trial ends like a run
-    that is stopped early. Checkpoints contain the callback's state, so a continued trial keeps its best value.
-
-    Args:
-        assignment: The trial's folder, metric and pruner.
-        write: Function that adds entries to the run's record, as `RunFolder.record` does.
+    that is stopped early.
     """
 
     after_task = 1  # before checkpoints are saved, which contain its state
@@ -90,7 +80,6 @@ class TrialCallback(PruningCallback):
                     self._trial = self._open_trial()
 
     def _open_trial(self) -> Any:
-        """Return Optuna's trial; None without a pruner."""
         assignment = self._assignment
         if not assignment.pruner:
             return None

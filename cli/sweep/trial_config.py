@@ -19,17 +19,7 @@ if TYPE_CHECKING:
 
 
 class TrialConfigs:
-    """Configurations of a sweep's trials.
-
-    Args:
-        sweep: The sweep, as read from its file.
-        program: The command that runs a trial, for the first line of the configuration file. Default: ``"treadle
-            fit"``.
-        model: The task's class, unless the configuration names a subclass. Default: None; the configuration must then
-            name the task's class.
-        data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
-            then name a data module's class.
-    """
+    """Configurations of a sweep's trials."""
 
     def __init__(
         self,
@@ -69,9 +59,6 @@ class TrialConfigs:
     def write(self, stored: Mapping[str, Any]) -> str:
         """Return the configuration of a trial, with all defaults, as YAML.
 
-        Args:
-            stored: The trial's values by key, as the study stores them.
-
         Raises:
             ConfigError: If the values are not valid in combination.
         """
@@ -87,14 +74,7 @@ class TrialConfigs:
     def find_devices(self) -> tuple[int, list[str] | None]:
         """Return the number of processes per trial and the GPUs that trials may use.
 
-        Returns:
-            A tuple of the number of processes and the GPUs. The number follows from ``devices`` in the configuration:
-            ``"auto"`` and -1 stand for one process for each GPU of a trial's share, or one process without GPUs. The
-            GPUs are named as in ``CUDA_VISIBLE_DEVICES``. They are None without GPUs, or if the accelerator is
-            ``"cpu"`` or ``"mps"``.
-
-        Raises:
-            ConfigError: If ``devices`` is invalid.
+        The GPUs are named as in ``CUDA_VISIBLE_DEVICES``; None if trials use no GPUs.
         """
         flags = self._get_flags()
         gpus: list[str] | None = None

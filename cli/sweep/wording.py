@@ -1,4 +1,4 @@
-"""Formatting of a trial's parameters as text. Does not import torch."""
+"""Formatting of a trial's parameters as text."""
 
 from __future__ import annotations
 

@@ -25,9 +25,7 @@ class Worker:
 
     Attributes:
         trial: The trial's number in the study.
-        folder: The trial's run folder.
         slot: The index of the slot that the trial occupies, from 0. It selects the trial's GPUs.
-        process: The running process.
         began: Time at which the process was started, in seconds of ``time.monotonic``.
     """
 
@@ -42,16 +40,7 @@ class Workers:
     """Processes of the trials that run at the same time.
 
     Each process runs in its own session. Ctrl-C at the terminal reaches only the sweep, which asks the trials to save
-    and exit.
-
-    Args:
-        count: The maximum number of trials that run at the same time.
-        devices: Number of processes of each trial. Default: 1.
-        gpus: GPUs of this machine, as in ``CUDA_VISIBLE_DEVICES``, which are divided among the trials. None, or a
-            ``count`` of 1, leaves the GPUs unrestricted. Default: None.
-
-    Attributes:
-        running: The running processes, by the trial's number in the study.
+    and exit. With a ``count`` above 1, the trials share the machine's ``gpus``.
     """
 
     def __init__(self, count: int, devices: int = 1, gpus: Sequence[str] | None = None) -> None:
@@ -69,13 +58,6 @@ class Workers:
 
         Call this method on the main thread: a trial ends with its parent, and Linux regards the thread that started the
         process as the parent.
-
-        Args:
-            trial: The trial's number in the study.
-            folder: The trial's run folder.
-            command: Program and arguments that run the trial's ``fit``.
-            variables: Environment variables to set in addition to those of this process. A launcher's variables are not
-                passed on.
         """
         taken = {worker.slot for worker in self.running.values()}
         slot = next(slot for slot in range(self.count) if slot not in taken)
@@ -98,10 +80,7 @@ class Workers:
         self._events.put(worker.trial)
 
     def _share_machine(self, slot: int) -> dict[str, str]:
-        """Return the environment variables that give a slot its share of the CPUs and GPUs; empty for a single slot.
-
-        ``OMP_NUM_THREADS`` is not changed if it is set already.
-        """
+        """Return the environment variables that give a slot its share of the CPUs and GPUs."""
         shares: dict[str, str] = {}
         if self.count > 1 and not os.environ.get("OMP_NUM_THREADS"):
             shares["OMP_NUM_THREADS"] = str(max(1, cpus() // (self.count * self.devices)))
@@ -114,11 +93,7 @@ class Workers:
         self._events.put(None)
 
     def wait(self, seconds: float | None) -> Worker | None:
-        """Wait until a worker's process ends, and return the worker; None after the timeout or a call of `wake`.
-
-        Args:
-            seconds: The timeout in seconds; None for no limit.
-        """
+        """Wait until a worker's process ends, and return the worker; None after the timeout or a call of `wake`."""
         try:
             trial = self._events.get(timeout=seconds)
         except Empty:
@@ -126,11 +101,7 @@ class Workers:
         return None if trial is None else self.running.pop(trial)
 
     def end(self, number: signal.Signals) -> None:
-        """Send a signal to the process of every running trial. SIGKILL is sent to child processes, too.
-
-        Args:
-            number: The signal to send.
-        """
+        """Send a signal to the process of every running trial. SIGKILL is sent to child processes, too."""
         for worker in self.running.values():
             if number is signal.SIGKILL:
                 kill_session(worker.process.pid)
@@ -140,13 +111,7 @@ class Workers:
 
 
 def share_gpus(gpus: Sequence[str], count: int, slot: int) -> list[str]:
-    """Return the GPUs of one of ``count`` slots: an equal share, or one GPU if there are fewer GPUs than slots.
-
-    Args:
-        gpus: The machine's GPUs, as in ``CUDA_VISIBLE_DEVICES``.
-        count: Number of slots: the maximum number of trials at a time.
-        slot: The index of the slot, from 0.
-    """
+    """Return the GPUs of one of ``count`` slots: an equal share, or one GPU if there are fewer GPUs than slots."""
     if len(gpus) < count:
         return [gpus[slot % len(gpus)]]
     each = len(gpus) // count

@@ -1,4 +1,4 @@
-"""Hooks of ``accelerate.hooks`` that move a module's weights and inputs to one device, and cast its weights."""
+"""Hooks of ``accelerate.hooks`` that move or cast a module's weights for the forward pass."""
 
 from __future__ import annotations
 
@@ -47,27 +47,23 @@ _CAST_LAYERS = (
 
 @dataclass(frozen=True)
 class _MappedPiece:
-    """Tensor that is looked up in a mapping at each access, so that changes to the mapping change the weights."""
+    """Tensor that is looked up in a mapping at each access, so that the mapping can change."""
 
     weights: Mapping[str, Tensor]
     name: str
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the tensor."""
         return self.weights[self.name].shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the tensor."""
         return self.weights[self.name].dtype
 
     def get(self, exact: bool = True) -> Tensor:
-        """Return the tensor."""
         return self.weights[self.name]
 
     def fill(self, out: Tensor) -> None:
-        """Copy the tensor into ``out``."""
         out.copy_(self.weights[self.name])
 
 
@@ -75,15 +71,14 @@ class AlignDevicesHook(ModelHook):
     """Hook that moves a module's inputs and its offloaded weights to the device on which the module runs.
 
     Args:
-        execution_device: The device on which the module runs. Default: None, which moves neither weights nor inputs,
-            and cannot be used if weights are offloaded.
+        execution_device: The device on which the module runs. Required if weights are offloaded. Default: None, which
+            moves no inputs.
         offload: Whether weights are offloaded except during the forward pass. Default: False.
         io_same_device: Whether to return the output on the device of the first input tensor. Default: False.
         weights_map: Values of offloaded weights by name in the module. Default: the current values, kept on the CPU.
-        offload_buffers: Whether ``offload`` also applies to buffers, except non-persistent ones. Default: False.
+        offload_buffers: Whether ``offload`` also applies to persistent buffers. Default: False.
         place_submodules: Whether the hook also handles the weights of submodules. Default: False.
-        skip_keys: Names of keyword arguments, and keys of an output that is a mapping, whose values are not moved.
-            Default: none.
+        skip_keys: Names of keyword arguments and output entries that are not moved. Default: none.
         tied_params_map: See `set_module_tensor_to_device`.
     """
 
@@ -120,15 +115,7 @@ class AlignDevicesHook(ModelHook):
         )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Offload the module's weights if ``offload`` is set, and move its other tensors to ``execution_device``.
-
-        Args:
-            module: The module to which the hook is added.
-
-        Raises:
-            ValueError: If ``weights_map`` has no values for an offloaded tensor, or a tensor cannot be moved; see
-                `set_module_tensor_to_device`.
-        """
+        """Offload the module's weights if ``offload`` is set, and move its other tensors to ``execution_device``."""
         if str(self.execution_device) == "meta":
             self.tied_params_map = None  # all meta tensors have the same address
         tensors = named_tensors(module) if self.place_submodules else dict(iter_direct_tensors(module))
@@ -144,7 +131,6 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _goes_away(self, module: nn.Module, tensor: Tensor, name: str) -> bool:
-        """Return whether the hook offloads a tensor: a parameter or, with ``offload_buffers``, a persistent buffer."""
         if isinstance(tensor, nn.Parameter):
             return True
         return self.offload_buffers and name not in get_non_persistent_buffers(module, self.place_submodules, fqns=True)
@@ -165,16 +151,7 @@ class AlignDevicesHook(ModelHook):
         set_tensor_by_names(module, names, stand_in)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Load the offloaded weights, and move the inputs to ``execution_device``.
-
-        Args:
-            module: The module that has the hook.
-            *args: Positional inputs of the forward pass.
-            **kwargs: Keyword inputs of the forward pass.
-
-        Raises:
-            ValueError: If weights are offloaded and ``execution_device`` is None, or if the device is invalid.
-        """
+        """Load the offloaded weights, and move the inputs to ``execution_device``."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self._loans:
@@ -192,7 +169,6 @@ class AlignDevicesHook(ModelHook):
         return move(args, device, ()), move(kwargs, device, self._get_skip_keys())
 
     def _read(self, loan: Loan) -> Tensor:
-        """Return an offloaded tensor's values. Modules that run at the same time share the values of tied tensors."""
         device = self._get_device()
         if self.tied_params_map is None:
             return loan.read(device)
@@ -205,12 +181,7 @@ class AlignDevicesHook(ModelHook):
         return copies[device]
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Release the offloaded weights and, with ``io_same_device``, move the output to the first input's device.
-
-        Args:
-            module: The module that has the hook.
-            output: The output of the forward pass.
-        """
+        """Release the offloaded weights and, with ``io_same_device``, move the output to the first input's device."""
         with torch.inference_mode(False), torch.no_grad():
             for loan in self._loans.values():
                 loan.take_back()
@@ -222,13 +193,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Restore the module's weights on their original devices if ``offload`` is set. Otherwise, do nothing.
-
-        Weights that were on the meta device are not restored.
-
-        Args:
-            module: The module that has the hook.
-        """
+        """Restore the weights on their original devices if ``offload`` is set, except those from the meta device."""
         restored: dict[int, Tensor] = {}
         for name, device in self.original_devices.items():
             if device.type == "meta":
@@ -258,7 +223,6 @@ class AlignDevicesHook(ModelHook):
 
 
 def _tie(module: nn.Module, names: list[str]) -> None:
-    """Tie a module's tensors with these names to the tensor with the first name."""
     if len(names) > 1:
         path, _, last = names[0].rpartition(".")
         set_tensor_by_names(module, names[1:], getattr(module.get_submodule(path), last))
@@ -273,15 +237,8 @@ def attach_execution_device_hook(
 ) -> None:
     """Add an `AlignDevicesHook` to ``module`` and each of its submodules that has weights but no hook.
 
-    The weights of a submodule also count as weights of the modules that contain it.
-
-    Args:
-        module: The module to start from.
-        execution_device: The device on which the modules run.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Names of classes. The submodules of a module of such a class do not get hooks. Default:
-            none.
-        tied_params_map: See `set_module_tensor_to_device`.
+    Submodules of modules whose classes ``preload_module_classes`` names get no hooks. The other arguments are those of
+    `AlignDevicesHook`.
     """
     if not hasattr(module, "_hf_hook") and module.state_dict():
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
@@ -305,18 +262,9 @@ def attach_align_device_hook(
 ) -> None:
     """Add an `AlignDevicesHook` to ``module`` and each of its submodules that owns tensors directly.
 
-    Args:
-        module: The module to start from.
-        execution_device: See `AlignDevicesHook`.
-        offload: Whether weights are offloaded except during the forward pass. Default: False.
-        weights_map: Values of offloaded weights by names that begin with ``module_name``. Default: the current values,
-            kept on the CPU.
-        offload_buffers: See `AlignDevicesHook`.
-        module_name: The module's name in ``weights_map``. Default: ``""``, for no prefix.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Names of classes whose modules load all offloaded weights of their submodules when
-            called. With ``offload``, these submodules get no hooks. Default: none.
-        tied_params_map: See `set_module_tensor_to_device`.
+    ``module_name`` is the prefix of names in ``weights_map``. With ``offload``, modules whose classes
+    ``preload_module_classes`` names load all weights of their submodules, which get no hooks. The other arguments are
+    those of `AlignDevicesHook`.
     """
     whole = offload and type(module).__name__ in (preload_module_classes or ())
     prefix = f"{module_name}." if module_name else ""
@@ -358,22 +306,8 @@ def attach_align_device_hook_on_blocks(
 ) -> None:
     """Add hooks of class `AlignDevicesHook` to the named blocks of a model, or to the whole model.
 
-    If ``execution_device`` or ``offload`` is a dict, its keys name the blocks.
-
-    Args:
-        module: The model to which hooks are added.
-        execution_device: The device on which the model runs, or a dict of devices by block name. None is only valid
-            without offloading.
-        offload: Whether weights are offloaded except during the forward pass: a bool, or a dict of bools by block name.
-            If both arguments are dicts, only the blocks that both contain are used. Default: False.
-        weights_map: See `attach_align_device_hook`.
-        offload_buffers: See `AlignDevicesHook`.
-        module_name: Name of ``module``, which is the prefix of block names and of the names in ``weights_map``.
-            Default: ``""``, for no prefix.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: See `attach_align_device_hook`. Used only if ``execution_device`` or ``offload`` is a
-            dict.
-        tied_params_map: See `set_module_tensor_to_device`.
+    The arguments are those of `attach_align_device_hook`. If ``execution_device`` or ``offload`` is a dict, its keys
+    name the blocks. If both are dicts, only the blocks that both contain are used.
     """
     shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     away: dict[str, Any] = {"weights_map": weights_map, "offload_buffers": offload_buffers, **shared}
@@ -425,8 +359,7 @@ class LayerwiseCastingHook(ModelHook):
     """Hook that stores a module's weights in one dtype and computes in another.
 
     Args:
-        storage_dtype: The dtype of floating-point weights between forward passes, usually a smaller one than
-            ``compute_dtype``.
+        storage_dtype: The dtype of floating-point weights between forward passes.
         compute_dtype: The dtype during the forward pass.
         non_blocking: Whether to cast asynchronously, if possible.
     """
@@ -435,31 +368,16 @@ class LayerwiseCastingHook(ModelHook):
         self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Cast the weights to the storage dtype.
-
-        Args:
-            module: The module to which the hook is added.
-        """
+        """Cast the weights to the storage dtype."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Cast the weights to the compute dtype.
-
-        Args:
-            module: The module that has the hook.
-            *args: Positional inputs of the forward pass.
-            **kwargs: Keyword inputs of the forward pass.
-        """
+        """Cast the weights to the compute dtype."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Cast the weights to the storage dtype.
-
-        Args:
-            module: The module that has the hook.
-            output: The output of the forward pass.
-        """
+        """Cast the weights to the storage dtype."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
 
@@ -474,14 +392,9 @@ def attach_layerwise_casting_hooks(
 ) -> None:
     """Add a `LayerwiseCastingHook` to each linear, convolution and transposed convolution layer that is not skipped.
 
-    Args:
-        module: The model to which hooks are added.
-        storage_dtype: The dtype between forward passes.
-        compute_dtype: The dtype during the forward pass.
-        skip_modules_pattern: One or more regular expressions. A module whose name contains a match is skipped, together
-            with its submodules. Default: none.
-        skip_modules_classes: Classes of modules to skip, together with their submodules. Default: none.
-        non_blocking: Whether to cast asynchronously, if possible. Default: False.
+    Modules of ``skip_modules_classes``, and those whose names contain a match of a regular expression in
+    ``skip_modules_pattern``, are skipped with their submodules. The other arguments are those of
+    `LayerwiseCastingHook`.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else [*(skip_modules_pattern or ())]
 

@@ -1,4 +1,4 @@
-"""Functions of ``accelerate.utils.modeling`` for a module's tensors: their names, sizes, ties and devices."""
+"""Functions of ``accelerate.utils.modeling`` for a module's tensors."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ _QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes: moving o
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return whether a model is a ``PeftModel``, even inside ``torch.compile`` or a wrapper's ``module`` attribute.
-
-    Args:
-        model: The model to examine.
-    """
+    """Return whether a model is a ``PeftModel``, even inside ``torch.compile`` or a wrapper."""
     while (inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None)) is not None:
         if not isinstance(inner, nn.Module) or _is_peft(model):
             break
@@ -52,12 +48,7 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return whether two devices are the same. An accelerator without an index has index 0.
-
-    Args:
-        first_device: The device to compare.
-        second_device: The device to compare with ``first_device``.
-    """
+    """Return whether two devices are the same. An accelerator without an index has index 0."""
     first, second = (
         (device.type, 0 if device.type != "cpu" and device.index is None else device.index)
         for device in (first_device, second_device)
@@ -73,7 +64,7 @@ def convert_file_size_to_int(size: int | str) -> int:
             lowercase ``b`` for bits, is 10**9 bytes.
 
     Raises:
-        ValueError: If the size is negative or cannot be parsed.
+        ValueError: If the size is invalid.
     """
     count = parse_bytes(size, small_b=True)
     unit = size.strip()[-2:] if isinstance(size, str) else ""
@@ -81,14 +72,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def dtype_byte_size(dtype: Any) -> float:
-    """Return the size of one element in bytes, as in Accelerate, which counts 1/8 for ``torch.bool``.
-
-    Args:
-        dtype: A ``torch.dtype`` or a member of `CustomDtype`, whose sizes are 1 for FP8, 1/2 for INT4 and 1/4 for INT2.
-
-    Raises:
-        ValueError: If the argument is not a dtype.
-    """
+    """Return the bytes per element of a torch dtype or `CustomDtype`: as in Accelerate, 1/8 for ``torch.bool``."""
     if isinstance(dtype, torch.dtype):
         return 1 / 8 if dtype == torch.bool else dtype.itemsize
     custom = {"fp8": 1.0, "int4": 1 / 2, "int2": 1 / 4}
@@ -99,11 +83,7 @@ def dtype_byte_size(dtype: Any) -> float:
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Return the device, address and size in bytes of a tensor's storage, which identify it except on device meta.
-
-    Args:
-        tensor: The tensor to identify.
-    """
+    """Return the device, address and size in bytes of a tensor's storage."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -111,15 +91,7 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and tensor of each parameter, then of each buffer. A tied tensor is yielded only once.
-
-    Args:
-        module: The module that has the tensors.
-        include_buffers: Whether to yield buffers. Default: True.
-        recurse: Whether to include submodules. Default: False.
-        remove_non_persistent: Whether to exclude non-persistent buffers, which are not in the state dict. Default:
-            False.
-    """
+    """Yield the name and tensor of each parameter, then of each buffer unless ``include_buffers`` is False."""
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
         left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else ()
@@ -127,13 +99,7 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of a module's non-persistent buffers, which are not in the state dict.
-
-    Args:
-        module: The module that has the buffers.
-        recurse: Whether to include submodules. Default: False.
-        fqns: Whether names are relative to ``module`` instead of to the submodule that owns the buffer. Default: False.
-    """
+    """Return the names of a module's non-persistent buffers, relative to their submodules unless ``fqns`` is True."""
     modules = module.named_modules() if recurse else [("", module)]
     return {
         f"{path}.{name}" if fqns and path else name
@@ -143,12 +109,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the names of tied parameters, as one sorted list per parameter.
-
-    Args:
-        model: The model to examine.
-        **kwargs: Accepted and ignored.
-    """
+    """Return the names of tied parameters, as one sorted list per parameter."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -156,12 +117,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
-    """Tie each group of parameters again to its first parameter that is not on the meta device, if there is one.
-
-    Args:
-        model: The model to modify.
-        tied_params: Groups of names, as `find_tied_parameters` returns them.
-    """
+    """Tie the parameters of each group of names to the first one that is not on the meta device."""
     for names in tied_params:
         places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         parameter = next((p for p in (getattr(*place) for place in places) if not p.is_meta), None)
@@ -171,13 +127,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Return whether a Hugging Face model ties weights, according to its config or a method ``_tie_weights``.
-
-    For any other kind of model, return False.
-
-    Args:
-        model: The model to examine.
-    """
+    """Return whether a Hugging Face model ties weights. For any other kind of model, return False."""
     if "PreTrainedModel" not in [kind.__name__ for kind in type(model).__mro__]:
         return False
     config: Any = getattr(model, "config", None)
@@ -195,12 +145,8 @@ def check_tied_parameters_on_same_device(
 ) -> None:
     """Warn about each group of tied parameters that a device map assigns to different devices.
 
-    Args:
-        tied_params: Groups of names, as `find_tied_parameters` returns them.
-        device_map: Devices by name of module or parameter.
-
     Raises:
-        ValueError: If the map does not assign a device to a parameter.
+        ValueError: If the map has no device for a parameter.
     """
     for names in tied_params:
         devices = {name: look_up_device(device_map, name) for name in names}
@@ -219,11 +165,7 @@ def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, specia
 
 
 def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
-    """Return the non-empty names that have no other names nested below them.
-
-    Args:
-        module_sizes: Names, such as the keys that `compute_module_sizes` returns.
-    """
+    """Return the non-empty names that have no other names nested below them."""
     parents = {name.rpartition(".")[0] for name in module_sizes}
     return [name for name in module_sizes if name and name not in parents]
 
@@ -235,12 +177,8 @@ def get_max_layer_size(
 ) -> tuple[int, list[str]]:
     """Return the size of the largest layer in bytes, and the names of all layers of that size.
 
-    A layer is a tensor, a module without submodules, or a module of a class that must not be split.
-
-    Args:
-        modules: Pairs of a name and a module or tensor.
-        module_sizes: The return value of `compute_module_sizes`.
-        no_split_module_classes: Names of classes whose modules are not split.
+    A layer is a tensor, a module without submodules, or a module of a class in ``no_split_module_classes``.
+    ``module_sizes`` is the return value of `compute_module_sizes`.
     """
     layers: list[str] = []
 
@@ -259,11 +197,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the size of a model in bytes, and the size and names of its largest layers.
-
-    Args:
-        model: The model to measure.
-    """
+    """Return the size of a model in bytes, and the size and names of its largest layers."""
     sizes = compute_module_sizes(model)
     parts: list[tuple[str, nn.Module | Tensor]] = [
         *model.named_parameters(recurse=False),
@@ -288,19 +222,18 @@ def set_module_tensor_to_device(
     """Move one parameter or buffer of a module to a device.
 
     Args:
-        module: The module that has the tensor, possibly in a submodule.
+        module: The module.
         tensor_name: The tensor's name relative to ``module``.
         device: The target device.
         value: The new values. Default: None, which keeps the current ones.
         dtype: New dtype of a floating-point or complex ``value``. Default: the tensor's dtype.
-        fp16_statistics: Must be None: statistics of 8-bit weights are not supported.
+        fp16_statistics: Must be None.
         tied_params_map: Copies of tied tensors by address and device, which are used or added. Default: none.
         non_blocking: Whether to copy asynchronously, if possible. Default: False.
         clear_cache: Whether to release unused cached memory of the target accelerator. Default: True.
 
     Raises:
-        ValueError: If the tensor cannot be moved, for example because it does not exist, or an argument is invalid.
-        RuntimeError, AttributeError: If ``device`` is ``"disk"``; if the submodule or the ``dtype`` does not exist.
+        ValueError: If the tensor does not exist or cannot be moved.
     """
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path)
@@ -373,11 +306,7 @@ def _follows_dtype(tensor: Tensor) -> bool:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return whether weights of a module are offloaded until the module is called.
-
-    Args:
-        module: The module to examine.
-    """
+    """Return whether weights of a module are offloaded until the module is called."""
     return _get_offload_hook(module) is not None or find_station(module) is not None
 
 
@@ -390,15 +319,8 @@ def _get_offload_hook(module: nn.Module) -> Any:
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
     """Move a module's tensors to a device within a ``with`` block, then move them back or offload them again.
 
-    If the module has offloaded tensors, these tensors are moved. Otherwise, its direct parameters are moved.
-
-    Args:
-        module: The module whose tensors are moved.
-        execution_device: The device for the block. Default: None, which moves only offloaded tensors, to the device on
-            which the module runs.
-
-    Raises:
-        ValueError, RuntimeError: If a parameter has no values to move, or if the device is missing or invalid.
+    If the module has offloaded tensors, these are moved, by default to the device on which the module runs. Otherwise,
+    its direct parameters are moved if ``execution_device`` is set.
     """
     hook = _get_offload_hook(module)
     if hook is not None:
@@ -427,11 +349,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's state dict on the CPU, including offloaded weights. Omit tensors without values, and warn.
-
-    Args:
-        model: The model, parts of which may be offloaded.
-    """
+    """Return a model's state dict on the CPU, including offloaded weights. Omit tensors without values, and warn."""
     state: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if path and not has_offloaded_params(module):
@@ -452,17 +370,9 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
 def get_state_dict_from_offload(
     module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Device = "cpu"
 ) -> dict[str, Any]:
-    """Replace a module's entries in a state dict with the module's current tensors, including offloaded ones.
+    """Replace a module's entries in a state dict with the module's current tensors, and return the state dict.
 
-    Args:
-        module: The module that has the tensors.
-        module_name: The full name of any of the module's tensors, such as ``"encoder.weight"`` for the module
-            ``encoder``.
-        state_dict: The state dict, which is modified in place.
-        device_to_put_offload: The device for offloaded values. Default: the CPU.
-
-    Returns:
-        ``state_dict``.
+    ``module_name`` is the full name of any of its tensors, such as ``"encoder.weight"`` for the module ``encoder``.
     """
     prefix = module_name[: module_name.rfind(".") + 1]
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
@@ -478,18 +388,13 @@ def load_state_dict(
     """Load the tensors of a checkpoint without executing any code in it.
 
     Args:
-        checkpoint_file: A safetensors file, a ``torch.save`` file that contains a state dict, a ``.index.json``, a
-            folder that contains one of these, a Treadle checkpoint, or the URL of any of these in an object store. For
-            an index in an object store, pass the URL of its folder.
-        device_map: Devices by name of module or tensor. Tensors that are not in it, or mapped to ``"disk"``, are loaded
-            to the CPU. Default: None, which loads all tensors to the CPU.
+        checkpoint_file: A safetensors file, a ``torch.save`` file with a state dict, an index, a folder of these, a
+            Treadle checkpoint, or a URL of one of these; for an index, the URL of its folder.
+        device_map: Devices by name of module or tensor. Other tensors, and those mapped to ``"disk"``, are loaded to
+            the CPU. Default: None.
 
     Raises:
-        ValueError: If the checkpoint does not exist, is damaged or has an unsupported format, or if a device is invalid
-            or not on this machine.
-        TypeError: If ``checkpoint_file`` is neither a path nor a URL.
-        ModuleNotFoundError: If the package for the scheme of the URL is not installed.
-        OSError: If the object store reports an error.
+        ValueError: If the checkpoint is missing, damaged or not supported, or a device is invalid.
     """
     tensors: dict[str, Tensor] = {}
     for name, piece in open_weights(checkpoint_file).items():
@@ -503,18 +408,7 @@ def load_state_dict(
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Load the weights in an offload folder into a model on the CPU.
-
-    Args:
-        model: The model to load the weights into.
-        index: The folder's index: each tensor's dtype and shape, by name. None loads nothing.
-        offload_folder: A folder that `offload_state_dict` wrote.
-
-    Raises:
-        ValueError: If a file's size does not match the index, or a tensor does not fit the model.
-        OSError: If a file cannot be read.
-        AttributeError: If the model does not have the submodule of a tensor.
-    """
+    """Load the weights that the index of an offload folder lists into a model on the CPU."""
     for name, info in (index or {}).items():
         weight = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", info)
         set_module_tensor_to_device(model, name, "cpu", value=weight)

@@ -1,4 +1,4 @@
-"""Offloaded weights in Accelerate's format: a folder with ``index.json`` and raw bytes in ``NAME.dat`` per tensor."""
+"""Offloaded weights in Accelerate's format: ``index.json``, and one file of raw bytes per tensor."""
 
 from __future__ import annotations
 
@@ -23,16 +23,9 @@ def offload_weight(
     offload_folder: str | os.PathLike[str],
     index: MutableMapping[str, Any] | None = None,
 ) -> MutableMapping[str, Any] | None:
-    """Write a tensor's bytes to ``offload_folder/weight_name.dat``.
+    """Write a tensor's bytes to ``offload_folder/weight_name.dat``, and return ``index``.
 
-    Args:
-        weight: The tensor to write.
-        weight_name: The tensor's name.
-        offload_folder: An existing folder to write to.
-        index: An index, to which the tensor's dtype and shape are added. Default: None.
-
-    Returns:
-        ``index``.
+    If ``index`` is not None, the tensor's dtype and shape are added to it.
     """
     plain = weight.detach().to("cpu").contiguous()
     plain.reshape(-1).view(torch.uint8).numpy().tofile(Path(offload_folder) / f"{weight_name}.dat")
@@ -42,16 +35,7 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
-    """Load a tensor that `offload_weight` wrote.
-
-    Args:
-        weight_file: The ``.dat`` file.
-        weight_info: The tensor's ``"dtype"`` and ``"shape"``.
-
-    Raises:
-        ValueError: If the file's size does not match the dtype and shape.
-        OSError: If the file cannot be read.
-    """
+    """Load a tensor with the dtype and shape in ``weight_info`` from a file that `offload_weight` wrote."""
     dtype, shape = getattr(torch, weight_info["dtype"]), torch.Size(weight_info["shape"])
     size, needed = os.path.getsize(weight_file), shape.numel() * dtype.itemsize
     if size != needed:
@@ -66,12 +50,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Add entries to a folder's ``index.json``. No file is written for None or an empty index.
-
-    Args:
-        index: Entries to add: each tensor's dtype and shape, by name.
-        offload_folder: The existing folder in which ``index.json`` is written or updated.
-    """
+    """Add the dtypes and shapes of tensors to the ``index.json`` of a folder. Without entries, no file is written."""
     if not index:
         return
     path = Path(offload_folder) / _INDEX
@@ -80,12 +59,7 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write all tensors of a state dict and their index to a folder, which is created if it is missing.
-
-    Args:
-        save_dir: The folder to write to.
-        state_dict: The tensors by name.
-    """
+    """Write the tensors of a state dict and their index to a folder, which is created if it is missing."""
     os.makedirs(save_dir, exist_ok=True)
     index: dict[str, Any] = {}
     for name, tensor in state_dict.items():
@@ -96,12 +70,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Return the entries of a state dict that belong to the named modules or tensors.
-
-    Args:
-        state_dict: The state dict to select from.
-        submodule_names: Names of the modules or tensors to select.
-    """
+    """Return the entries of a state dict that belong to the named modules or tensors."""
     return {
         name: tensor
         for module in submodule_names
@@ -113,12 +82,7 @@ def extract_submodules_state_dict(
 class PrefixedDataset(Mapping[str, Any]):
     """View of a mapping in which ``key`` is looked up as ``prefix + key``.
 
-    As in Accelerate, iteration yields the full keys that begin with the prefix, and the length is that of the
-    underlying mapping.
-
-    Args:
-        dataset: The underlying mapping.
-        prefix: The text that is put before each key.
+    As in Accelerate, iteration yields full keys that begin with the prefix, and the length is that of the mapping.
     """
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
@@ -144,13 +108,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         state_dict: Tensors in memory, which take precedence over those on disk.
         save_folder: A folder that `offload_state_dict` wrote.
         index: Tensors on disk: for each name, a dict with ``"dtype"`` and ``"shape"``, or with ``"safetensors_file"``
-            and, optionally, ``"weight_name"`` (default: the same name) and ``"dtype"`` (default: that of the file).
-            Default: the folder's index.
+            and optional ``"weight_name"`` and ``"dtype"``. Default: the folder's index.
         device: The device for tensors from safetensors files. Default: the CPU.
-
-    Raises:
-        ValueError: If none of ``state_dict``, ``save_folder`` and ``index`` is passed.
-        FileNotFoundError: If ``save_folder`` is passed without ``index`` and contains no ``index.json``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Callback that ends a run when the loss of a batch spikes, and records the batches to skip."""
+"""`SpikeDetection`, a callback that ends a run when a loss spikes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TrainingSpikeException(RuntimeError):
     """Error raised on every rank when the loss spikes on any rank.
 
     Args:
-        batch_idx: The index, within the epoch, of the batch whose loss spiked.
+        batch_idx: Index, within the epoch, of the batch whose loss spiked.
         *args: Further arguments of ``RuntimeError``.
     """
 
@@ -36,28 +36,22 @@ class SpikeDetection(Callback):
     """Callback that ends training with a `TrainingSpikeException` when a batch's loss spikes on any rank.
 
     The indices of that batch and of the previous one, which may have damaged the weights, are added to ``bad_batches``
-    and to a JSON file, which keeps the indices that earlier runs wrote. A finite loss spikes if it is worse than the
-    previous finite loss and differs from the running mean by at least ``atol`` and by at least ``rtol`` times the mean.
-    To read the loss, the callback waits for the device in every batch. `SpikeWatch` reads the losses of many steps at
-    once, and therefore waits less often.
+    and to a JSON file. A finite loss spikes if it is worse than the previous finite loss and differs from the running
+    mean by at least ``atol`` and by at least ``rtol`` times the mean. The callback waits for the device in every batch;
+    `SpikeWatch` waits less often.
 
     Args:
-        mode: ``"min"`` if a lower loss is better, ``"max"`` if a higher one is. Default: ``"min"``.
-        window: Maximum number of previous batches in the running mean with which a loss is compared. Default: 10.
+        mode: ``"min"`` (default) if a lower loss is better, or ``"max"``.
+        window: Maximum number of previous batches in the running mean. Default: 10.
         warmup: Number of batches at the start of each epoch that never count as spikes. Default: 1.
-        atol: The minimum difference from the mean for a spike. Default: None, which accepts any difference.
-        rtol: The minimum difference from the mean for a spike, as a multiple of the mean. None accepts any difference.
-            Default: 2.0.
+        atol: The minimum difference from the mean for a spike. Default: None, any difference.
+        rtol: The minimum difference from the mean for a spike, as a multiple of the mean; None for any. Default: 2.0.
         exclude_batches_path: Path of the JSON file, which must end in ``.json``, or of a folder for
             ``skip_batches.json``. Default: the Trainer's ``default_root_dir``.
         finite_only: Whether a loss that is not finite counts as a spike. Default: True.
 
     Attributes:
-        bad_batches: Indices that were written to the file: those of each spiking batch and of the batch before it.
-
-    Raises:
-        ValueError: If ``mode`` is unknown, ``window`` is not an integer of at least 1, or ``warmup`` is not an integer
-            of at least 0.
+        bad_batches: Indices of each spiking batch and of the batch before it.
     """
 
     exchanges = True
@@ -85,11 +79,7 @@ class SpikeDetection(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Compare the batch's loss with the losses of earlier batches.
-
-        Raises:
-            TrainingSpikeException: If the loss spiked on any rank.
-        """
+        """Raise a `TrainingSpikeException` if the batch's loss spiked on any rank."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, Tensor):
             raise ValueError(

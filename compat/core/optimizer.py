@@ -8,4 +8,4 @@ __all__ = ["LightningOptimizer", "do_nothing_closure"]
 
 
 def do_nothing_closure() -> None:
-    """Do nothing. This is the closure of an optimizer step whose gradients have already been computed."""
+    """Do nothing, as the closure of a step whose gradients have already been computed."""

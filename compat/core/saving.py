@@ -30,12 +30,7 @@ _File = str | os.PathLike[str]
 
 
 def update_hparams(hparams: MutableMapping[str, Any], updates: Mapping[str, Any]) -> None:
-    """Update hyperparameters in place, nested dicts item by item.
-
-    Args:
-        hparams: The hyperparameters to update.
-        updates: The new values. A dict updates the dict of the same name, or is added if there is none.
-    """
+    """Update hyperparameters in place, nested dicts item by item."""
     for name, value in updates.items():
         if isinstance(value, Mapping) and name in hparams:
             update_hparams(hparams[name], value)
@@ -44,11 +39,7 @@ def update_hparams(hparams: MutableMapping[str, Any], updates: Mapping[str, Any]
 
 
 def convert(val: str) -> Any:
-    """Return the value of a Python literal (a number, True, a list), or the text itself if it is not a literal.
-
-    Args:
-        val: The text to convert.
-    """
+    """Return the value of a Python literal (a number, True, a list), or the text itself if it is not a literal."""
     try:
         return ast.literal_eval(val)
     except (ValueError, SyntaxError):
@@ -58,10 +49,7 @@ def convert(val: str) -> Any:
 def load_hparams_from_tags_csv(tags_csv: _File) -> dict[str, Any]:
     """Return the hyperparameters that `save_hparams_to_tags_csv` wrote. If the file is missing, warn and return {}.
 
-    A value that is a Python literal, such as ``0.1`` or ``True``, is converted; any other value is text.
-
-    Args:
-        tags_csv: Path of the CSV file.
+    Python literals, such as ``0.1`` or ``True``, are converted; any other value is text.
     """
     if not os.path.isfile(tags_csv):
         warn(f"the file {os.fspath(tags_csv)!r} does not exist, so there are no hyperparameters to load.")
@@ -71,16 +59,7 @@ def load_hparams_from_tags_csv(tags_csv: _File) -> dict[str, Any]:
 
 
 def save_hparams_to_tags_csv(tags_csv: _File, hparams: Mapping[str, Any] | Namespace) -> None:
-    """Write hyperparameters to a CSV file with the columns ``key`` and ``value``.
-
-    Args:
-        tags_csv: Path of the CSV file.
-        hparams: Hyperparameters by name.
-
-    Raises:
-        RuntimeError: If the folder of the file does not exist.
-        TypeError: If ``hparams`` is neither a mapping nor a ``Namespace``.
-    """
+    """Write hyperparameters to a CSV file with the columns ``key`` and ``value``, in an existing folder."""
     _check_folder(tags_csv)
     with open(tags_csv, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("key", "value"), *_as_mapping(hparams).items()])
@@ -89,13 +68,10 @@ def save_hparams_to_tags_csv(tags_csv: _File, hparams: Mapping[str, Any] | Names
 def load_hparams_from_yaml(config_yaml: _File, use_omegaconf: bool = True) -> Any:
     """Return the hyperparameters in a YAML file. If the file is missing, warn and return an empty dict.
 
-    Args:
-        config_yaml: Path of the YAML file, which must contain a mapping of plain data. Tags in the file never run code.
-        use_omegaconf: Whether to return a ``DictConfig`` if it supports all values. Otherwise, a dict is returned.
-            Default: True.
+    Tags in the file never run code. With ``use_omegaconf``, the result is a ``DictConfig`` if it supports all values.
 
     Raises:
-        yaml.YAMLError: If the file is not valid YAML, or contains a tag for an object that is not plain data.
+        yaml.YAMLError: If the file is not valid YAML of plain data.
     """
     if not os.path.isfile(config_yaml):
         warn(f"the file {os.fspath(config_yaml)!r} does not exist, so there are no hyperparameters to load.")
@@ -107,16 +83,9 @@ def load_hparams_from_yaml(config_yaml: _File, use_omegaconf: bool = True) -> An
 def save_hparams_to_yaml(
     config_yaml: _File, hparams: Mapping[str, Any] | Namespace, use_omegaconf: bool = True
 ) -> None:
-    """Write hyperparameters to a YAML file as plain data.
+    """Write hyperparameters to a YAML file in an existing folder, as plain data. ``use_omegaconf`` is ignored.
 
-    Args:
-        config_yaml: Path of the YAML file.
-        hparams: Hyperparameters by name. A value that cannot be converted to plain data is written as text.
-        use_omegaconf: Accepted and ignored. The references (``${...}``) of a ``DictConfig`` are always resolved.
-
-    Raises:
-        RuntimeError: If the folder of the file does not exist.
-        TypeError: If ``hparams`` is neither a mapping nor a ``Namespace``.
+    A value that cannot be converted to plain data is written as text.
     """
     _check_folder(config_yaml)
     text = yaml.safe_dump(plain(_as_mapping(hparams)), sort_keys=False, allow_unicode=True)

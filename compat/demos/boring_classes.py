@@ -67,7 +67,7 @@ class RandomIterableDatasetWithLen(RandomIterableDataset):
 
 
 class BoringModel(TaskModule):
-    """Task with dataloaders and one linear layer from 32 to 2 features, which is trained to return ones."""
+    """Task with one linear layer from 32 to 2 features, which is trained to return ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,20 +79,11 @@ class BoringModel(TaskModule):
         return output
 
     def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the mean squared error with respect to ``labels``, by default ones.
-
-        Args:
-            preds: The predictions.
-            labels: The targets, of the same shape as ``preds``. Default: ones.
-        """
+        """Return the mean squared error with respect to ``labels``, by default ones."""
         return nn.functional.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
 
     def step(self, batch: Any) -> Tensor:
-        """Return the loss of a batch.
-
-        Args:
-            batch: The batch, shape ``(samples, 32)``.
-        """
+        """Return the loss of a batch of shape ``(samples, 32)``."""
         return self.loss(self(batch))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -183,20 +174,20 @@ class _BoringData(DataModule):
 
 
 class BoringDataModule(_BoringData):
-    """Data module with 64 samples of 32 numbers for each stage, taken from one `RandomDataset`."""
+    """Data module with 64 samples of 32 numbers for each stage."""
 
     def __init__(self) -> None:
         super().__init__()
         self.random_full = RandomDataset(32, 64 * len(self.KINDS))
 
     def datasets(self, kind: str) -> Any:
-        """Return the quarter of the samples that belongs to the stage."""
+        """Return the samples of the stage."""
         start = 64 * self.KINDS.index(kind)
         return Subset(self.random_full, range(start, start + 64))
 
 
 class BoringDataModuleNoLen(_BoringData):
-    """Data module that has, for each stage, an iterable dataset without a length."""
+    """Data module with iterable datasets without a length."""
 
     COUNTS = {"train": 512, "val": 128, "test": 256, "predict": 64}
 
@@ -212,12 +203,12 @@ class IterableBoringDataModule(_BoringData):
     COUNTS = {"train": 16, "val": 32, "test": 64, "predict": 128}
 
     def datasets(self, kind: str) -> Any:
-        """Return a map-style dataset and an iterable dataset, both with samples of 4 numbers."""
+        """Return two datasets of samples of 4 numbers."""
         return [RandomDataset(4, self.COUNTS[kind]), RandomIterableDataset(4, self.COUNTS[kind])]
 
 
 class DemoModel(TaskModule):
-    """Task with one linear layer from 32 to ``out_dim`` features, which minimizes the sum of its outputs with Adam."""
+    """Task with one linear layer from 32 to ``out_dim`` features, which minimizes the sum of its outputs."""
 
     def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
         super().__init__()
@@ -225,7 +216,7 @@ class DemoModel(TaskModule):
         self.learning_rate = learning_rate
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output after ReLU. Each sample is flattened first and must have 32 elements."""
+        """Return the layer's output after ReLU."""
         return torch.relu(self.l1(x.view(x.size(0), -1)))
 
     def training_step(self, batch: Any, batch_nb: int) -> Any:

@@ -43,18 +43,14 @@ class SimpleLSTM(nn.Module):
 
         Args:
             input: Word indices, shape ``(batch, length)``.
-            hidden: Hidden state and cell state after the previous batch, each of shape ``(nlayers, batch, nhid)``.
+            hidden: Hidden state and cell state, each of shape ``(nlayers, batch, nhid)``.
         """
         output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
         scores = self.decoder(self.drop(output)).view(-1, self.vocab_size)
         return nn.functional.log_softmax(scores, dim=1), hidden
 
     def init_hidden(self, batch_size: int) -> Hidden:
-        """Return the hidden state and cell state at the start of a text, which are zeros.
-
-        Args:
-            batch_size: Texts per batch.
-        """
+        """Return the hidden state and cell state at the start of a text, which are zeros."""
         weight = self.decoder.weight
         shape = (self.nlayers, batch_size, self.nhid)
         return weight.new_zeros(shape), weight.new_zeros(shape)
@@ -77,7 +73,7 @@ class SequenceSampler(Sampler[list[int]]):
 
 
 class LightningLSTM(TaskModule):
-    """Task that trains a `SimpleLSTM` and passes the hidden state from batch to batch within an epoch."""
+    """Task that trains a `SimpleLSTM`, and passes the hidden state from batch to batch within an epoch."""
 
     def __init__(self, vocab_size: int = 33278) -> None:
         super().__init__()
@@ -104,7 +100,7 @@ class LightningLSTM(TaskModule):
         WikiText2(download=True)
 
     def train_dataloader(self) -> Any:
-        """Return a dataloader with batches of 20 blocks, each of which continues a block of the previous batch."""
+        """Return a dataloader with batches of 20 blocks."""
         dataset = WikiText2()
         return DataLoader(dataset, batch_sampler=SequenceSampler(dataset, batch_size=20))
 

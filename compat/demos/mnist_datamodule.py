@@ -1,4 +1,4 @@
-"""MNIST as a data module, equivalent to Lightning's demo. torchvision reads the files."""
+"""MNIST as a data module, equivalent to Lightning's demo."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ __all__ = ["MNIST", "MNISTDataModule"]
 
 
 def MNIST(*args: Any, **kwargs: Any) -> Dataset[Any]:
-    """Return ``torchvision.datasets.MNIST(*args, **kwargs)``.
-
-    Args:
-        *args: Positional arguments of the dataset.
-        **kwargs: Keyword arguments of the dataset.
-
-    Raises:
-        ModuleNotFoundError: If torchvision is not installed.
-    """
+    """Return ``torchvision.datasets.MNIST(*args, **kwargs)``."""
     from torchvision.datasets import MNIST as Images
 
     images: Dataset[Any] = Images(*args, **kwargs)
@@ -37,7 +29,7 @@ class MNISTDataModule(DataModule):
         val_split: Number of training images used for validation. Default: 5000.
         num_workers: Number of dataloader workers. Default: 16.
         normalize: Whether to scale pixels to the range from -1 to 1 instead of 0 to 1. Default: False.
-        seed: Stored but not used. The split is the same for every seed, as in Lightning.
+        seed: Accepted and ignored. The split is the same for every seed, as in Lightning.
         batch_size: Images per batch. An incomplete last batch is dropped, also in validation and testing. Default: 32.
     """
 
@@ -93,7 +85,7 @@ class MNISTDataModule(DataModule):
 
     @property
     def default_transforms(self) -> Callable[[Any], Any]:
-        """Transform that converts an image to a tensor and, with ``normalize``, scales it to the range from -1 to 1."""
+        """Transform of an image to a tensor."""
         from torchvision import transforms
 
         parts = [transforms.ToTensor()] + [transforms.Normalize((0.5,), (0.5,))] * self.normalize

@@ -47,11 +47,7 @@ class Transformer(nn.Module):
         self.decoder = nn.Linear(ninp, vocab_size)
 
     def generate_square_subsequent_mask(self, size: int) -> Tensor:
-        """Return the mask that hides later words: minus infinity above the diagonal, zeros elsewhere.
-
-        Args:
-            size: The length of the text in words.
-        """
+        """Return the mask that hides later words: minus infinity above the diagonal, zeros elsewhere."""
         return torch.full((size, size), -math.inf).triu(diagonal=1)
 
     def forward(self, inputs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -72,7 +68,7 @@ class Transformer(nn.Module):
 class PositionalEncoding(nn.Module):
     """Layer that adds a sinusoidal positional encoding (https://arxiv.org/abs/1706.03762) and applies dropout.
 
-    As in Lightning's demo, all positions get the same encoding, that of the input's length.
+    As in Lightning's demo, all positions get the same encoding.
     """
 
     def __init__(self, dim: int, dropout: float = 0.1, max_len: int = 5000) -> None:
@@ -82,11 +78,7 @@ class PositionalEncoding(nn.Module):
         self.pe: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the encoded input, shape ``(batch, length, dim)``.
-
-        Args:
-            x: The embeddings, shape ``(batch, length, dim)``.
-        """
+        """Return the encoded embeddings, shape ``(batch, length, dim)``."""
         if self.pe is None:
             self.pe = self._compute_encoding(x.device)
         # Lightning's demo adds the encoding of a single position, the length, to all of them; losses equal its own.
@@ -110,11 +102,7 @@ class Dictionary:
         self.idx2word: list[str] = []
 
     def add_word(self, word: str) -> int:
-        """Return the index of a word. A new word is added to the dictionary.
-
-        Args:
-            word: The word to look up.
-        """
+        """Return the index of a word, which is added if it is new."""
         if word not in self.word2idx:
             self.word2idx[word] = len(self.idx2word)
             self.idx2word.append(word)
@@ -125,11 +113,7 @@ class Dictionary:
 
 
 def tokenize(path: Path) -> tuple[Tensor, Dictionary]:
-    """Return the word indices of a text file, with ``<eos>`` after each line, and their dictionary.
-
-    Args:
-        path: Path of the text file.
-    """
+    """Return the word indices of a text file, with ``<eos>`` after each line, and their dictionary."""
     dictionary = Dictionary()
     with open(path, encoding="utf8") as file:
         numbers = [dictionary.add_word(word) for line in file for word in (*line.split(), "<eos>")]
@@ -169,11 +153,7 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
     @staticmethod
     def download(destination: Path) -> None:
-        """Download WikiText-2's training text, unless the file exists.
-
-        Args:
-            destination: Path of the file to write. Its folder is created if it is missing.
-        """
+        """Download WikiText-2's training text to a file, unless the file exists."""
         if destination.exists():
             return
         destination.parent.mkdir(parents=True, exist_ok=True)

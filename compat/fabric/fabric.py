@@ -1,4 +1,4 @@
-"""`Fabric`: Lightning's interface for a custom training loop, on top of an `Accelerator`."""
+"""`Fabric`, Lightning's interface for a custom training loop."""
 
 from __future__ import annotations
 
@@ -39,37 +39,29 @@ _SPAWNING = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 class Fabric:
     """Lightning Fabric's interface to devices, precision, processes and checkpoints, for a custom training loop.
 
-    As in Lightning Fabric, a loss is not weighted by the size of its batch. With several processes, `setup_dataloaders`
-    by default distributes the samples of a map-style dataset with torch's ``DistributedSampler``, which repeats some of
-    them if they cannot be divided evenly. To weight losses by the number of samples and use each sample once, use a
-    `treadle.Accelerator`.
+    As in Lightning Fabric, a loss is not weighted by the size of its batch, and with several processes some samples may
+    be repeated. To weight losses by the number of samples and use each sample once, use a `treadle.Accelerator`.
 
-    With ``devices=2``, creating a Fabric starts two processes, each of which runs the script, unless a launcher has
-    started the processes. Without a script, as in a notebook, `launch` forks the processes. The Fabric is then usable
-    only in the function that `launch` runs.
+    With several devices and no launcher, creating a Fabric starts one process per device, each of which runs the
+    script. If `launch` forks the processes instead, for example in a notebook, use the Fabric only in the function that
+    `launch` runs.
 
     Args:
-        accelerator: ``"cpu"``, ``"cuda"`` (``"gpu"``), ``"mps"``, or ``"auto"``: CUDA if available, else MPS, else the
-            CPU.
-        strategy: ``"auto"``, ``"ddp"``, ``"fsdp"``, another registered name, or a `Strategy`. With ``"ddp_spawn"``,
-            ``"ddp_fork"`` and ``"ddp_notebook"``, `launch` forks the processes if ``devices`` is not ``"auto"`` and no
-            launcher has started them.
+        accelerator: Kind of device; see `Accelerator`. Default: ``"auto"``.
+        strategy: See `Accelerator`. With ``"ddp_spawn"``, ``"ddp_fork"`` or ``"ddp_notebook"``, `launch` forks
+            processes for explicit ``devices`` if there is no launcher. Default: ``"auto"``.
         devices: Devices on this machine, with one process each: a number, -1 for all GPUs, a list of indices, a string
-            such as ``"0,2"``, or ``"auto"``. ``"auto"`` uses the launcher's processes. Without a launcher, it uses all
-            CUDA devices if Treadle can run the script again, otherwise one device.
+            such as ``"0,2"``, or ``"auto"`` (default). ``"auto"`` uses the launcher's processes or, without a launcher,
+            all CUDA devices if Treadle can run the script again, otherwise one device.
         num_nodes: Number of machines. More than one requires a launcher. Default: 1.
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"`` or
-            ``"float8"``, a short form such as ``"bf16"`` or 16, or a `Precision`. Default: None, which means
-            ``"32-true"``.
-        plugins: A precision plugin, as an alternative to ``precision``, or a list that contains one. A
-            `LaunchEnvironment` is accepted and ignored.
-        callbacks: An object, or a list of objects, whose methods `call` invokes.
-        loggers: A logger, or a list of loggers.
+        precision: A name that `Precision` accepts, such as ``"bf16-mixed"``, or a `Precision`. Default: None, which
+            means ``"32-true"``.
+        plugins: A precision plugin instead of ``precision``. A `LaunchEnvironment` is accepted and ignored.
+        callbacks: One or several objects whose methods `call` invokes.
+        loggers: One or several loggers.
 
     Raises:
-        ValueError: If an argument has a value that is not supported, or contradicts another argument or the
-            environment.
-        TypeError: If an argument has the wrong type.
+        ValueError, TypeError: If an argument is invalid, or contradicts another argument or the environment.
         RuntimeError: If the other processes do not connect in time.
         SystemExit: In the process that has started the other processes, after they have ended.
     """
@@ -126,11 +118,7 @@ class Fabric:
 
     @property
     def accelerator(self) -> Accelerator:
-        """Underlying `Accelerator`.
-
-        Raises:
-            RuntimeError: If `launch` has not started the processes yet.
-        """
+        """Underlying `Accelerator`."""
         return self._accelerator
 
     @property
@@ -160,7 +148,7 @@ class Fabric:
 
     @property
     def world_size(self) -> int:
-        """World size, the number of processes in the run."""
+        """Number of processes in the run."""
         return self._accelerator.num_processes
 
     @property
@@ -169,23 +157,13 @@ class Fabric:
         return self._accelerator.is_main_process
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Run a function on every process. Without a function, return None.
+        """Run a function on every process, and return its result. Without a function, return None.
 
-        Args:
-            function: The function, called as ``function(fabric, *args, **kwargs)``. Required if this call has to start
-                processes. Default: None.
-            *args: Further arguments of the function.
-            **kwargs: Further keyword arguments of the function.
-
-        Returns:
-            The function's return value on this process; if this call started the processes, the value on rank zero,
-            which must be picklable.
+        The function is called as ``function(fabric, *args, **kwargs)``. It is required if this call has to start
+        processes. Its result on rank zero must then be picklable, and is returned.
 
         Raises:
-            TypeError: If ``function`` is not a function that accepts a Fabric, or if it is missing but this call has to
-                start processes.
             ValueError: If this call cannot fork processes, for example because the session has used a GPU.
-            RuntimeError: If a process that this call started fails.
         """
         if function is None:
             if self._opened is None:
@@ -217,67 +195,47 @@ class Fabric:
             return pickle.loads(path.read_bytes())
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the local rank zero of each machine.
-
-        Args:
-            *args: Arguments of the builtin ``print``.
-            **kwargs: Keyword arguments of the builtin ``print``.
-        """
+        """Print on the local rank zero of each machine."""
         if self.local_rank == 0:
             print(*args, **kwargs)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank has called this method.
-
-        Args:
-            name: Accepted and ignored.
-        """
+        """Wait until every rank has called this method."""
         self._accelerator.wait_for_everyone()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank ``src`` on every rank.
-
-        Args:
-            obj: The object. With several processes, it must be picklable.
-            src: The rank to send from. Default: 0.
-        """
+        """Return the object of rank ``src`` on every rank."""
         return self._accelerator.world.broadcast(obj, src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack all ranks' tensors along a new first dimension. With one process, no dimension is added.
 
         Args:
-            data: A tensor or number, or a nested structure of them; shapes must be the same on all ranks.
+            data: A tensor or number, or a nested structure of them, with the same shapes on all ranks.
             group: A torch process group that includes this rank. Default: all ranks.
-            sync_grads: Whether the backward pass propagates gradients through this call to the input tensors of each
-                rank. With one process, it always does. Default: False.
+            sync_grads: Whether gradients propagate to the ranks' inputs. With one process, they always do. Default:
+                False.
 
         Returns:
-            The stacked tensors, with the same structure as the input. Numbers become tensors.
-
-        Raises:
-            ShapesDiffer: If the tensors differ in number, shape or dtype between ranks.
-            ValueError: If this rank is not in ``group``.
+            The stacked tensors, in the structure of the input.
         """
         return collectives.all_gather(self._to_tensors(data), self._get_world(group), sync_grads)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce tensors over the ranks. With several processes, input tensors on this rank's device are overwritten.
+        """Reduce tensors over the ranks. With several processes, inputs on this rank's device may be overwritten.
 
         Args:
-            data: A tensor or number, or a nested structure of them; shapes must be the same on all ranks.
-            group: A torch process group that includes this rank. Default: all ranks.
-            reduce_op: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"max"`` or ``"min"``, torch's ``ReduceOp`` of these, or
-                ``"none"`` for no reduction. With several processes, the mean of integers is a new float64 tensor.
-                Default: ``"mean"``.
+            data: See `all_gather`.
+            group: See `all_gather`.
+            reduce_op: ``"mean"`` (default) or ``"avg"``, ``"sum"``, ``"max"``, ``"min"``, torch's ``ReduceOp`` of
+                these, or ``"none"`` for no reduction. With several processes, the mean of integers is float64.
 
         Returns:
-            The reduced tensors, with the same structure as the input. Numbers become tensors.
+            The reduced tensors, in the structure of the input.
 
         Raises:
-            ShapesDiffer: If the tensors differ in number, shape or dtype between ranks, unless ``reduce_op`` is
-                ``"none"``. With ``TREADLE_DEBUG=1``, the error is another `DistributedOperationException`.
-            ValueError: If ``reduce_op`` is unknown, or this rank is not in ``group``.
+            DistributedOperationException: If tensors that have to be reduced differ in number, shape or dtype between
+                ranks.
         """
         name = str(reduce_op).rpartition(".")[-1].lower()
         tensors = self._to_tensors(data)
@@ -304,15 +262,7 @@ class Fabric:
         return world if group is None or world.size == 1 else world.of_group(group)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """Run a ``with`` block on rank zero before the other ranks.
-
-        Args:
-            local: Whether, on each machine, local rank zero runs the block before the other ranks of the machine. By
-                default, only global rank zero runs it first.
-
-        Returns:
-            The context manager.
-        """
+        """Return a context for a block that rank zero runs first; with ``local``, local rank zero of each machine."""
         accelerator = self._accelerator
         return accelerator.local_main_process_first() if local else accelerator.main_process_first()
 
@@ -329,20 +279,18 @@ class Fabric:
         """Prepare a model and its optimizers for the device, precision and strategy.
 
         Args:
-            module: The model to prepare.
+            module: The model.
             *optimizers: The model's optimizers.
-            scheduler: A scheduler, which is returned unchanged after the optimizers. Without optimizers, it is not
-                returned.
-            move_to_device: Whether to move the model to the device. If False, the model must already be on it.
+            scheduler: A scheduler, which is returned unchanged if there are optimizers. Default: None.
+            move_to_device: Whether to move the model to the device. If False, the model must already be on it. Default:
+                True.
             _reapply_compile: Accepted and ignored.
 
         Returns:
-            The model; with optimizers, a tuple of the model, the optimizers and the scheduler, if there is one.
+            The model, or a tuple of the model, the optimizers and, if passed, the scheduler.
 
         Raises:
-            ValueError: If the model or an optimizer has been set up already, or is not supported; see
-                `Accelerator.prepare_model`.
-            ModuleNotFoundError: If the precision is float8 and torchao is not installed.
+            ValueError: If the model or an optimizer is not supported or already set up.
         """
         prepared = self.setup_module(module, move_to_device)
         if not optimizers:
@@ -351,20 +299,7 @@ class Fabric:
         return (prepared, *rest) if scheduler is None else (prepared, *rest, scheduler)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> Any:
-        """Prepare a model without optimizers. Create them afterwards, and pass them to `setup_optimizers`.
-
-        Args:
-            module: The model to prepare.
-            move_to_device: Whether to move the model to the device. If False, the model must already be on it.
-            _reapply_compile: Accepted and ignored.
-
-        Returns:
-            The prepared model.
-
-        Raises:
-            ValueError: If the model has been set up already, or is not supported; see `Accelerator.prepare_model`.
-            ModuleNotFoundError: If the precision is float8 and torchao is not installed.
-        """
+        """Return a prepared model. Create its optimizers afterwards, and pass them to `setup_optimizers`."""
         if is_wrapped(module):
             raise ValueError(f"this {type(unwrap(module)).__name__} is already set up. Set up each model only once.")
         accelerator = self._accelerator
@@ -373,17 +308,7 @@ class Fabric:
         return FabricModule(prepared, accelerator.strategy.unwrap(prepared), accelerator)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Prepare optimizers whose model has been set up.
-
-        Args:
-            *optimizers: The optimizers.
-
-        Returns:
-            The prepared optimizer, or a tuple of several.
-
-        Raises:
-            ValueError: If no optimizer is passed, or one has been set up already or is not supported by the strategy.
-        """
+        """Prepare optimizers whose model has been set up, and return them; a single one without a tuple."""
         if not optimizers:
             raise ValueError("setup_optimizers was called without an optimizer. Pass at least one.")
         prepared = tuple(map(self._setup_optimizer, optimizers))
@@ -405,17 +330,12 @@ class Fabric:
 
         Args:
             *dataloaders: The dataloaders, which are not changed.
-            use_distributed_sampler: Whether to distribute the samples over the ranks with ``DistributedSampler``. This
-                does not apply to an ``IterableDataset`` or to a dataloader whose ``sampler`` is of this class.
-            move_to_device: Whether to move batches to the device.
+            use_distributed_sampler: Whether to distribute samples with ``DistributedSampler``. An ``IterableDataset``,
+                or a dataloader that already selects a rank's share, is never distributed. Default: True.
+            move_to_device: Whether to move batches to the device. Default: True.
 
         Returns:
             The prepared dataloader, or a list of several.
-
-        Raises:
-            TypeError: If an argument is not a ``DataLoader``, or if samples must be distributed but the dataloader's
-                batch sampler has no attribute ``sampler`` or its sampler has no length.
-            ValueError: If no dataloader is passed, or one has been set up already.
         """
         if not dataloaders:
             raise ValueError("setup_dataloaders was called without a DataLoader. Pass at least one.")
@@ -427,14 +347,7 @@ class Fabric:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Run the backward pass of a loss.
-
-        Args:
-            tensor: The loss to differentiate.
-            *args: Arguments of ``Tensor.backward``.
-            model: Accepted and ignored, because the loss determines the model.
-            **kwargs: Keyword arguments of ``Tensor.backward``.
-        """
+        """Run the backward pass of a loss. The arguments are those of ``Tensor.backward``, and ``model`` is ignored."""
         run = Tensor.backward if args else None
         self._accelerator.backward(
             tensor, by=None if run is None else lambda loss, **more: run(loss, *args, **more), **kwargs
@@ -453,18 +366,14 @@ class Fabric:
 
         Args:
             module: Accepted and ignored.
-            optimizer: The optimizer whose parameters' gradients are clipped.
-            clip_val: The maximum absolute value of each element.
+            optimizer: The optimizer.
+            clip_val: The maximum absolute value of each element. Set either this or ``max_norm``.
             max_norm: The maximum norm of all gradients.
             norm_type: The order of the norm. Default: 2.0, the Euclidean norm.
-            error_if_nonfinite: Whether to raise an error if the norm is not finite.
+            error_if_nonfinite: Whether a norm that is not finite raises a RuntimeError. Default: True.
 
         Returns:
             The norm before clipping; None if clipped by value.
-
-        Raises:
-            ValueError: If both limits are set, or neither is.
-            RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is True.
         """
         if (clip_val is None) == (max_norm is None):
             limits = "neither clip_val nor max_norm"
@@ -487,15 +396,7 @@ class Fabric:
         return norm
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Return a context in which gradients are not reduced over the ranks, for accumulation.
-
-        Args:
-            module: A model that has been set up.
-            enabled: Whether to skip the reduction.
-
-        Raises:
-            TypeError: If the model has not been set up.
-        """
+        """Return a context in which gradients are not reduced over the ranks, for accumulation."""
         wrapper = getattr(module, "_orig_mod", module)
         if not isinstance(wrapper, FabricModule):
             raise TypeError(
@@ -505,15 +406,11 @@ class Fabric:
         return self._accelerator.no_sync(wrapper._forward_module) if enabled else nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which models compute, such as autocast, for computations outside a model."""
+        """Return the precision's context for computations outside a model."""
         return self._accelerator.autocast()
 
     def to_device(self, obj: Any) -> Any:
-        """Return a model, a tensor or a nested structure of tensors on the device.
-
-        Args:
-            obj: The object to move. A model is moved in place.
-        """
+        """Return a model, moved in place, a tensor or a nested structure of tensors on the device."""
         return obj.to(self.device) if isinstance(obj, nn.Module) else move_data_to_device(obj, self.device)
 
     # -- building models -----------------------------------------------------------------------------------------
@@ -521,12 +418,8 @@ class Fabric:
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which models are created on the device, with parameters in the dtype of the precision.
 
-        If the strategy shards models, all ranks must enter the context. Parameters are then allocated when
-        the model is set up.
-
-        Args:
-            empty_init: Whether to leave parameters uninitialized, because a checkpoint is loaded later. None means
-                False.
+        With a strategy that shards models, all ranks must enter it, and parameters are allocated when the model is set
+        up. With ``empty_init``, parameters are left uninitialized, to load a checkpoint later.
         """
         return self._accelerator.init_module(bool(empty_init))
 
@@ -534,8 +427,7 @@ class Fabric:
     def init_tensor(self) -> Iterator[None]:
         """Create tensors on the device within a ``with`` block.
 
-        With ``"16-true"``, ``"bf16-true"`` and ``"64-true"``, torch's default dtype in the block is that of the
-        precision.
+        With ``"16-true"``, ``"bf16-true"`` and ``"64-true"``, their default dtype is that of the precision.
         """
         storage = self._accelerator.precision.storage
         before = torch.get_default_dtype()
@@ -547,7 +439,7 @@ class Fabric:
             torch.set_default_dtype(before)
 
     def sharded_model(self) -> AbstractContextManager[Any]:
-        """Return the context of `init_module` if the strategy shards models, otherwise an empty context. Deprecated."""
+        """Return the context of `init_module` if the strategy shards models, otherwise an empty one. Deprecated."""
         warn("Fabric.sharded_model() is deprecated. Use Fabric.init_module() instead.")
         return self.init_module() if self.strategy.sharded else nullcontext()
 
@@ -563,16 +455,13 @@ class Fabric:
 
         Args:
             path: Path or URL of the file. A missing folder is created.
-            state: The objects by name. For an object with a ``state_dict``, its state is saved.
-            filter: Functions ``function(key, value)`` by name, which return whether an entry of the state is saved.
+            state: The objects by name. An object with ``state_dict`` is saved as its state.
+            filter: Functions ``function(key, value)`` by name, which return whether to save an entry of the state.
+                Default: none.
 
         Raises:
-            TypeError: If a value is not plain data (the error gives its location in ``state``), or ``filter`` is not a
-                dict of functions.
-            ValueError: If a filter's name is not in ``state``, if ``state`` has the optimizer of a sharded model, or if
-                a value contains itself or is nested too deeply.
-            OSError: If the file cannot be written.
-            RuntimeError: If the file cannot be written, or if another rank raises an error.
+            TypeError, ValueError: If a value cannot be saved, such as the optimizer of a sharded model, or ``filter``
+                is invalid.
         """
         filters = {} if filter is None else filter
         if not isinstance(filters, Mapping):
@@ -620,17 +509,14 @@ class Fabric:
             path: Path or URL of the file.
             state: Objects by name. An object with ``load_state_dict`` is restored in place, and any other value is
                 replaced in this dict. Default: None, which restores nothing.
-            strict: Whether all names of ``state`` must be in the file, and each model's keys must match those of its
-                saved state.
-            weights_only: Accepted and ignored. False issues a warning, because code in a file is never run.
+            strict: Whether all names of ``state`` must be in the file, and each model's keys must match. Default: True.
+            weights_only: Accepted and ignored, because code in a file is never run.
 
         Returns:
             The values in the file that ``state`` does not name.
 
         Raises:
             KeyError: If a name is not in the file and ``strict`` is True.
-            RuntimeError, ValueError: If the state of a model or optimizer in the file does not fit.
-            OSError: If the file cannot be read.
             pickle.UnpicklingError: If the file contains a value that ``torch.load(weights_only=True)`` does not load.
         """
         saved = self._read(path, weights_only)
@@ -658,19 +544,7 @@ class Fabric:
         *,
         weights_only: bool | None = None,
     ) -> None:
-        """Load the state of one model or optimizer from a file that contains nothing else.
-
-        Args:
-            path: Path of the file.
-            obj: The model or optimizer to restore in place.
-            strict: Whether a model's keys must match those in the file.
-            weights_only: See `load`.
-
-        Raises:
-            RuntimeError, ValueError: If the state in the file does not fit the model or optimizer.
-            OSError: If the file cannot be read.
-            pickle.UnpicklingError: If the file contains a value that ``torch.load(weights_only=True)`` does not load.
-        """
+        """Load the state of one model or optimizer from a file that contains nothing else; see `load`."""
         self._restore(obj, self._read(path, weights_only), strict)
 
     def _read(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
@@ -694,15 +568,7 @@ class Fabric:
     # -- callbacks and loggers -----------------------------------------------------------------------------------
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of every callback that has it.
-
-        A warning is issued for a callback whose attribute of this name is not callable.
-
-        Args:
-            hook_name: The method's name.
-            *args: Arguments of the method.
-            **kwargs: Keyword arguments. Each callback receives those that its method accepts.
-        """
+        """Call a method of every callback that has it, with the keyword arguments that it accepts."""
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if method is None:
@@ -719,53 +585,29 @@ class Fabric:
 
     @property
     def loggers(self) -> list[Logger]:
-        """List of all loggers."""
+        """All loggers."""
         return self._loggers
 
     @property
     def logger(self) -> Logger:
-        """First logger.
-
-        Raises:
-            IndexError: If there are no loggers.
-        """
+        """First logger."""
         if not self._loggers:
             raise IndexError("this Fabric has no logger. Pass one with Fabric(loggers=...).")
         return self._loggers[0]
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Log a number to all loggers.
-
-        Args:
-            name: The metric's name.
-            value: A number, or a one-element tensor.
-            step: The step of the value. Default: None, which lets each logger choose the step.
-        """
+        """Log a number to all loggers."""
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers to all loggers; see `log`.
-
-        Args:
-            metrics: Numbers or one-element tensors by name.
-            step: The step of the values. Default: None.
-        """
+        """Log numbers to all loggers; see `log`."""
         numbers = apply_to_collection(dict(metrics), Tensor, lambda tensor: tensor.item())
         for logger in self._loggers:
             logger.log_metrics(metrics=numbers, step=step)
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-        """Seed the generators of Python, NumPy and torch, and return the seed; see `treadle.seed_everything`.
-
-        Args:
-            seed: The seed. Default: the value of the environment variable ``PL_GLOBAL_SEED``, otherwise 0.
-            workers: Accepted and ignored, because dataloader workers are always seeded.
-            verbose: Accepted and ignored.
-
-        Raises:
-            ValueError: If the seed, or the value of ``PL_GLOBAL_SEED``, is not an integer from 0 to 2**32 - 1.
-        """
+        """See `treadle.seed_everything`. ``workers`` and ``verbose`` are ignored."""
         return seed_everything(seed, bool(workers), verbose)
 
 

@@ -35,10 +35,8 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class FabricModule(nn.Module):
     """Model whose ``forward`` runs with the precision and the strategy of a `Fabric`.
 
-    Attributes and methods that ``nn.Module`` does not have are those of the user's model. With several processes, a
-    strategy that shards models, or a precision other than ``"32-true"``, mark a method that calls layers with
-    `mark_forward_method`. ``forward``, ``training_step``, ``validation_step``, ``test_step`` and ``predict_step`` need
-    no mark.
+    It has the attributes of the user's model. Mark a method that calls layers with `mark_forward_method`, unless it is
+    ``forward`` or a step, such as ``training_step``.
 
     Args:
         forward_module: The prepared model.
@@ -64,10 +62,6 @@ class FabricModule(nn.Module):
 
         With ``"16-true"``, ``"bf16-true"`` and ``"64-true"``, inputs are cast to the dtype of the weights, and outputs
         to torch's default dtype.
-
-        Args:
-            *args: Positional inputs.
-            **kwargs: Keyword inputs.
         """
         return self._run(self._forward_module, args, kwargs)
 
@@ -84,16 +78,7 @@ class FabricModule(nn.Module):
         return apply_to_collection(output, Tensor, lambda t: t.to(default) if t.is_floating_point() else t)
 
     def mark_forward_method(self, method: MethodType | str) -> None:
-        """Make calls of a method run through the strategy and in the precision, as calls of ``forward`` do.
-
-        Args:
-            method: A method of the model, or its name.
-
-        Raises:
-            AttributeError: If the model has no such method.
-            TypeError: If the argument is neither a method nor a name.
-            ValueError: If the method is ``forward`` itself.
-        """
+        """Make calls of a method, or of the method with this name, run with the strategy and the precision."""
         if not isinstance(method, MethodType | str):
             raise TypeError(
                 f"mark_forward_method takes a method or its name, not {name_type(method)}. Pass the method's name."
@@ -109,22 +94,11 @@ class FabricModule(nn.Module):
         self._forward_methods.add(name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict of the user's model, without the prefixes of wrappers.
-
-        Args:
-            *args: Positional arguments of ``Module.state_dict``.
-            **kwargs: Keyword arguments of ``Module.state_dict``.
-        """
+        """Return the state dict of the user's model, without prefixes of wrappers."""
         return self._original_module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict into the user's model.
-
-        Args:
-            state_dict: State dict with the names of the user's model.
-            *args: Positional arguments of ``Module.load_state_dict``.
-            **kwargs: Keyword arguments of ``Module.load_state_dict``.
-        """
+        """Load a state dict into the user's model."""
         return self._original_module.load_state_dict(state_dict, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -152,7 +126,7 @@ class FabricModule(nn.Module):
 
 
 def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method so that it raises an error if it calls a layer, which would run outside strategy and precision."""
+    """Wrap a method so that calling a layer raises an error."""
 
     def refuse(*_: Any) -> None:
         raise RuntimeError(
@@ -173,23 +147,13 @@ def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) ->
 
 
 class FabricDataLoader:
-    """Dataloader that `Fabric.setup_dataloaders` returns. It shards the samples and moves batches to the device.
-
-    It has the attributes of the user's dataloader. If samples are distributed, ``sampler`` and ``batch_sampler`` are
-    replaced.
+    """Dataloader that `Fabric.setup_dataloaders` returns, with the attributes of the user's dataloader.
 
     Args:
         loader: The user's dataloader, which is not changed.
-        world: The ranks among which the samples are distributed.
+        world: The ranks among which samples are distributed.
         device: Device to which batches are moved; None to leave them in place.
-        shared: Whether to distribute the samples among the ranks. Otherwise, every rank reads all samples that
-            ``loader`` yields. An ``IterableDataset``, or a dataloader whose sampler or batch sampler already selects a
-            rank's share, such as a ``DistributedSampler``, is never distributed again.
-
-    Raises:
-        TypeError: If the argument is not a ``DataLoader``, or if its samples must be distributed but its batch sampler
-            has no attribute ``sampler`` or its sampler has no length.
-        ValueError: If the dataloader has already been set up.
+        shared: Whether to distribute samples among the ranks; see `Fabric.setup_dataloaders`.
     """
 
     def __init__(self, loader: Any, world: World, device: torch.device | None, shared: bool) -> None:
@@ -209,7 +173,7 @@ class FabricDataLoader:
 
     @property
     def device(self) -> torch.device | None:
-        """Device to which batches are moved, or None if they are left in place."""
+        """Device to which batches are moved, or None."""
         return self._device
 
     def __len__(self) -> int:
@@ -235,8 +199,6 @@ class FabricDataLoader:
 
 
 class _SharedSampler(DistributedSampler[Any]):
-    """Distributed sampler of the values that a user-defined sampler yields, which must be the same on every rank."""
-
     def __iter__(self) -> Iterator[Any]:
         yielded: Any = self.dataset
         yielded.values = list(yielded.sampler)
@@ -244,7 +206,6 @@ class _SharedSampler(DistributedSampler[Any]):
 
 
 def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
-    """Return a copy of a dataloader that reads this rank's share, in the order of torch's ``DistributedSampler``."""
     if loader.batch_sampler is not None and not hasattr(loader.batch_sampler, "sampler"):
         raise TypeError(
             f"{type(loader.batch_sampler).__name__} has no attribute 'sampler' to shard. Make it yield only this "
@@ -273,28 +234,17 @@ def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
 
 
 def _find_seed() -> int:
-    """Return the seed of the sample order: ``PL_GLOBAL_SEED``, otherwise torch's seed; 0 if it exceeds 32 bits."""
     seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
     return seed if seed < 2**32 else 0  # torch's own initial seed is larger
 
 
 def is_wrapped(obj: object) -> bool:
-    """Return whether an object is a model or dataloader that a `Fabric` has set up, or any prepared optimizer.
-
-    Args:
-        obj: Any object.
-    """
+    """Return whether an object is a model or dataloader that a `Fabric` has set up, or a prepared optimizer."""
     return isinstance(getattr(obj, "_orig_mod", obj), FabricModule | PreparedOptimizer | FabricDataLoader)
 
 
 def unwrap(obj: Any) -> Any:
-    """Return the user's model, optimizer or dataloader inside an object that `Fabric` returned.
-
-    If the samples of a dataloader are distributed, the returned dataloader is a copy that reads this rank's share.
-
-    Args:
-        obj: The object that `Fabric` returned, or the user's own.
-    """
+    """Return the model, optimizer or dataloader inside an object that `Fabric` returned, or any other object."""
     obj = getattr(obj, "_orig_mod", obj)
     if isinstance(obj, FabricModule):
         return obj._original_module

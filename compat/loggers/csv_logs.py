@@ -1,4 +1,4 @@
-"""CSV logger, and Lightning's writer of the files ``metrics.csv`` and ``hparams.yaml``."""
+"""CSV logger, and Lightning's writer of its files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class ExperimentWriter:
     """Writer of ``metrics.csv`` and ``hparams.yaml`` in a folder.
 
     Args:
-        log_dir: The folder, which is created if it is missing. If ``metrics.csv`` exists, its rows are kept and new
-            ones are appended.
+        log_dir: The folder, which is created if it is missing. Rows of an existing ``metrics.csv`` are kept.
 
     Attributes:
         metrics: Rows that have not been saved.
@@ -37,21 +36,12 @@ class ExperimentWriter:
         self.hparams: dict[str, Any] = {}
 
     def log_hparams(self, params: Mapping[str, Any]) -> None:
-        """Add hyperparameters, and write all of them to ``hparams.yaml``.
-
-        Args:
-            params: Hyperparameters by name.
-        """
+        """Add hyperparameters, and write all of them to ``hparams.yaml``."""
         self.hparams.update(params)
         save_hparams_to_yaml(os.path.join(self.log_dir, self.NAME_HPARAMS_FILE), self.hparams)
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
-        """Add a row that `save` will write.
-
-        Args:
-            metrics_dict: Numbers or one-element tensors by name.
-            step: The step of the values. Default: the number of rows not yet saved.
-        """
+        """Add a row that `save` will write. The default step is the number of rows not yet saved."""
         self.metrics.append({**plain(metrics_dict), "step": len(self.metrics) if step is None else step})
 
     def save(self) -> None:

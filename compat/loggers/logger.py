@@ -1,4 +1,4 @@
-"""Base class of all loggers, a logger that discards values, and helper functions."""
+"""Base class of loggers, and Lightning's helpers for loggers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ def merge_dicts(
     agg_key_funcs: Mapping[str, Any] | None = None,
     default_func: Callable[[Sequence[float]], float] = statistics.mean,
 ) -> dict[str, Any]:
-    """Merge dicts into one with all keys, aggregating the values of each key.
+    """Return one dict with all keys of several dicts, which may be nested, aggregating the values of each key.
 
     Args:
-        dicts: Dicts, which may be nested. In some of the dicts, a key may be missing or its value may be None.
+        dicts: The dicts. In some of them, a key may be missing or its value may be None.
         agg_key_funcs: Functions that aggregate a list of values, by key. For a nested dict, a dict of such functions.
             Default: none.
         default_func: Function for all other keys. Default: the mean.
-
-    Returns:
-        The merged dict.
     """
     functions = agg_key_funcs or {}
     merged: dict[str, Any] = {}

@@ -9,14 +9,7 @@ __all__ = ["check_finite_loss"]
 
 
 def check_finite_loss(loss: Tensor | None) -> None:
-    """Check that a loss is finite. The check synchronizes with the device.
-
-    Args:
-        loss: Loss of a step. None is accepted.
-
-    Raises:
-        ValueError: If the loss contains NaN or infinity.
-    """
+    """Raise a ValueError if a loss contains NaN or infinity. The check synchronizes with the device."""
     if loss is not None and not torch.isfinite(loss).all():
         value = f"is {loss.item()}" if loss.numel() == 1 else "contains NaN or infinity"
         raise ValueError(f"the loss that training_step returned {value}, but it must be finite.")

@@ -1,4 +1,4 @@
-"""Distributed samplers that do not repeat samples, and a function that prepares DDP for a backward pass."""
+"""Lightning's classes and functions for distributed samplers and for DDP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def prepare_for_backward(model: DistributedDataParallel, output: Any) -> None:
     Args:
         model: The ``DistributedDataParallel`` module.
         output: Output from which the loss is computed. With ``find_unused_parameters`` and without ``static_graph``,
-            the tensors in the output determine which parameters take part.
+            its tensors determine which parameters take part.
     """
     model.require_forward_param_sync = bool(torch.is_grad_enabled() and model.require_backward_grad_sync)
     if model.require_forward_param_sync:
@@ -34,18 +34,14 @@ def prepare_for_backward(model: DistributedDataParallel, output: Any) -> None:
 class UnrepeatedDistributedSampler(DistributedSampler[Any]):
     """Sampler for evaluation that yields every ``num_replicas``-th sample, starting with the sample at index ``rank``.
 
-    With ``shuffle``, which is True by default, the samples are shuffled first.
-
-    The number of samples may differ by one between ranks. DataLoaders that an `Accelerator` prepares do not repeat
-    samples either.
+    With ``shuffle``, which is True by default, the samples are shuffled first. The number of samples may differ by one
+    between ranks.
 
     Args:
-        args, kwargs: See ``torch.utils.data.DistributedSampler``. ``seed`` and ``drop_last`` have no effect: a shuffled
-            order depends only on the epoch and the length of the dataset.
+        args, kwargs: See ``torch.utils.data.DistributedSampler``. ``seed`` and ``drop_last`` have no effect.
 
     Raises:
-        ValueError: If this rank would get no sample of a dataset that is not empty, if the rank is invalid, or if
-            ``num_replicas`` or ``rank`` is missing and there is no process group.
+        ValueError: If an argument is invalid, or this rank would get no sample.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -84,7 +80,7 @@ class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
 
 
 class YieldedSamples(Dataset[Any]):
-    """Dataset of the samples that a sampler yields in an epoch, for torch's ``DistributedSampler``."""
+    """Dataset of the samples that a sampler yields in an epoch."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler

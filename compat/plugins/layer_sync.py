@@ -1,4 +1,4 @@
-"""Plugins that replace layers with synchronized ones, which use the samples of all ranks."""
+"""Plugins that replace layers with synchronized ones."""
 
 from __future__ import annotations
 
@@ -16,19 +16,11 @@ class LayerSync(ABC):
 
     @abstractmethod
     def apply(self, model: nn.Module) -> nn.Module:
-        """Return the model with layers that use the samples of all ranks.
-
-        Args:
-            model: The user's model.
-        """
+        """Return the model with layers that use the samples of all ranks."""
 
     @abstractmethod
     def revert(self, model: nn.Module) -> nn.Module:
-        """Return the model with its original layers.
-
-        Args:
-            model: A model that `apply` returned.
-        """
+        """Return the model, which `apply` returned, with its original layers."""
 
 
 LayerSync.register(TorchSyncBatchNorm)

@@ -16,13 +16,7 @@ __all__ = ["PyTorchProfiler", "RegisterRecordFunction"]
 
 
 class RegisterRecordFunction:
-    """Context manager that records each call of a submodule as a profiler range with the submodule's class and name.
-
-    A `PyTorchProfiler` creates such ranges itself, unless ``record_module_names=False``.
-
-    Args:
-        model: Model whose submodules are recorded.
-    """
+    """Context manager that records each call of a model's submodules as a profiler range with class and name."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

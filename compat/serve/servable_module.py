@@ -24,12 +24,7 @@ class ServableModule(ABC, nn.Module):
 
     @abstractmethod
     def serve_step(self, *args: Tensor, **kwargs: Tensor) -> dict[str, Tensor]:
-        """Return the results of a request, keyed by name.
-
-        Args:
-            *args: Positional inputs.
-            **kwargs: Inputs by name.
-        """
+        """Return the results of a request, keyed by name."""
 
     @abstractmethod
     def configure_response(self) -> dict[str, Any]:

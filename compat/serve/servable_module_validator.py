@@ -24,12 +24,7 @@ __all__ = ["ServableModule", "ServableModuleValidator"]
 
 
 class Response:
-    """HTTP response to the example request.
-
-    Attributes:
-        status_code: The HTTP status; 200 is success.
-        text: Body of the response.
-    """
+    """HTTP response to the example request."""
 
     def __init__(self, status_code: int, text: str) -> None:
         self.status_code, self.text = status_code, text
@@ -44,20 +39,18 @@ class ServableModuleValidator(Callback):
 
     Args:
         optimization: Must be None.
-        server: Must be ``"fastapi"``, although Python's ``http.server`` is used instead of FastAPI.
+        server: Must be ``"fastapi"``, although Python's ``http.server`` is used.
         host: Address on which the server listens. Default: ``"127.0.0.1"``.
         port: Port on which the server listens; 0 for any free port. Default: 8080.
         timeout: Seconds to wait for the response. Default: 20.
-        exit_on_failure: Whether to raise an error if the model fails to answer the request. A response that differs
-            from the expected one always raises an error. Default: True.
+        exit_on_failure: Whether to raise an error if the model fails to answer. A response that differs from the
+            expected one always raises an error. Default: True.
 
     Attributes:
-        resp: The response, with ``status_code`` and ``json()``; None without a response, and on ranks other than
-            zero.
+        resp: The response, with ``status_code`` and ``json()``; None without a response.
 
     Raises:
-        ValueError: If an argument has a value that is not supported.
-        TypeError: If ``exit_on_failure`` is not a bool.
+        ValueError, TypeError: If an argument is invalid.
     """
 
     def __init__(
@@ -81,14 +74,7 @@ class ServableModuleValidator(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Serve the task on rank zero, send its example request, and compare the response with the expected one.
 
-        Raises:
-            TypeError: On rank zero, if the task is not a `ServableModule`, or if the payload cannot be converted to
-                JSON.
-            ValueError: On rank zero, if the payload has no ``"body"``, if the model fails to answer the request and
-                ``exit_on_failure`` is True, or if the response differs from the expected one.
-            OSError: On rank zero, if the server cannot listen on the port, or if there is no response within
-                ``timeout``.
-            RuntimeError: On the other ranks, if rank zero raises an error.
+        An error on rank zero raises a RuntimeError on the other ranks.
         """
         with trainer.accelerator.world.together():
             if trainer.is_global_zero:
@@ -136,7 +122,7 @@ class ServableModuleValidator(Callback):
 
     @property
     def successful(self) -> bool | None:
-        """Return whether the request succeeded; None without a response, and on ranks other than zero."""
+        """Return whether the request succeeded; None without a response."""
         return None if self.resp is None else self.resp.status_code == 200
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,10 +14,7 @@ __all__ = ["from_compiled", "to_uncompiled"]
 def from_compiled(model: Any) -> TaskModule:
     """Return the task inside the result of ``torch.compile(task)``.
 
-    A Trainer compiles the submodules of the returned task with the arguments of ``torch.compile``.
-
-    Args:
-        model: The compiled task.
+    A Trainer compiles its submodules with the arguments of ``torch.compile``.
 
     Raises:
         ValueError: If the argument is not a compiled task.
@@ -34,9 +31,6 @@ def from_compiled(model: Any) -> TaskModule:
 def to_uncompiled(model: Any) -> TaskModule:
     """Return the task inside the result of ``torch.compile(task)`` or `from_compiled`, without its compilation.
 
-    Args:
-        model: The compiled task.
-
     Raises:
         ValueError: If the argument is not a compiled task.
     """
@@ -50,7 +44,6 @@ def to_uncompiled(model: Any) -> TaskModule:
 
 
 def _describe(model: Any) -> str:
-    """Return the type of a value for an error message, such as ``"a compiled Linear"``."""
     inner = getattr(model, "_modules", {}).get("_orig_mod")
     if inner is not None:
         return f"a compiled {type(inner).__name__}"

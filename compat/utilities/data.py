@@ -18,16 +18,10 @@ _GIVE = "Determine the batch size without extract_batch_size."
 
 
 def extract_batch_size(batch: Any) -> int:
-    """Return the length of the first tensor in a nested batch.
-
-    A 0-d tensor counts as one sample. A warning is issued if tensors differ in length.
-
-    Args:
-        batch: A tensor, or nested data that contains tensors.
+    """Return the length of the first tensor in a nested batch, or 1 for a 0-d tensor. Warn if tensors differ in length.
 
     Raises:
         ValueError: If the batch contains no tensor.
-        RecursionError: If the batch contains itself or is nested too deeply.
     """
     try:
         sizes = _iter_sizes(batch)
@@ -57,20 +51,12 @@ def _iter_sizes(batch: Any) -> Iterator[int]:
 
 
 def has_iterable_dataset(dataloader: object) -> bool:
-    """Return whether a dataloader's dataset is an ``IterableDataset``.
-
-    Args:
-        dataloader: Dataloader to inspect.
-    """
+    """Return whether a dataloader's dataset is an ``IterableDataset``."""
     return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
 
 
 def sized_len(dataloader: object) -> int | None:
-    """Return a dataloader's length, or None if it has none.
-
-    Args:
-        dataloader: Dataloader to inspect.
-    """
+    """Return a dataloader's length, or None if it has none."""
     try:
         return len(dataloader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -78,11 +64,7 @@ def sized_len(dataloader: object) -> int | None:
 
 
 def has_len(dataloader: object) -> bool:
-    """Return whether a dataloader has a length. Warn about a length of 0 or that of an ``IterableDataset``.
-
-    Args:
-        dataloader: Dataloader to inspect.
-    """
+    """Return whether a dataloader has a length. Warn about a length of 0 or that of an ``IterableDataset``."""
     length = sized_len(dataloader)
     if length == 0:
         warn(
@@ -107,12 +89,6 @@ def has_len_all_ranks(
     dataloader: object, strategy: Strategy, allow_zero_length_dataloader_with_multiple_devices: bool = False
 ) -> bool:
     """Return whether a dataloader has a length. Must be called on all ranks.
-
-    Args:
-        dataloader: Dataloader of this rank.
-        strategy: The run's strategy.
-        allow_zero_length_dataloader_with_multiple_devices: Whether some ranks' dataloaders may be empty.
-            Default: False.
 
     Raises:
         RuntimeError: If this rank's dataloader is empty and that of another rank is not, unless this is allowed.

@@ -15,11 +15,7 @@ class GradClipAlgorithmType(LightningEnum):
 
     @staticmethod
     def supported_type(val: str) -> bool:
-        """Return whether an algorithm with exactly this name, in lower case, exists.
-
-        Args:
-            val: Name to look up, such as ``"norm"``.
-        """
+        """Return whether an algorithm with exactly this name exists."""
         return val in GradClipAlgorithmType.supported_types()
 
     @staticmethod

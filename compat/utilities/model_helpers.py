@@ -15,17 +15,7 @@ __all__ = ["get_torchvision_model", "is_overridden"]
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
-    """Return whether an object overrides a method of its base class.
-
-    Args:
-        method_name: Name of the method.
-        instance: Object to inspect. None overrides no method.
-        parent: The base class. Default: `TaskModule`, `DataModule` or `Callback`, depending on the object's class.
-
-    Raises:
-        ValueError: If ``parent`` is missing and the object is not an instance of one of these classes, or if the object
-            has the method but the base class does not.
-    """
+    """Return whether an object overrides a method of its base class, which is determined from the object by default."""
     if instance is None:
         return False
     if parent is None:
@@ -39,16 +29,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
 
 def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
-    """Return ``torchvision.models.get_model(model_name, **kwargs)``.
-
-    Args:
-        model_name: Name of a torchvision model, such as ``"resnet18"``.
-        **kwargs: Keyword arguments of the model.
-
-    Raises:
-        ModuleNotFoundError: If torchvision is not installed.
-        ValueError: If torchvision has no model of this name.
-    """
+    """Return ``torchvision.models.get_model(model_name, **kwargs)``."""
     from torchvision import models
 
     model: nn.Module = models.get_model(model_name, **kwargs)

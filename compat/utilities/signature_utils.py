@@ -1,4 +1,4 @@
-"""Queries about a method's signature."""
+"""Query about a method's signature."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ def is_param_in_hook_signature(
     """Return whether a method accepts a parameter. Keyword-only parameters and ``**kwargs`` are not considered.
 
     Args:
-        hook_fx: Method to inspect. Its first parameter must be ``self``. If a decorator with ``functools.wraps`` wraps
-            the method, the original method is inspected.
+        hook_fx: Method whose first parameter is ``self``.
         param: Name of the parameter.
-        explicit: Whether the method must have a parameter of this name. By default, a method with ``*args`` accepts any
-            parameter. Default: False.
+        explicit: Whether ``*args`` does not count as accepting the parameter. Default: False.
         min_args: A method with at least this many parameters, not counting ``self``, is assumed to accept any
-            parameter. Default: None, which disables this rule.
+            parameter. Default: None.
     """
     specification = inspect.getfullargspec(getattr(hook_fx, "__wrapped__", hook_fx))
     names = specification.args[1:]

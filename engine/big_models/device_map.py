@@ -36,25 +36,22 @@ def infer_auto_device_map(
 
     Args:
         model: The model; it may be on the meta device.
-        max_memory: See `get_max_memory`. The disk receives the remaining modules, without a limit unless ``max_memory``
-            sets one.
+        max_memory: See `get_max_memory`. The disk receives the remaining modules.
         no_split_module_classes: Names of classes whose modules must not be split, such as blocks with a residual
-            connection. ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` are never split.
+            connection.
         dtype: The dtype in which floating point weights will be loaded. Default: their own.
         special_dtypes: Dtypes by tensor name, for tensors that will be loaded in a dtype other than ``dtype``.
-        verbose: Log the plan; see `device_map_plan`.
+        verbose: Log the plan.
         clean_result: Merge the entries inside a module into one entry if they are all on one device.
         offload_buffers: Offload buffers of offloaded modules too.
         fallback_allocation: If the next module does not fit on an accelerator or the CPU that is still empty, place the
-            largest later module that fits, out of order. The memory reserved for offloaded modules may then be too
-            small for modules that were skipped.
+            largest later module that fits. The memory reserved for offloaded modules may then be too small.
 
     Returns:
         The device of each module or tensor, by name. Together, the names cover all tensors.
 
     Raises:
-        ValueError: If ``max_memory`` contains an invalid device or size, or a limit for the disk that is too small. If
-            a dtype is invalid, or ``special_dtypes`` names an unknown tensor.
+        ValueError: If an argument is invalid, or if the model does not fit within ``max_memory``.
     """
     room: dict[Device, int | None] = {**get_max_memory(max_memory)}
     room.setdefault("disk", None)
@@ -73,10 +70,7 @@ def infer_auto_device_map(
 def _fill_and_run(
     parts: list[Part], room: Mapping[Device, int | None], mains: list[Device], offload_buffers: bool, fallback: bool
 ) -> DeviceMap:
-    """Fill the devices, and reserve memory for the offloaded modules on the first device that gets a module.
-
-    If the reserved memory leaves no room for any module on a device, the device is skipped.
-    """
+    """Fill the devices, and reserve memory for the offloaded modules on the first device that gets a module."""
     placed: DeviceMap = {}
     for number, main in enumerate(mains):
         usable = {device: size for device, size in room.items() if device not in mains[:number]}
@@ -161,7 +155,7 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Return memory limits with which `infer_auto_device_map` spreads the model evenly over the accelerators.
 
-    These are the lowest limits with which the model still fits. The limit of the last accelerator is not lowered.
+    The limit of the last accelerator is not lowered.
 
     Args:
         model: The model; it may be on the meta device.
@@ -172,11 +166,10 @@ def get_balanced_memory(
         low_zero: Limit the first of several accelerators to what does not fit in the total memory of the others.
 
     Returns:
-        Limits in bytes by device. Without ``low_zero``, they are those of `get_max_memory` if there are fewer than two
-        accelerators, or if the model does not fit on them.
+        Limits in bytes by device; those of `get_max_memory` if the model cannot be spread.
 
     Raises:
-        ValueError: If an argument is invalid; see `infer_auto_device_map`.
+        ValueError: If an argument is invalid.
     """
     full = get_max_memory(max_memory)
     used = [device for device in full if is_accelerator(device) and full[device] > 0]
@@ -235,9 +228,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         device_map: Devices by the names of modules or tensors.
 
     Raises:
-        ValueError: If the map names an unknown module or tensor, or a device that is invalid or not on this machine. If
-            a tensor has no device. If tied tensors, or the tensors of an ``nn.MultiheadAttention`` or
-            ``nn.TransformerEncoderLayer``, are assigned to different devices.
+        ValueError: If the map does not fit the model or this machine.
     """
     tensors = named_tensors(model)
     valid_names = {path for path, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()

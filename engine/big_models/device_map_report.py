@@ -22,18 +22,8 @@ def device_map_plan(
 ) -> str:
     """Return the map as text: a row for each entry, the total of each device, and the tied tensors.
 
-    Consecutive modules with numbers as names, such as the layers of a stack, share a row if they are on one device. The
-    size of a tied tensor is counted once, for the entry of its first name.
-
-    Args:
-        model: The model; it may be on the meta device.
-        device_map: Devices by the names of modules or tensors.
-        max_memory: The memory of the devices; see `get_max_memory`. Default: the free memory.
-        dtype: The dtype in which floating point weights will be loaded. Default: their own.
-        special_dtypes: Dtypes by tensor name, for tensors that will be loaded in a dtype other than ``dtype``.
-
-    Raises:
-        ValueError: If ``max_memory``, a dtype or a name in ``special_dtypes`` is invalid.
+    Consecutive modules with numbers as names share a row if they are on one device. The size of a tied tensor is
+    counted once.
     """
     tensors, bytes_of = named_tensors(model), measure_tensors(model, dtype, special_dtypes)
     sizes: dict[str, int] = dict.fromkeys(device_map, 0)

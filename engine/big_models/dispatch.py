@@ -49,9 +49,9 @@ def dispatch_model(
     """Place a model's modules on the devices of a map, for inference. The model is called as before.
 
     Weights on disk are loaded onto the main device when the module that uses them is called, and released after the
-    call. The same applies to weights on the CPU if the main device is not the CPU. Unless all modules are on one device
-    and none is offloaded, the inputs of a module are moved to the device that runs it, and the model's outputs to the
-    device of the first tensor in the model's inputs.
+    call. The same applies to weights on the CPU if the main device is not the CPU. Unless the whole model is on one
+    device, the inputs of a module are moved to the device that runs it, and the model's outputs to the device of the
+    first tensor in the model's inputs.
 
     Args:
         model: The model, which is changed in place; it may be on the meta device.
@@ -59,25 +59,23 @@ def dispatch_model(
             the map applies.
         main_device: The device that runs offloaded modules. Default: the first accelerator of the map, else the CPU.
         state_dict: Values, by name, for tensors that are offloaded to the CPU, and for tensors on the meta device that
-            are not offloaded to the disk. Default: the model's own.
+            are not for the disk. Default: the model's own.
         offload_dir: Folder to which weights for the disk are written. For a model on the meta device, the checkpoint
             that contains these weights. Weights that Accelerate's functions have already offloaded to the folder
             (``index.json``) replace the model's own, as in Accelerate.
-        offload_index: Entries of offloaded weights by name, instead of the folder's ``index.json``. An entry has the
-            dtype and shape of a ``NAME.dat`` in ``offload_dir``, or a ``safetensors_file`` and, if the name in this
-            file differs, a ``weight_name``.
+        offload_index: Entries of offloaded weights by name, instead of the folder's ``index.json``.
         offload_buffers: Offload buffers of offloaded modules too.
         skip_keys: Names of keyword arguments, and keys of an output that is a mapping, whose values are not moved.
         preload_module_classes: Names of classes whose modules read the weights of their submodules without calling the
-            submodules. When such a module is called, its own weights and those of all its submodules are loaded.
-        force_hooks: Add the hooks even if all modules are on one device and none is offloaded. Default: False.
+            submodules. All these weights are loaded when such a module is called.
+        force_hooks: Add the hooks even if they are not needed. Default: False.
 
     Returns:
         The model, with the map as its ``hf_device_map``.
 
     Raises:
-        ValueError: If the map cannot be applied, another argument is invalid, ``offload_dir`` is needed but not set,
-            weights have no values or the wrong shape, or an earlier dispatch has added hooks to the model.
+        ValueError: If an argument is invalid, weights have no values or the wrong shape, or the model is already
+            dispatched.
         OSError: If weights cannot be written to ``offload_dir`` or downloaded from it.
     """
     refuse_twice(model)
@@ -106,7 +104,7 @@ def cpu_offload(
     Args:
         model: The model, which is changed in place.
         execution_device: The device that runs the model. Default: the device of the model's first parameter, or the CPU
-            if the model has no parameters or the first one is on the meta device.
+            if there is none or it is on the meta device.
         offload_buffers: Offload buffers too.
         state_dict: Values for the weights, by name. Default: the model's own.
         preload_module_classes: See `dispatch_model`.
@@ -115,8 +113,7 @@ def cpu_offload(
         The model.
 
     Raises:
-        ValueError: If an earlier dispatch has added hooks to the model, a weight has no values, a shape in
-            ``state_dict`` differs from the model's, or the device is invalid or not on this machine.
+        ValueError: See `dispatch_model`.
     """
     main = _resolve_execution_device(model, execution_device)
     weights: Weights = {name: MemoryPiece(tensor) for name, tensor in (state_dict or {}).items()}
@@ -142,11 +139,8 @@ def disk_offload(
 
     Args:
         model: The model, which is changed in place; it may be on the meta device.
-        offload_dir: The folder to which the weights are written. For a model on the meta device, the checkpoint that
-            contains the weights. Weights that Accelerate's functions have already offloaded to the folder replace the
-            model's own.
-        execution_device: The device that runs the model. Default: the device of the model's first parameter, or the CPU
-            if the model has no parameters or the first one is on the meta device.
+        offload_dir: See `dispatch_model`.
+        execution_device: See `cpu_offload`.
         offload_buffers: Offload buffers too.
         preload_module_classes: See `dispatch_model`.
 
@@ -177,12 +171,11 @@ def cpu_offload_with_hook(
 
     Args:
         model: The model, which is changed in place.
-        execution_device: The device that runs the model. Default: the first accelerator, or the CPU if there is no
-            accelerator.
+        execution_device: The device that runs the model. Default: the first accelerator, else the CPU.
         prev_module_hook: The hook of the model that runs before this one.
 
     Returns:
-        The model and its hook. The hook's ``offload()`` moves the model to the CPU, and ``remove()`` removes the hook.
+        The model and its hook.
 
     Raises:
         ValueError: If ``execution_device`` is invalid or not on this machine.
@@ -203,10 +196,9 @@ def find_station(module: nn.Module) -> Station | None:
 
 
 def is_dispatched(model: nn.Module) -> bool:
-    """Return whether a model is on several devices or offloaded, and therefore cannot be trained in a distributed run.
+    """Return whether a model is on several devices or offloaded.
 
-    Args:
-        model: The model to examine.
+    Such a model cannot be trained in a distributed run.
     """
     places = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
     if len(places) > 1 or "disk" in places:
@@ -248,12 +240,7 @@ def _find_hooks(model: nn.Module) -> list[Station | Home]:
 
 
 def resolve_main_device(device_map: Mapping[str, Device], main_device: Device | None = None) -> torch.device:
-    """Return the device that runs offloaded modules: by default the first accelerator of the map, else the CPU.
-
-    Args:
-        device_map: Devices by the names of modules or tensors.
-        main_device: The device that the user chose, or None to select the default.
-    """
+    """Return the device that runs offloaded modules: by default the first accelerator of the map, else the CPU."""
     if main_device is None:
         main_device = next((device for device in device_map.values() if is_accelerator(device)), "cpu")
     return resolve(main_device, f"main_device={main_device!r}")
@@ -272,20 +259,9 @@ def dispatch(
 ) -> nn.Module:
     """Dispatch a model with a checked map and opened weights; see `dispatch_model`.
 
-    Args:
-        model: The model, which is changed in place.
-        device_map: Devices by the names of modules or tensors.
-        main: The device that runs offloaded modules.
-        weights: References to the values of offloaded tensors and of tensors on the meta device, by name. For tensors
-            that are not listed, the model's own values are used.
-        offload_buffers: Offload buffers too.
-        skip_keys: See `dispatch_model`.
-        preload_module_classes: See `dispatch_model`.
-        force_hooks: See `dispatch_model`.
-        all_away: Offload all weights, even those that the map places on the device that runs their module.
-
-    Returns:
-        The model.
+    ``weights`` refers to the values of offloaded tensors and of tensors on the meta device, by name. Its default for
+    each tensor is the model's own value. ``all_away`` offloads all weights, even those that the map places on the
+    device that runs their module.
     """
     refuse_twice(model)
     tensors = named_tensors(model)
@@ -319,20 +295,12 @@ def dispatch(
 
 
 def refuse_twice(model: nn.Module) -> None:
-    """Check that a model has no hooks of an earlier dispatch, which would load outdated weights.
-
-    Args:
-        model: The model to examine.
-
-    Raises:
-        ValueError: If the model has such hooks.
-    """
+    """Raise a ValueError if a model has hooks of an earlier dispatch, which would load outdated weights."""
     if _find_hooks(model):
         raise ValueError("the model is already dispatched. Call remove_hook_from_submodules(model) first.")
 
 
 def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> None:
-    """Check the shapes of ``weights``, and that the model or ``weights`` has values for every tensor."""
     check_shapes(tensors, weights)
     empty = [
         names[0]
@@ -403,7 +371,6 @@ def _install(
     skip_keys: Skip,
     preload_module_classes: list[str] | None,
 ) -> None:
-    """Replace offloaded tensors with stand-ins, and add hooks that load them and move inputs and outputs."""
     whole = check_class_names(model, "preload_module_classes", preload_module_classes)
     skip = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
     shapes: dict[str, Tensor] = {}

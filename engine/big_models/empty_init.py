@@ -1,4 +1,4 @@
-"""Creation of a model without allocating memory for its weights."""
+"""Creation of a model on another device, or without allocating memory for its weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def init_empty_weights(include_buffers: bool | None = None) -> Any:
     """Return a context in which parameters of new modules are on the meta device, which uses no memory.
 
     Load the parameters with `load_checkpoint_and_dispatch` before use. Only the thread that enters the context is
-    affected. Contexts may be nested, and the context also ends if code inside it raises an error. Without
-    ``include_buffers``, each parameter is first created as the module's code specifies, and its memory is released when
-    it is registered in the module. Parameters of lazy modules, such as ``nn.LazyLinear``, are then excluded.
+    affected. Without ``include_buffers``, each parameter is first created as the module's code specifies, and its
+    memory is released when it is registered in the module. Parameters of lazy modules, such as ``nn.LazyLinear``, are
+    then excluded.
 
     Args:
         include_buffers: Put buffers on ``meta`` too. None, the default, means False, because most buffers are computed
@@ -41,8 +41,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     Args:
         device: The device of the parameters.
         include_buffers: Put buffers on the device too. Every tensor that is created inside the context without a device
-            is then created on ``device``, so code that reads values back during construction cannot run with ``meta``.
-            Default: no.
+            is then created on ``device``. Default: no.
     """
     redirect = _Redirect(torch.device(device), bool(include_buffers))
     with ExitStack() as stack:
@@ -67,11 +66,7 @@ class _Redirect:
         self._moved: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def move_tensor(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy of a tensor on the context's device; None if it is there already, or is lazy and has no shape.
-
-        Args:
-            tensor: The parameter or buffer that is being registered.
-        """
+        """Return a copy of a tensor on the context's device; None if it is there already or is lazy."""
         on_target = tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
         if on_target or nn.parameter.is_lazy(tensor):
             return None
@@ -98,9 +93,8 @@ def _redirect_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
 class _Hooks:
     """Registration hooks of torch, which are installed while any thread is inside a context.
 
-    torch applies the hooks to the whole process. One pair serves all threads, because torch iterates over the hooks
-    while it registers a parameter: adding or removing a pair in one thread would break this iteration in another
-    thread.
+    One pair serves all threads, because torch iterates over the hooks while it registers a parameter: adding or
+    removing a pair in one thread would break this iteration in another thread.
     """
 
     def __init__(self) -> None:

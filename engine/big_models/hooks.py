@@ -1,7 +1,4 @@
-"""Hooks of dispatched modules, which load weights and move inputs for each forward pass.
-
-These are torch's own forward hooks; no ``forward`` method is replaced.
-"""
+"""Hooks of dispatched modules, which load weights and move inputs for each forward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise an error if a function combines a stand-in with a tensor that has values; run any other function."""
         kwargs = kwargs or {}
         if any(not (isinstance(tensor, cls) or tensor.is_meta) for tensor in _iter_tensors((args, kwargs))):
             raise ValueError(
@@ -37,10 +33,6 @@ class StandIn(Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Return another stand-in of the same shape.
-
-        Torch's own copy does not support subclasses on the meta device.
-        """
         new: Tensor = torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(type(self))
         if isinstance(self, nn.Parameter):
             new = nn.Parameter(new, requires_grad=self.requires_grad)
@@ -56,7 +48,7 @@ class Loan:
         name: The tensor's name in the module.
         piece: Reference to the tensor's values in main memory or in a file.
         shape: A description of the tensor: its class, dtype and shape, on the meta device.
-        stand_in: The stand-in that the module holds while it is not running; tied tensors share one stand-in.
+        stand_in: The stand-in; tied tensors share one.
     """
 
     def __init__(self, module: nn.Module, name: str, piece: Piece, shape: Tensor, stand_in: Tensor) -> None:
@@ -118,16 +110,10 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 
 class Station:
-    """Hooks of one module: when it is called, its offloaded tensors are loaded and its inputs are moved.
+    """Hooks of one module: when it is called, its offloaded tensors are loaded and, with ``moves``, its inputs moved.
 
     Two threads may run the module at the same time, and a module may call itself. The loaded values are therefore
     released only when the last call ends.
-
-    Args:
-        device: The device that runs the module.
-        loans: The offloaded tensors to load, in the module or its submodules.
-        moves: Whether to move the inputs to ``device``.
-        skip: Names of keyword arguments that are not moved.
     """
 
     def __init__(self, device: torch.device, loans: list[Loan], moves: bool, skip: Collection[str]) -> None:
@@ -137,11 +123,7 @@ class Station:
         self._handles: list[Any] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Add the hooks to a module.
-
-        Args:
-            module: The module that is called.
-        """
+        """Add the hooks to a module."""
         self._handles = [module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)]
         if self.loans:
             self._handles.append(module.register_forward_hook(self.leave, always_call=True))
@@ -152,16 +134,7 @@ class Station:
             handle.remove()
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Load the offloaded tensors and move the inputs before the forward pass.
-
-        Args:
-            module: The module that is called.
-            args: The positional arguments of the call.
-            kwargs: The keyword arguments of the call.
-
-        Returns:
-            The moved positional and keyword arguments, or None if ``moves`` is False.
-        """
+        """Load the offloaded tensors and, with ``moves``, move the inputs before the forward pass."""
         if self.loans:
             with self._lock:
                 self._inside += 1
@@ -175,9 +148,7 @@ class Station:
     def lending(self, device: torch.device | None = None) -> Iterator[None]:
         """Return a context in which the module holds its offloaded tensors, as during its forward pass.
 
-        Args:
-            device: The device of the tensors; ignored if they are already loaded. Default: the one that runs the
-                module.
+        ``device`` is ignored if they are already loaded. Default: the one that runs the module.
         """
         with self._lock:
             self._inside += 1
@@ -189,13 +160,7 @@ class Station:
             self._leave()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Release the offloaded tensors when the last call in progress ends, even if a call raised an error.
-
-        Args:
-            module: The module that is called.
-            args: The positional arguments of the call.
-            output: The return value of the forward pass.
-        """
+        """Release the offloaded tensors when the last call in progress ends, even if a call raised an error."""
         self._leave()
 
     def _leave(self) -> None:
@@ -207,11 +172,7 @@ class Station:
                         loan.take_back()
 
     def bring(self, device: torch.device | None = None) -> None:
-        """Load the module's offloaded tensors. A tensor with several names is loaded once.
-
-        Args:
-            device: The device to load the tensors to. Default: the one that runs the module.
-        """
+        """Load the module's offloaded tensors. A tensor with several names is loaded once."""
         grad = torch.is_grad_enabled()
         # A tensor created in inference mode would remain an inference tensor on any device.
         with torch.inference_mode(False), torch.no_grad():
@@ -222,21 +183,14 @@ class Station:
                 loan.lend(brought[id(loan.stand_in)], grad)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy or pickle, without the lock and the number of calls in progress."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_inside")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the attributes, with a new lock and without calls in progress."""
         self.__dict__.update(state, _lock=threading.Lock(), _inside=0)
 
 
 class Home:
-    """Hooks of the whole model, which move inputs to the main device and outputs to the first input tensor's device.
-
-    Args:
-        device: The main device, which runs offloaded modules; see `dispatch_model`.
-        skip: Names of keyword arguments, and keys of an output that is a mapping, whose values are not moved.
-    """
+    """Hooks of the whole model, which move inputs to the main device and outputs to the first input tensor's device."""
 
     def __init__(self, device: torch.device, skip: Collection[str]) -> None:
         self.device, self.skip = device, skip
@@ -244,11 +198,7 @@ class Home:
         self._handles: list[Any] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Add the hooks to the model.
-
-        Args:
-            module: The model.
-        """
+        """Add the hooks to the model."""
         self._handles = [
             module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
             module.register_forward_hook(self.leave, always_call=True),
@@ -260,31 +210,13 @@ class Home:
             handle.remove()
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Move the inputs to the model's main device before the forward pass.
-
-        Args:
-            module: The model.
-            args: The positional arguments of the call.
-            kwargs: The keyword arguments of the call.
-
-        Returns:
-            The moved positional and keyword arguments.
-        """
+        """Move the inputs to the model's main device before the forward pass."""
         first = next(_iter_tensors((args, kwargs)), None)
         self._get_device_stack().append(None if first is None else first.device)
         return move(args, self.device, ()), move(kwargs, self.device, self.skip)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Move the output to the device of the first input tensor. Also called if the forward pass raised an error.
-
-        Args:
-            module: The model.
-            args: The positional arguments of the call.
-            output: The return value of the forward pass.
-
-        Returns:
-            The moved output; None, which keeps the output, if the inputs contain no tensor or the output is None.
-        """
+        """Move the output to the device of the first input tensor. Also called if the forward pass raised an error."""
         stack = self._get_device_stack()
         device = stack.pop() if stack else None
         return None if device is None or output is None else move(output, device, self.skip)
@@ -295,11 +227,9 @@ class Home:
         return self._calls.devices  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy or pickle, without the calls in progress."""
         return {name: value for name, value in self.__dict__.items() if name != "_calls"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the attributes, without calls in progress."""
         self.__dict__.update(state, _calls=threading.local())
 
 
@@ -327,7 +257,6 @@ def _move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _iter_tensors(data: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples, mappings and dataclasses."""
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, Mapping):

@@ -55,12 +55,12 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: The model, which is changed in place.
-        checkpoint: Path or URL of a Treadle checkpoint, a file of safetensors or ``torch.save``, a local
-            ``.index.json`` that names several files, or a folder that contains one of these.
+        checkpoint: Path or object store URL of a Treadle checkpoint, a file of safetensors or ``torch.save``, a local
+            ``.index.json``, or a folder that contains one of these.
         device_map: Devices by name, or the way to choose them: ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` (spares
             the first accelerator) or ``"sequential"``. Default: only load.
-        max_memory: See `get_max_memory`; for a rule.
-        no_split_module_classes: See `infer_auto_device_map`; for a rule.
+        max_memory: See `get_max_memory`; used if ``device_map`` is a string.
+        no_split_module_classes: See `infer_auto_device_map`; used if ``device_map`` is a string.
         offload_folder: Ignored: modules on disk read their weights from the checkpoint's files whenever they run.
         offload_buffers: Offload buffers of offloaded modules too.
         dtype: The dtype of floating point weights after the load. Default: that of the model.
@@ -136,20 +136,19 @@ def load_checkpoint_in_model(
     Args:
         model: The model, which is changed in place.
         checkpoint: See `load_checkpoint_and_dispatch`.
-        device_map: Devices by the names of modules or tensors. Default: move tensors on the meta device to the CPU, and
-            keep the device of other tensors.
-        offload_folder: Accepted for compatibility with Accelerate. Has no effect.
+        device_map: Devices by the names of modules or tensors. Default: move tensors on the meta device to the CPU.
+        offload_folder: Ignored.
         dtype: The dtype of floating point weights after the load. Default: that of the model.
-        offload_state_dict: Accepted for compatibility with Accelerate. Has no effect.
+        offload_state_dict: Ignored.
         offload_buffers: Leave buffers on disk too, if the map places them there.
-        keep_in_fp32_modules: Components of dotted names, such as ``"norm"``. Floating point weights with one of these
-            components in their name become float32 instead of ``dtype``. Has no effect if ``dtype`` is None.
+        keep_in_fp32_modules: Components of dotted names, such as ``"norm"``. Floating point weights with such a
+            component in their name become float32 instead of ``dtype``. Has no effect if ``dtype`` is None.
         strict: See `load_checkpoint_and_dispatch`.
-        full_state_dict: See `load_checkpoint_and_dispatch`.
-        broadcast_from_rank0: See `load_checkpoint_and_dispatch`.
+        full_state_dict: Must be True.
+        broadcast_from_rank0: Must be False.
 
     Raises:
-        ValueError, TypeError, ModuleNotFoundError, OSError: See `load_checkpoint_and_dispatch`.
+        ValueError, TypeError, OSError: If an argument, the checkpoint or the model cannot be used.
     """
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
     weights = open_weights(checkpoint)
@@ -169,20 +168,8 @@ def load_weights(
 ) -> None:
     """Load an open checkpoint into a model. Names and shapes are checked before the model is changed.
 
-    Args:
-        model: The model, which is changed in place.
-        weights: The open checkpoint.
-        device_map: Devices by the names of modules or tensors. None: see `load_checkpoint_in_model`.
-        dtype: The dtype of floating point weights after the load. None keeps that of the model.
-        offload_buffers: Leave buffers on disk too, if the map places them there.
-        strict: See `load_checkpoint_and_dispatch`.
-        in_fp32: Components of dotted names; see ``keep_in_fp32_modules`` of `load_checkpoint_in_model`.
-        quantizer: Quantizer that rounds the weights of linear layers when they are loaded, except those on disk. If
-            None, no weights are rounded.
-
-    Raises:
-        ValueError: If the map cannot be applied, a name or shape differs, or a file cannot be read; see
-            `load_checkpoint_and_dispatch`.
+    ``in_fp32`` holds components of dotted names; see ``keep_in_fp32_modules`` of `load_checkpoint_in_model`.
+    ``quantizer`` rounds the weights of linear layers when they are loaded, except those on disk.
     """
     if device_map is not None:
         check_device_map(model, device_map)

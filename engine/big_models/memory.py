@@ -16,11 +16,7 @@ Device = int | str | torch.device
 
 
 def format_bytes(size: int) -> str:
-    """Return a number of bytes as text, such as ``"1.50 GB"``.
-
-    Args:
-        size: The number of bytes.
-    """
+    """Return a number of bytes as text, such as ``"1.50 GB"``."""
     for unit, power in (("TB", 12), ("GB", 9), ("MB", 6), ("kB", 3)):
         if size >= 10**power:
             return f"{size / 10**power:.2f} {unit}"
@@ -43,7 +39,7 @@ def resolve(device: Device, subject: str = "", storage: bool = False) -> torch.d
         storage: Whether the error lists ``"disk"`` as a valid value.
 
     Raises:
-        ValueError: If the value is ``"disk"``, is invalid, or names a device that this machine does not have.
+        ValueError: If the value is invalid or names a device that this machine does not have.
     """
     subject = subject or f"device={device!r}"
     kind, count = accelerators()
@@ -91,7 +87,7 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
             Default: the free memory of each accelerator and the free main memory (on macOS, the total main memory).
 
     Raises:
-        ValueError: If a size is invalid, or if a device is invalid or not on this machine.
+        ValueError: If a size or device is invalid.
     """
     if max_memory is None:
         kind, count = accelerators()

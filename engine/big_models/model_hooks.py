@@ -1,9 +1,4 @@
-"""Hooks that wrap a module's ``forward``, with the interface of Accelerate's hooks.
-
-Libraries subclass `ModelHook` and read ``module._hf_hook``, so these names are fixed. Unlike the hooks in `hooks`, a
-`ModelHook` replaces ``forward``. It therefore also runs in a direct call of ``module.forward(...)``, where torch's
-forward hooks do not run.
-"""
+"""Hooks that wrap a module's ``forward``, with the interface of Accelerate's hooks."""
 
 from __future__ import annotations
 
@@ -23,6 +18,8 @@ _WARNING_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 class ModelHook:
     """Base class of hooks that run before and after a module's forward; see `add_hook_to_module`.
 
+    A `ModelHook` also runs in a direct call of ``module.forward(...)``, where torch's forward hooks do not run.
+
     Attributes:
         no_grad: Run ``forward`` under ``torch.no_grad()``.
     """
@@ -41,7 +38,7 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments to pass to the module's ``forward``. Called before it.
+        """Return the arguments to pass to the module's ``forward``.
 
         Args:
             module: The module that is called.
@@ -51,7 +48,7 @@ class ModelHook:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return the output for the caller. Called after the module's ``forward``.
+        """Return the output for the caller.
 
         Args:
             module: The module that was called.
@@ -132,7 +129,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     Args:
         module: The module; it is changed in place.
         hook: The `ModelHook` to run.
-        append: Run the hook after the module's existing hook. Default: replace the existing hook without detaching it.
+        append: Run the hook after the module's existing hook. Default: replace it without detaching it.
 
     Returns:
         The module.
@@ -164,7 +161,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Remove a module's `ModelHook` and restore the module's own ``forward``.
 
-    Methods such as ``to`` and ``cuda`` that another library's dispatch has set on the module are removed too.
+    Methods such as ``to`` that another library's dispatch has set on the module are removed too.
 
     Args:
         module: The module; it is changed in place.
@@ -203,7 +200,7 @@ class CpuOffload(ModelHook):
 
     Args:
         execution_device: The device that runs the model. Default: the first accelerator, else the CPU.
-        prev_module_hook: The hook of the model that is moved off the device before this model is moved onto it.
+        prev_module_hook: The hook of the model that is first moved off the device.
 
     Raises:
         ValueError: If ``execution_device`` is invalid or not on this machine.

@@ -41,7 +41,7 @@ def compute_module_sizes(
         buffers_only: Measure only buffers. Parameters are then not listed.
 
     Raises:
-        ValueError: See `measure_tensors`.
+        ValueError: If an argument is invalid.
     """
     tensors = named_tensors(model)
     bytes_of = measure_tensors(model, dtype, special_dtypes)
@@ -64,16 +64,7 @@ def compute_module_sizes(
 def measure_tensors(
     model: nn.Module, dtype: torch.dtype | str | None = None, special_dtypes: Dtypes | None = None
 ) -> dict[Any, int]:
-    """Return the size in bytes of each distinct tensor, keyed by `make_view_key`.
-
-    Args:
-        model: The model; it may be on the meta device.
-        dtype: The dtype in which floating point tensors will be loaded. Default: their own.
-        special_dtypes: Dtypes by tensor name, for tensors that will be loaded in a dtype other than ``dtype``.
-
-    Raises:
-        ValueError: If a dtype does not exist, or if ``special_dtypes`` names a tensor that does not exist.
-    """
+    """Return the size in bytes of each distinct tensor, keyed by `make_view_key`."""
     tensors, general = named_tensors(model), parse_dtype(dtype)
     special = {name: parse_dtype(kind, f"special_dtypes[{name!r}]") for name, kind in (special_dtypes or {}).items()}
     for name in special:
@@ -98,8 +89,7 @@ class Part:
         names: The names of the modules and tensors in the part.
         size: The size of the part in bytes, with tied tensors counted once.
         buffers: The size of the buffers in the part, in bytes.
-        largest: The size in bytes of the parameters of the part's largest module. An offloaded part needs this memory
-            on the device that runs it.
+        largest: The size in bytes of the parameters of the part's largest module.
     """
 
     names: list[str]
@@ -116,11 +106,7 @@ def split_model(
 ) -> list[Part]:
     """Split the model into the smallest permitted parts, in the order of its modules.
 
-    Args:
-        model: The model; it may be on the meta device.
-        no_split: Names of classes whose modules are not split. The classes in `READ_FROM_OUTSIDE` are never split.
-        dtype: See `compute_module_sizes`.
-        special_dtypes: See `compute_module_sizes`.
+    ``no_split`` names classes whose modules are not split. The classes in `READ_FROM_OUTSIDE` are never split.
     """
     whole_classes = check_class_names(model, "no_split_module_classes", no_split)
     atoms: dict[str, dict[Any, bool]] = {}  # the distinct tensors of each module, and whether they are buffers
@@ -142,7 +128,6 @@ def split_model(
 
 
 def _group_by_shared_tensors(atoms: dict[str, dict[Any, bool]]) -> list[list[str]]:
-    """Return the names in groups that share no tensor, in the order of their first names."""
     groups: dict[str, list[str]] = {}
     owner: dict[Any, str] = {}  # the first name in the group that a tensor belongs to
     for name, keys in atoms.items():
@@ -168,11 +153,7 @@ def _build_part(names: list[str], atoms: dict[str, dict[Any, bool]], bytes_of: d
 def check_class_names(model: nn.Module, argument: str, names: list[str] | str | None) -> set[str]:
     """Return class names as a set; warn if no module of the model has one of these classes.
 
-    Args:
-        model: The model whose modules are compared with the names.
-        argument: The name of the argument, for the warning.
-        names: A class name or a list of class names; None for no names. The name of a base class also matches its
-            subclasses.
+    The name of a base class also matches its subclasses.
     """
     requested = {names} if isinstance(names, str) else set(names or ())
     model_classes = set().union(*(list_class_names(module) for module in model.modules()))

@@ -41,11 +41,7 @@ def iter_direct_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_buffer(tensor: Tensor) -> bool:
-    """Return whether a model's tensor is a buffer rather than a parameter. A forward pass may change buffers.
-
-    Args:
-        tensor: A parameter or buffer.
-    """
+    """Return whether a model's tensor is a buffer rather than a parameter."""
     return not isinstance(tensor, nn.Parameter)
 
 
@@ -62,11 +58,7 @@ def group_tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def find_unsaved_names(model: nn.Module) -> set[str]:
-    """Return the names of buffers that are not saved: those registered with ``persistent=False``.
-
-    Args:
-        model: The model whose buffers are listed.
-    """
+    """Return the names of buffers that are not saved: those registered with ``persistent=False``."""
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
@@ -123,15 +115,7 @@ def set_tensor_by_names(model: nn.Module, names: list[str], tensor: Tensor) -> N
 
 
 def parse_dtype(dtype: torch.dtype | str | None, argument: str = "dtype") -> torch.dtype | None:
-    """Return the dtype for a dtype or its name, such as ``"bfloat16"`` or ``"torch.bfloat16"``.
-
-    Args:
-        dtype: The dtype or its name; None is returned unchanged.
-        argument: The name of the argument, for the error.
-
-    Raises:
-        ValueError: If torch has no such dtype.
-    """
+    """Return the dtype for a dtype or its name, such as ``"bfloat16"`` or ``"torch.bfloat16"``; None for None."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     resolved = getattr(torch, str(dtype).removeprefix("torch."), None)
@@ -143,19 +127,10 @@ def parse_dtype(dtype: torch.dtype | str | None, argument: str = "dtype") -> tor
 
 
 def resolve_stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return a tensor's dtype after the model is loaded as ``dtype``: only floating point tensors change.
-
-    Args:
-        tensor: The tensor before the load.
-        dtype: The requested dtype; None for no change.
-    """
+    """Return a tensor's dtype after the model is loaded as ``dtype``: only floating point tensors change."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def list_class_names(module: nn.Module) -> set[str]:
-    """Return the names by which an argument can refer to a module's class: its own and those of its base classes.
-
-    Args:
-        module: A module of the model.
-    """
+    """Return the names by which an argument can refer to a module's class: its own and those of its base classes."""
     return {kind.__name__ for kind in type(module).__mro__}

@@ -21,15 +21,7 @@ INDEX = "index.json"
 
 
 def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> None:
-    """Check that weights have the shapes of a model's tensors of the same names.
-
-    Args:
-        tensors: The model's tensors by name.
-        weights: The weights by name.
-
-    Raises:
-        ValueError: If shapes differ. The error lists up to eight of these tensors with both shapes.
-    """
+    """Raise a ValueError unless weights have the shapes of a model's tensors of the same names."""
     wrong = [
         f"{name} has shape {list(weights[name].shape)}, but {list(tensor.shape)} in the model"
         for name, tensor in tensors.items()
@@ -44,14 +36,8 @@ def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) ->
 def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None = None) -> Weights:
     """Open weights that Accelerate's functions have offloaded: raw bytes in ``NAME.dat``, and ``index.json``.
 
-    Args:
-        folder: The folder with the ``.dat`` files; None if all entries have a ``"safetensors_file"``.
-        index: Entries by weight name, each with ``"dtype"`` and ``"shape"``, or with ``"safetensors_file"`` and
-            optionally ``"weight_name"``. Default: the folder's ``index.json``. Without this file, or if its content is
-            not a dict of dicts, the result is empty.
-
-    Raises:
-        ValueError: If the index or an entry is invalid, or the file of an entry is missing or has the wrong size.
+    ``index`` contains entries by weight name, each with ``"dtype"`` and ``"shape"``, or with ``"safetensors_file"`` and
+    optionally ``"weight_name"``. Its default is the folder's ``index.json``; without this file, the result is empty.
     """
     if index is None:
         path = None if folder is None else Path(folder) / INDEX
@@ -110,10 +96,6 @@ def _open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
 
 def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Weights:
     """Write tensors to ``offload.safetensors`` in a folder, replacing the file of an earlier run.
-
-    Args:
-        folder: The folder, which is created if it does not exist.
-        tensors: Tensors by name.
 
     Returns:
         The tensors in the file, by name. Each is read when it is used.

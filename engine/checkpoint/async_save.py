@@ -23,10 +23,7 @@ from .parts import Files, TensorFile
 
 
 class HostCopies:
-    """Copies of tensors in host memory, in buffers that the next save reuses if shapes and dtypes are unchanged.
-
-    The reuse saves time, because the system clears each page of newly allocated memory.
-    """
+    """Copies of tensors in host memory, in buffers that the next save reuses if shapes and dtypes are unchanged."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Tensor] = {}
@@ -34,7 +31,7 @@ class HostCopies:
         self._unpin: Callable[[], Any] | None = None
 
     def clear(self) -> None:
-        """Release the buffers, and unpin their memory if it is pinned."""
+        """Release the buffers, and unpin their memory."""
         self._buffers = {}
         self._unpin_slab()
 
@@ -47,18 +44,10 @@ class HostCopies:
     def copy_tensors(
         self, files: Files, later: Container[str], optimizers: Iterable[Optimizer]
     ) -> tuple[Files, Copying]:
-        """Copy the tensors in ``files`` to host memory. Some copies may complete after this call.
+        """Copy the tensors in ``files`` to host memory, and return files with the copies, and the pending copies.
 
-        Args:
-            files: The content of each file to write.
-            later: Names of files whose tensors only a step of ``optimizers`` changes. These tensors are copied during
-                the forward and backward passes: by a thread from host memory, by a separate stream from a GPU. A step
-                that starts before the copies are complete waits for them.
-            optimizers: All optimizers in use.
-
-        Returns:
-            The files with copies instead of the tensors, and the pending copies, which must finish before the files are
-            read.
+        ``later`` names the files whose tensors only a step of ``optimizers`` changes. These tensors may be copied after
+        this call; a step that starts before waits for them. The pending copies must finish before the files are read.
         """
         before, self._buffers = self._buffers, {}
         copied: Files = {}
@@ -110,8 +99,7 @@ class HostCopies:
     def _make_pinned_slab(self, size: int) -> Tensor:
         """Return ``size`` bytes of pinned memory; torch's own allocator would round the size up to a power of two.
 
-        If the system refuses to pin more memory, the result is plain memory, and the host waits for each copy. On rank
-        zero, a log message reports this.
+        If the system refuses to pin more memory, the result is plain memory.
         """
         slab = torch.empty(size, dtype=torch.uint8, device="cpu")
         address, cudart = slab.data_ptr(), torch.cuda.cudart()
@@ -137,11 +125,7 @@ def _align(size: int) -> int:
 
 
 class Copying:
-    """Copies of tensors to host memory that are scheduled or in progress.
-
-    Args:
-        owner: The owner of the buffers. The reference keeps it alive, because its deletion would unpin their memory.
-    """
+    """Copies of tensors to host memory that are scheduled or in progress. They keep ``owner``'s memory pinned."""
 
     def __init__(self, owner: HostCopies) -> None:
         self._owner = owner
@@ -153,22 +137,12 @@ class Copying:
         self._lock = threading.Lock()
 
     def add(self, place: str, buffer: Tensor, tensor: Tensor) -> None:
-        """Schedule a copy of ``tensor``, in its current state, to ``buffer``.
-
-        Args:
-            place: The names of the tensor and its file, for errors.
-            buffer: The tensor in host memory to copy to.
-            tensor: The tensor to copy.
-        """
+        """Schedule a copy of ``tensor``, in its current state, to ``buffer``; ``place`` names it in errors."""
         self.note(tensor)
         (self._beside if tensor.is_cuda else self._pairs).append((place, buffer, tensor, tensor._version))
 
     def note(self, tensor: Tensor) -> None:
-        """Record the device of a tensor that is being copied, if it is a GPU.
-
-        Args:
-            tensor: The tensor that is being copied.
-        """
+        """Record the device of a tensor that is being copied, if it is a GPU."""
         self._device = tensor.device if tensor.is_cuda else self._device
 
     def begin(self) -> None:
@@ -213,8 +187,7 @@ class Copying:
         """Perform the remaining copies, and wait until all copies are complete.
 
         Raises:
-            RuntimeError: If a change of a tensor by something other than an optimizer's step was detected, so that its
-                copy may be wrong.
+            RuntimeError: If another change of a tensor than by an optimizer's step was detected.
         """
         self.make()
         if self._on_device is not None:
@@ -248,8 +221,8 @@ _get_stream = cache(torch.cuda.Stream)  # one stream per device
 class Job:
     """Work that runs in a thread alongside training.
 
-    The interpreter does not exit before the work has ended, and does not exit with status 0 if the work failed and its
-    error was never raised.
+    The interpreter does not exit before the work has ended. It exits with status 1 if the work's error was never
+    raised.
 
     Args:
         work: The function to run in a thread.
@@ -284,7 +257,7 @@ class Job:
         """Wait until the work has ended.
 
         Raises:
-            BaseException: If the work failed. Only the first call raises the work's error.
+            BaseException: The error of the work, if it failed. Only the first call raises it.
         """
         self._ended.wait()
         atexit.unregister(self._finish_at_exit)

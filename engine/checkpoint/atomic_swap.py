@@ -35,11 +35,7 @@ SHARE_TARGET = "Save to a file system that all ranks share, and do not change th
 
 
 def explain_refused_file(name: str) -> str:
-    """Return the error message for a path that a save_state pre-hook must not write into a checkpoint.
-
-    Args:
-        name: Path of the file that the hook wrote, relative to the checkpoint.
-    """
+    """Return the error message for a path that a save_state pre-hook must not write into a checkpoint."""
     if name == MANIFEST:
         reason = "but this name is reserved for the checkpoint's own file. Use another name"
     else:
@@ -48,26 +44,13 @@ def explain_refused_file(name: str) -> str:
 
 
 def beside(target: Path | str, suffix: str) -> Path:
-    """Return the path of the next (``part``), the replaced (``old``) or the deleted (``gone``) version of ``target``.
-
-    Args:
-        target: Path of the checkpoint, which may not exist.
-        suffix: ``"part"``, ``"old"`` or ``"gone"``.
-    """
+    """Return the path of the next (``part``), the replaced (``old``) or the deleted (``gone``) version."""
     target = Path(os.path.abspath(target))
     return target.parent / f".{target.name}.{suffix}"
 
 
 def check_target(target: Path) -> None:
-    """Check that a checkpoint may be written to a path, without changing any file.
-
-    Args:
-        target: Path of the checkpoint, which may not exist.
-
-    Raises:
-        ValueError: If something other than a checkpoint or an empty directory exists at the path, or if a foreign file
-            or directory has a name that the save needs, such as ``.last.part`` for ``last``.
-    """
+    """Raise a ValueError if a checkpoint must not be written to a path; change no file. See `store.check_target`."""
     if os.path.lexists(target) and not os.path.isfile(target / MANIFEST) and not is_empty(target):
         raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
     for suffix in ("part", "old", "gone"):
@@ -82,13 +65,8 @@ def check_target(target: Path) -> None:
 def swap_in(staging: Path, target: Path) -> None:
     """Put a complete checkpoint in place, move foreign files of the previous one into it, and delete the previous one.
 
-    Args:
-        staging: Directory of the complete checkpoint, next to ``target``.
-        target: Final path of the checkpoint.
-
-    Raises:
-        OSError: If a disk operation fails before the new checkpoint is durably in place. The previous checkpoint is put
-            back if the disk permits. A failure after that point only causes a warning.
+    If a disk operation fails before the new checkpoint is durably in place, the previous one is put back if the disk
+    permits. A later failure only causes a warning.
     """
     old, gone, aside = beside(target, "old"), beside(target, "gone"), None
     if os.path.lexists(target) and is_empty(target):
@@ -120,15 +98,9 @@ def swap_in(staging: Path, target: Path) -> None:
 
 
 def finish(target: Path) -> str:
-    """Complete or roll back an interrupted replacement whose ``.old`` has a manifest.
+    """Complete or roll back an interrupted replacement whose ``.old`` has a manifest; return a message about it.
 
     If the new version is in place but damaged, both versions are kept.
-
-    Args:
-        target: Path of the checkpoint that was being replaced.
-
-    Returns:
-        A message for the user that describes the outcome.
     """
     part, old = beside(target, "part"), beside(target, "old")
     if os.path.lexists(target):
@@ -147,14 +119,7 @@ def finish(target: Path) -> str:
 
 
 def recover(target: Path) -> list[str]:
-    """Complete or roll back a replacement or deletion that a killed process left unfinished next to a checkpoint.
-
-    Args:
-        target: Path of the checkpoint, which may not exist.
-
-    Returns:
-        Messages for the user about versions that were completed, restored, removed or kept.
-    """
+    """Complete or roll back an interrupted replacement or deletion, and return messages about what was done."""
     part, old, gone = (beside(target, suffix) for suffix in ("part", "old", "gone"))
     done = []
     if os.path.isfile(old / MANIFEST):
@@ -172,14 +137,8 @@ def recover(target: Path) -> list[str]:
 def take_away(path: Path) -> None:
     """Delete a checkpoint so that a failure halfway leaves nothing that counts as a checkpoint.
 
-    Args:
-        path: Path of the checkpoint.
-
     Raises:
-        ValueError: If the path is not a checkpoint with a readable manifest, if it contains foreign files, or if a
-            foreign path has the name that the deletion needs, such as ``.last.gone`` for ``last``. In these cases, no
-            file of the checkpoint is deleted.
-        OSError: If a disk operation fails.
+        ValueError: See `store.remove`.
     """
     listed_files = {*read_manifest(path).names, MANIFEST, UNFINISHED}
     gone = beside(path, "gone")
@@ -200,14 +159,10 @@ def take_away(path: Path) -> None:
 
 
 def retire(path: Path, target: Path) -> bool:
-    """Delete the remains of a checkpoint. Foreign files move into ``target``, or stay if ``target`` is not a directory.
+    """Delete the remains of a checkpoint, and return True if anything was deleted.
 
-    Args:
-        path: Path of the remains. A foreign file or non-empty directory is not changed.
-        target: Path of the checkpoint that receives the foreign files.
-
-    Returns:
-        True if anything was deleted.
+    Foreign files move into ``target``, or stay if ``target`` is not a directory. A path that is not the remains of a
+    checkpoint is not changed.
     """
     if not _is_left(path):
         return False
@@ -224,11 +179,7 @@ def retire(path: Path, target: Path) -> bool:
 
 
 def is_empty(path: Path) -> bool:
-    """Return whether the path is an empty directory, and not a link to one.
-
-    Args:
-        path: The path to examine.
-    """
+    """Return whether the path is an empty directory, and not a link to one."""
     with suppress(OSError):
         return _is_folder(path) and not os.listdir(path)
     return False
@@ -237,9 +188,7 @@ def is_empty(path: Path) -> bool:
 def is_whole(path: Path, digests: bool = False) -> bool:
     """Return whether the path is a checkpoint whose files all exist with the sizes in its manifest.
 
-    Args:
-        path: The path to examine.
-        digests: Compare digests, not only sizes. Default: False.
+    With ``digests``, their content is compared too.
     """
     try:
         verify(path, digests)
@@ -249,11 +198,7 @@ def is_whole(path: Path, digests: bool = False) -> bool:
 
 
 def is_staged(path: Path) -> bool:
-    """Return whether a directory is empty, or contains a file that is named like a checkpoint's own files.
-
-    Args:
-        path: Path of the directory.
-    """
+    """Return whether a directory is empty, or contains a file that is named like a checkpoint's own files."""
     with suppress(OSError):
         names = os.listdir(path) if _is_folder(path) else None
         return names is not None and (
@@ -263,7 +208,6 @@ def is_staged(path: Path) -> bool:
 
 
 def _is_left(path: Path) -> bool:
-    """Return whether the path is a checkpoint, possibly partly deleted, or an empty directory."""
     if not os.path.lexists(path):  # the usual case, and faster to check than its content
         return False
     return is_empty(path) or any(os.path.isfile(path / name) for name in (MANIFEST, UNFINISHED))
@@ -288,8 +232,7 @@ def _find_foreign_entries(
 ) -> Iterator[str]:
     """Yield the foreign entries in a checkpoint's directory; a directory is one entry if everything in it is foreign.
 
-    Directories without any file are ignored. For a directory that also exists in ``into``, its foreign entries are
-    yielded instead of the directory.
+    Directories without any file are ignored. A directory that also exists in ``into`` is not one entry.
     """
     for name in filesystem.list_names(path / inside):
         entry = inside + name

@@ -34,13 +34,9 @@ def _list_numbers(folder: AnyPath, pattern: re.Pattern[str] = _NAME) -> list[int
 def choose_next_target(project: ProjectConfiguration) -> AnyPath:
     """Return the path of the next automatically named checkpoint.
 
-    Args:
-        project: Configuration with the project's directory and the number of the next checkpoint.
-
     Raises:
-        ValueError: If automatic naming is not configured, or if the folder already contains a ``checkpoint_N`` with the
-            same or a higher number, for example because the run was not resumed.
-        OSError: If the folder cannot be listed.
+        ValueError: If automatic naming is not configured, or the folder already contains a checkpoint with the same or
+            a higher number, for example because the run was not resumed.
     """
     folder = _require_folder(project, "save_state", "output_dir")
     numbers = _list_numbers(folder)
@@ -58,17 +54,8 @@ def find_newest(
 ) -> tuple[OpenCheckpoint, list[str]]:
     """Return the intact checkpoint with the highest number, and a message for each one that was skipped.
 
-    Damaged checkpoints are not deleted, because another process may be saving to the folder.
-
-    Args:
-        world: The processes, all of which must call this function.
-        project: The configuration of the run.
-        resumable: Skip checkpoints that contain weights only. Default: True.
-
-    Raises:
-        ValueError: On rank zero, if automatic naming is not configured, or no checkpoint can be loaded.
-        OSError: If the folder cannot be listed, or its store cannot be reached.
-        RuntimeError: If only rank zero raises an error, on the other ranks.
+    Call it on all ranks. With ``resumable``, checkpoints that contain weights only are skipped. Damaged checkpoints are
+    not deleted, because another process may be saving to the folder.
     """
     skipped: list[str] = []
     opened = find_first_intact(world, _open_from_highest(project, resumable, skipped), skipped)
@@ -82,7 +69,7 @@ def find_newest(
 
 
 def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: list[str]) -> Iterator[OpenCheckpoint]:
-    """Yield the checkpoints that can be used, highest number first; add messages about the others to ``skipped``."""
+    """Yield the checkpoints that can be used, highest number first; add messages about others to ``skipped``."""
     folder = _require_folder(project, "load_state", "input_dir")
     for number in sorted({*_list_numbers(folder), *_list_numbers(folder, _REPLACED)}, reverse=True):
         path = folder / f"checkpoint_{number}"
@@ -100,12 +87,8 @@ def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: 
 def compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> int:
     """Return the number of the next checkpoint after a resume from ``loaded``.
 
-    If ``loaded`` is in the project's folder of automatically named checkpoints, the result exceeds the numbers of all
-    checkpoints in this folder. Otherwise, it is ``project.iteration``.
-
-    Args:
-        project: The configuration of the run.
-        loaded: Path of the checkpoint that was loaded.
+    If ``loaded`` is in the project's folder of automatically named checkpoints, the result exceeds all numbers in this
+    folder.
     """
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         return project.iteration
@@ -118,12 +101,7 @@ def compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> in
 def drop_oldest(folder: AnyPath, limit: int) -> None:
     """Delete the checkpoints with the lowest numbers until ``limit`` of them are left.
 
-    If one cannot be deleted, a warning gives the reason, and the next save tries again. This is not an error, because
-    the new checkpoint is saved.
-
-    Args:
-        folder: The folder that contains the checkpoints.
-        limit: The number of checkpoints to keep.
+    If one cannot be deleted, this is only a warning, because the new checkpoint is saved.
     """
     numbers = [n for n in _list_numbers(folder) if (folder / f"checkpoint_{n}" / store.MANIFEST).is_file()]
     try:

@@ -34,11 +34,7 @@ if TYPE_CHECKING:
 
 
 def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
-    """Check that the ranks of each machine use the same directories; machines may mount a file system differently.
-
-    Raises:
-        ValueError: On every rank, if the directories differ.
-    """
+    """Check that the ranks of each machine use the same directories; machines may mount a file system differently."""
     if world.size == 1:
         return
     places = [str(target) if isinstance(target, RemotePath) else os.path.realpath(target) for target in targets]
@@ -56,23 +52,13 @@ def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
 
 
 class Checkpointer:
-    """Saver and loader of everything that an `Accelerator` has prepared.
-
-    The methods of `Accelerator` that call this class document arguments and errors in full.
-
-    Args:
-        accelerator: The Accelerator whose objects are saved and loaded. Only a weak reference is kept.
+    """Saver and loader of the state of an `Accelerator`, whose methods document arguments and errors in full.
 
     Attributes:
-        registered: Objects passed to `register`, by name. Checkpoints include their states, unless only weights are
-            saved. A metric object is wrapped in `Counts`.
-        save_hooks: Functions to call before a save, by handle ID.
-        load_hooks: Functions to call before models are loaded, by handle ID.
+        registered: Objects passed to `register`, by name. A metric object is wrapped in `Counts`.
         loaded_from: For each loaded model, the path and manifest of its checkpoint, and the number of optimizer steps
-            that the run had taken when it was loaded. An entry is removed once the rest of the state is loaded too.
-        saving: The asynchronous save that was started last; None if there is none, or `poll_saving` or
-            `finish_saving` has noticed its end.
-        host_copies: Buffers in host memory, which asynchronous saves copy tensors to.
+            that the run had taken. An entry is removed once the rest of the state is loaded too.
+        saving: The asynchronous save that was started last; None if there is none, or its end was noticed.
         frozen: The digests of frozen weights, for each model that was saved with ``trainable_only=True``.
     """
 
@@ -91,40 +77,26 @@ class Checkpointer:
     def register(self, objects: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Add the states of objects to later checkpoints, except those of weights only.
 
-        Args:
-            objects: Objects whose saved states are matched by class name and position.
-            named: Objects whose saved states are matched by these names.
+        Objects are matched by class name and position, ``named`` objects by name.
         """
         snapshot.register(self.registered, objects, named, self._accelerator.data_world)
 
     def add_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook`` before each save, and return a handle that removes it.
-
-        Args:
-            hook: Function ``hook(models, weights, output_dir)``; see `Accelerator.register_save_state_pre_hook`.
-        """
+        """Call ``hook`` before each save; see `Accelerator.register_save_state_pre_hook`."""
         return _add(self.save_hooks, hook)
 
     def add_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook`` before models are loaded, and return a handle that removes it.
-
-        Args:
-            hook: Function ``hook(models, input_dir)``; see `Accelerator.register_load_state_pre_hook`.
-        """
+        """Call ``hook`` before models are loaded; see `Accelerator.register_load_state_pre_hook`."""
         return _add(self.load_hooks, hook)
 
     def forget_prepared(self) -> None:
-        """Discard the registered objects and the digests of frozen weights, and release the buffers in host memory."""
+        """Discard the registered objects and digests of frozen weights, and release the buffers in host memory."""
         self.registered.clear()
         self.frozen.clear()
         self.host_copies.clear()
 
     def find_frozen(self, world: World) -> list[dict[str, str]]:
-        """Return for each model the digests of its frozen weights, by name; see `FrozenWeights.update`.
-
-        Args:
-            world: The processes, all of which must call this method.
-        """
+        """Return for each model the digests of its frozen weights, by name. Call it on all ranks."""
         models = self._accelerator.unwrapped_models
         return [self.frozen.setdefault(model, FrozenWeights()).update(model, world) for model in models]
 
@@ -142,7 +114,7 @@ class Checkpointer:
         blocking: bool = True,
         also: Sequence[str | os.PathLike[str]] = (),
     ) -> AnyPath:
-        """Save all prepared and registered objects, and every process's RNG state; see `Accelerator.save_state`."""
+        """Save all prepared and registered objects; see `Accelerator.save_state`."""
         if not safe_serialization:
             raise ValueError(
                 "save_state(safe_serialization=False) is not supported: checkpoints are safetensors and JSON, never "
@@ -274,12 +246,7 @@ class Checkpointer:
     # -- weights for other programs ------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state of the user's own module; see `Accelerator.get_state_dict`.
-
-        Args:
-            model: The model, prepared or not.
-            unwrap: Use the module's own names; False uses those of the prepared model. Default: True.
-        """
+        """Return the full state of the user's own module; see `Accelerator.get_state_dict`."""
         accelerator = self._accelerator
         state = whole(accelerator.strategy.model_state(model), accelerator.is_main_process)
         if not unwrap:
@@ -292,13 +259,7 @@ class Checkpointer:
         return accelerator.is_local_main_process if every_node else accelerator.is_main_process
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write data to a file on rank zero, or on each node with ``save_on_each_node``; see `Accelerator.save`.
-
-        Args:
-            obj: The data to write; see `Accelerator.save` for the types.
-            f: A path, a URL, or an open file.
-            safe_serialization: Write safetensors instead of torch's format. Default: False.
-        """
+        """Write data to a file, on rank zero or on each node's main process; see `Accelerator.save`."""
         if self._writes_on_this_rank():
             export.save_object(obj, f, safe_serialization)
 
@@ -309,15 +270,7 @@ class Checkpointer:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights for other programs; see `Accelerator.save_model`.
-
-        Args:
-            model: The model, prepared or not.
-            save_directory: The directory or URL to write the files to.
-            max_shard_size: The maximum size of a file, in bytes or as text. Only a file with a single, larger tensor
-                exceeds it. Default: ``"10GB"``.
-            safe_serialization: Write safetensors; False writes torch's format. Default: True.
-        """
+        """Write a model's weights for other programs; see `Accelerator.save_model`."""
         limit = export.parse_shard_size(max_shard_size)
         if any(map(is_sharded, model.parameters())):
             self._accelerator.world.meet("accelerator.save_model")

@@ -1,9 +1,7 @@
 """File operations of checkpoints: durable writes and checked reads.
 
-Code that saves, recovers or deletes a checkpoint on a disk changes files through eight small functions: `mkdir`,
-`write_bytes`, `write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called through this module,
-so a test can stop the process at each of them. Code for other files, such as downloads, exports in torch's format and
-files in temporary folders, need not use these functions.
+Code that saves, recovers or deletes a checkpoint on a disk changes files through `mkdir`, `write_bytes`,
+`write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`, so a test can stop the process at each of them.
 """
 
 import errno
@@ -64,48 +62,29 @@ RESTORE = "Copy or download the checkpoint again, or use another checkpoint."
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a path in the form of `list_leaves` stays in its directory on every operating system.
-
-    Args:
-        name: Relative path, with ``/`` as the separator.
-    """
+    """Return whether a path in the form of `list_leaves` stays in its directory on every operating system."""
     parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
     plain = name == PurePosixPath(name).as_posix() and not PureWindowsPath(name).anchor
     return bool(parts) and plain and ".." not in parts and "\0" not in name
 
 
 def mkdir(path: Path) -> None:
-    """Create one directory.
-
-    Args:
-        path: Path of the directory, whose parent must exist.
-    """
+    """Create one directory, whose parent must exist."""
     os.mkdir(path)
 
 
 def write_bytes(path: Path, data: bytes) -> Entry:
-    """Write a file, and return its entry for a manifest.
-
-    Args:
-        path: Path of the file. An existing file is overwritten.
-        data: The bytes to write.
-    """
+    """Write or overwrite a file, and return its entry for a manifest."""
     with _name_file_in_errors(path):
         path.write_bytes(data)
     return {"bytes": len(data), DIGEST: xxh3_128(data).hexdigest()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str]) -> Entry:
-    """Write a safetensors file, and return its entry for a manifest.
+    """Write or overwrite a safetensors file, and return its entry for a manifest.
 
-    Args:
-        path: Path of the file. An existing file is overwritten.
-        tensors: Dense tensors by name, or objects that read a tensor when they are indexed, such as `Stored`. Their
-            dtypes must be in `CODES`. Tensors may be on any device except ``meta``, and need not be contiguous.
-        notes: Text by name for ``__metadata__`` in the file's header.
-
-    Raises:
-        OSError: If a disk operation fails, for example because the disk is full.
+    ``tensors`` may also be objects that read a tensor when they are indexed, such as `Stored`. Their dtypes must be in
+    `CODES`. ``notes`` are written to ``__metadata__`` in the header.
     """
     size, pieces = serialize_tensors(tensors, notes)
     digested = Digested(pieces)
@@ -119,14 +98,10 @@ Piece = bytes | memoryview
 
 
 def serialize_tensors(tensors: Mapping[str, Whole], notes: dict[str, str]) -> tuple[int, Iterator[Piece]]:
-    """Return the size of a safetensors file in bytes, and an iterator over its content.
+    """Return the size of a safetensors file in bytes, and an iterator over its content; see `write_tensors`.
 
-    The iterator copies tensors on other devices to the host one after the other. safetensors' own writer needs all
-    tensors on the host at the same time, and its file would have to be read again for the digest.
-
-    Args:
-        tensors: See `write_tensors`.
-        notes: See `write_tensors`.
+    The iterator copies tensors to the host one after the other. safetensors' own writer needs all tensors on the host
+    at the same time, and its file would have to be read again for the digest.
 
     Source: https://huggingface.co/docs/safetensors (the format)
     """
@@ -153,11 +128,7 @@ def serialize_tensors(tensors: Mapping[str, Whole], notes: dict[str, str]) -> tu
 
 
 class Digested:
-    """Iterable over the pieces of a file that computes their digest while they are in the processor's cache.
-
-    Args:
-        pieces: The file's content, in pieces of any size.
-    """
+    """Iterable over the pieces of a file that computes their digest while they are in the processor's cache."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self._pieces = pieces
@@ -169,17 +140,13 @@ class Digested:
             yield piece
 
     def make_entry(self, size: int) -> Entry:
-        """Return the file's entry for a manifest. Call it after the iteration.
-
-        Args:
-            size: The file's size in bytes.
-        """
+        """Return the entry of a file of ``size`` bytes for a manifest. Call it after the iteration."""
         return {"bytes": size, DIGEST: self._digest.hexdigest()}
 
 
 @contextmanager
 def _name_file_in_errors(path: Path) -> Iterator[None]:
-    """Add the file's name to errors of a write; the system's own error lacks it."""
+    """Add the file's name to errors of a write; the system's own error may lack it."""
     try:
         yield
     except OSError as error:
@@ -193,12 +160,9 @@ def _view_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file's content, or a directory's entries, are on the storage device itself.
+    """Wait until a file's content, or a directory's entries, are on the storage device.
 
     Directories are ignored on Windows and on file systems that do not support the call for them.
-
-    Args:
-        path: Path of the file or directory.
     """
     if os.name == "nt" and path.is_dir():  # Windows cannot open a directory
         return
@@ -215,61 +179,35 @@ def fsync(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a directory or a file to an unused name.
-
-    Args:
-        source: The existing path.
-        target: The new path, which must be on the same file system.
-    """
+    """Rename a directory or a file to an unused name on the same file system."""
     os.rename(source, target)
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file, and replace an existing file at the target.
-
-    Args:
-        source: The existing path.
-        target: The new path, which must be on the same file system.
-    """
+    """Rename a file on the same file system, and replace an existing file at the target."""
     os.replace(source, target)
 
 
 def unlink(path: Path) -> None:
-    """Delete a file, or a link but not its target.
-
-    Args:
-        path: Path of the file or link.
-    """
+    """Delete a file, or a link but not its target."""
     os.unlink(path)
 
 
 def rmdir(path: Path) -> None:
-    """Delete an empty directory.
-
-    Args:
-        path: Path of the empty directory.
-    """
+    """Delete an empty directory."""
     os.rmdir(path)
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its missing parents, and fsync their entries. Processes may call it concurrently.
-
-    Args:
-        path: Path of the directory.
-    """
+    """Create a directory and its missing parents, and fsync their entries. Processes may call it concurrently."""
     if make_staging_directory(path):
         fsync(path.parent)
 
 
 def make_staging_directory(path: Path) -> bool:
-    """Create a directory and its missing parents. Its own entry is durable only after an fsync of its parent.
+    """Create a directory and its missing parents, and return False if it existed before the call.
 
-    Args:
-        path: Path of the directory.
-
-    Returns:
-        False if the directory existed before the call, True otherwise.
+    Its own entry is durable only after an fsync of its parent.
     """
     if path.is_dir():
         return False
@@ -285,9 +223,7 @@ def make_staging_directory(path: Path) -> bool:
 def delete(path: Path, first: str = "") -> None:
     """Delete a file, a link or a whole directory. A missing path is not an error, and links are not followed.
 
-    Args:
-        path: The path to delete.
-        first: The name in the directory that is deleted before all others. Default: none.
+    In a directory, the name ``first`` is deleted before all others.
     """
     if not os.path.lexists(path):
         return
@@ -300,11 +236,7 @@ def delete(path: Path, first: str = "") -> None:
 
 
 def list_names(directory: AnyPath) -> list[str]:
-    """Return the sorted names in a directory, or an empty list if it is not a directory.
-
-    Args:
-        directory: Path or URL of the directory.
-    """
+    """Return the sorted names in a directory, or an empty list if it is not a directory."""
     if isinstance(directory, RemotePath):
         return directory.names()
     try:
@@ -314,12 +246,7 @@ def list_names(directory: AnyPath) -> list[str]:
 
 
 def list_leaves(directory: Path, inside: str = "") -> Iterator[str]:
-    """Yield all files and links in a directory and its subdirectories, as paths with ``/``. Links are not followed.
-
-    Args:
-        directory: The directory to list.
-        inside: The prefix of the yielded paths. Default: none.
-    """
+    """Yield the paths of files and links in a directory and its subdirectories, with ``/`` and a prefix ``inside``."""
     for name in list_names(directory):
         path = directory / name
         if os.path.isdir(path) and not os.path.islink(path):
@@ -329,11 +256,7 @@ def list_leaves(directory: Path, inside: str = "") -> Iterator[str]:
 
 
 def describe(path: Path) -> Entry:
-    """Return a file's entry for a manifest, computed from its current content, or for a link, from its target path.
-
-    Args:
-        path: Path of the file or link.
-    """
+    """Return a manifest's entry for a file's current content, or for a link's target path."""
     if path.is_symlink():
         data = os.fsencode(os.readlink(path))
         return {"bytes": len(data), DIGEST: xxh3_128(data).hexdigest()}
@@ -349,17 +272,11 @@ def check_file(
 ) -> None:
     """Check one file of a checkpoint against its entry in the manifest.
 
-    Args:
-        directory: The directory that contains the file.
-        name: The file's name, relative to the directory.
-        entry: The manifest's entry for the file.
-        digests: Also read the file and compare its digest, not only its size.
-        links: Allow links and files in subdirectories, as hooks may write them. Default: False.
-        fix: The advice at the end of the error message. Default: `RESTORE`.
+    Without ``digests``, only the size is compared. With ``links``, links and files in subdirectories are allowed.
+    ``fix`` is the advice at the end of the error message.
 
     Raises:
-        ValueError: If the name is not valid, or the file is missing, cannot be read, is not a plain file (with
-            ``links``, a link is accepted), has the wrong size or, with ``digests``, has the wrong content.
+        ValueError: If the name is not valid, or the file cannot be read or differs from its entry.
     """
     if not (is_inside(name) if links else FILE.fullmatch(name)):
         raise ValueError(f"{directory}: {name!r:.80} is not a valid checkpoint file name. {fix}")
@@ -383,9 +300,6 @@ def mark(path: Path) -> Mark:
     """Return the size in bytes and the modification time in ns of a file, or of a link itself, to detect a change.
 
     The inode number is not included: some network file systems report a different one on each call.
-
-    Args:
-        path: Path of the file or link.
     """
     status = path.lstat()
     return status.st_size, status.st_mtime_ns
@@ -399,29 +313,12 @@ def _measure_file(path: Path) -> int:
 
 
 def read_json(path: Path, limit: int) -> Any:
-    """Read a JSON file, and reject the constants NaN and Infinity, and duplicate keys.
-
-    Args:
-        path: Path of the file.
-        limit: The largest accepted size in bytes.
-
-    Raises:
-        ValueError: If the file is missing, cannot be read, is too large, or is not a plain file, or if `parse_json`
-            rejects its content.
-    """
+    """Read a JSON file of at most ``limit`` bytes; raise a ValueError if it is not valid, see `parse_json`."""
     return parse_json(path, read_bytes(path, limit))
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """Read a whole file.
-
-    Args:
-        path: Path of the file.
-        limit: The largest accepted size in bytes.
-
-    Raises:
-        ValueError: If the file is missing, cannot be read, is too large, or is not a plain file.
-    """
+    """Read a whole file; raise a ValueError if it cannot be read, is not a plain file, or exceeds ``limit`` bytes."""
     with _wrap_read_errors(path):
         if _measure_file(path) > limit:
             raise ValueError(f"it is larger than {limit:,} bytes")
@@ -429,14 +326,10 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def parse_json(path: AnyPath, data: bytes) -> Any:
-    """Parse the result of `read_bytes`, as strictly as `read_json`.
-
-    Args:
-        path: Path or URL of the file, for error messages.
-        data: The file's content, encoded as UTF-8.
+    """Parse UTF-8 text as JSON; ``path`` is for error messages.
 
     Raises:
-        ValueError: If the content is not valid JSON, has a rejected constant or key, or is nested too deeply.
+        ValueError: If it is not valid JSON, is nested too deeply, or contains NaN, Infinity or duplicate keys.
     """
     with _wrap_read_errors(path):
         return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_build_unique_dict)
@@ -444,7 +337,7 @@ def parse_json(path: AnyPath, data: bytes) -> Any:
 
 @contextmanager
 def _wrap_read_errors(path: AnyPath) -> Iterator[None]:
-    """Convert errors of reading and parsing inside the context to a ValueError that names the file and the fix."""
+    """Convert errors of reading and parsing to a ValueError that names the file and the fix."""
     try:
         yield
     except FileNotFoundError as error:
@@ -475,13 +368,8 @@ def _build_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def probe(directory: Path, nbytes: int = 0) -> None:
     """Check before the run that checkpoints can be saved in a directory, by creating it and writing a file.
 
-    Args:
-        directory: Directory of the checkpoints, created with its parents if it does not exist.
-        nbytes: The size of one checkpoint in bytes. Default: 0.
-
     Raises:
-        OSError: If the directory cannot be created or written to, or fewer than ``nbytes`` bytes are free. The message
-            gives the reason.
+        OSError: If the directory cannot be created or written to, or fewer than ``nbytes`` bytes are free.
     """
     directory = Path(os.path.abspath(directory))
     file = directory / f".probe-{os.getpid()}-{os.urandom(4).hex()}"

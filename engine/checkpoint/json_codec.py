@@ -57,7 +57,7 @@ class Record:
 
     Attributes:
         kind: The kind of object that the reader may create, such as ``"enum"``.
-        name: The name of the object's class, as text.
+        name: The name of the object's class.
         content: The object's data, anything that `json_codec.encode` accepts.
     """
 
@@ -69,26 +69,19 @@ class Record:
 def encode(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
     """Split a nested state into a document that ``json`` can write and the tensors that it refers to by name.
 
-    The state may contain dicts, ``Counter``, ``argparse.Namespace``, lists, tuples, sets, text, bytes, booleans,
-    integers of any size, floats and complex numbers (also nan and inf), ``None``, tensors and parameters, dtypes,
-    devices, ``torch.Size``, paths, dates, times, ``timedelta``, numpy scalars and arrays of most dtypes, and `Record`.
-    Other subclasses of these types are not supported. An ``OrderedDict`` or ``defaultdict`` becomes a plain dict, a
-    parameter a plain tensor, and a container of OmegaConf a plain dict or list.
+    An ``OrderedDict`` or ``defaultdict`` becomes a plain dict, a parameter a plain tensor, and a container of OmegaConf
+    a plain dict or list.
 
-    Tensors are not copied: they keep their memory, device and layout. If two tensors are the same view of one storage
-    (tied weights), only the first gets a name, and `decode` returns the same object at both places.
+    Tensors are not copied. If two tensors are the same view of one storage (tied weights), only the first gets a name,
+    and `decode` returns the same object at both places.
 
     Args:
         state: The state to store.
         prefix: Prefix of every tensor's name and of every place in an error, for example ``"optimizer"``. Default:
             none.
 
-    Returns:
-        The document and its tensors by name, such as ``"optimizer.0.exp_avg"``.
-
     Raises:
-        TypeError: If the state contains a value that cannot be stored, such as an object of another class or a sparse
-            tensor. The error names the place, the type and the fix.
+        TypeError: If the state contains a value that cannot be stored. The error names the place, the type and the fix.
         ValueError: If the state contains itself, or is nested more than 100 levels deep.
     """
     encoder = _Encoder(prefix)
@@ -98,32 +91,16 @@ def encode(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
 def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Restore the state from the results of `encode`. No code is imported or run, regardless of the document's content.
 
-    Args:
-        document: The parsed JSON document, from a trusted or an untrusted file.
-        tensors: The tensors that `encode` returned, by name. They become part of the state without being copied; numpy
-            arrays share the memory of CPU tensors.
-
-    Returns:
-        The state.
+    Tensors become part of the state without being copied; numpy arrays share the memory of CPU tensors.
 
     Raises:
-        ValueError: If the document is not valid, or if it names a missing tensor. The error names the place.
+        ValueError: If the document is not valid, or names a missing tensor.
     """
     return _Decoder(tensors).decode_value(document, ())
 
 
 def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -> None:
-    """Raise an error for a tensor that cannot be stored, before anything is written.
-
-    Args:
-        tensor: The tensor to store.
-        place: The tensor's place in the state, such as ``"optimizer.0.exp_avg"``, for the error.
-        any_dtype: Accept every dtype. Default: False.
-
-    Raises:
-        TypeError: If the tensor is of a subclass (other than a parameter or a sharded tensor), not dense, without data
-            (device ``meta``) or, unless ``any_dtype`` is True, of a dtype that is not in `filesystem.CODES`.
-    """
+    """Raise a TypeError for a tensor that cannot be stored; the error names ``place``."""
     problem = ""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(tensor):
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
@@ -195,8 +172,6 @@ def _copy_plain_ints(value: list[Any] | tuple[Any, ...]) -> list[Any] | None:
 
 
 class _Encoder:
-    """One traversal of a state, which collects the tensors in `tensors`."""
-
     def __init__(self, prefix: str) -> None:
         self.root: tuple[str, ...] = (prefix,) if prefix else ()
         self.tensors: dict[str, torch.Tensor] = {}
@@ -333,8 +308,6 @@ def _suggest_storage(value: Any) -> str:
 
 
 class _Decoder:
-    """One traversal of a document. Errors of the functions in `_READERS` become a ValueError that names the place."""
-
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._depth = 0

@@ -1,4 +1,4 @@
-"""Loading of a checkpoint into an Accelerator's prepared objects, after every process has checked that it fits."""
+"""Loading of a checkpoint into the objects of an Accelerator, and its comparison with a model."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def load(
     """Restore a checkpoint or a part of it, and discard accumulated gradients.
 
     Args:
-        accelerator: The Accelerator whose prepared objects are restored.
-        opened: The checkpoint, which is verified first; see `OpenCheckpoint.verify`.
+        accelerator: The Accelerator whose objects are restored.
+        opened: The checkpoint, which is verified first.
         models: Restore the models' weights.
         state: Restore everything else, such as optimizers, schedulers, dataloaders and RNG states.
         strict: If False, load only what fits, with a warning. Default: the models' ``strict_loading``, else True.
@@ -70,10 +70,6 @@ def load(
 
     Returns:
         The checkpoint's ``info``; see `Accelerator.load_state` for its ``epoch``.
-
-    Raises:
-        ValueError: If the checkpoint is damaged, does not fit, or was replaced while it was read.
-        OSError, RuntimeError: If a file cannot be read; if only other processes detect an error.
     """
     world, manifest = accelerator.world, opened.manifest
     shared: TrainState | None = None
@@ -133,7 +129,6 @@ def _load_training(
     of_rank: RankState | None,
     optimizers: list[LoadedOptimizer],
 ) -> None:
-    """Load everything but the weights: optimizers, the state that all ranks share, and that of this rank."""
     for optimizer, saved, *_ in optimizers:
         accelerator.strategy.load_optimizer_state(optimizer, saved)
         optimizer_state.keep_formats(optimizer, saved)
@@ -154,10 +149,7 @@ def _load_training(
 
 @contextmanager
 def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
-    """Return a context for reading a checkpoint; all processes fail if one fails or the checkpoint is replaced.
-
-    If another job saves to the same path during the read, the states of two saves would otherwise be mixed.
-    """
+    """Return a context for reading a checkpoint; all processes fail if one fails or the checkpoint is replaced."""
     with world.together():
         error: ValueError | None = None
         try:
@@ -173,10 +165,7 @@ def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
 
 
 def _is_identical_save(first: Manifest, second: Manifest) -> bool:
-    """Return whether two manifests belong to the same save.
-
-    ``info`` is not compared, because it may contain NaN, which does not equal itself.
-    """
+    """Return whether two manifests belong to the same save. ``info`` may contain NaN, so it is not compared."""
     return (first.sequence, first.files) == (second.sequence, second.files)
 
 
@@ -217,7 +206,7 @@ def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
 
 
 def _collect_layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of registered objects that show how to shard their saved tensors; empty without sharding."""
+    """Return states that show how to shard the saved tensors of registered objects; empty without sharding."""
     if not accelerator.strategy.sharded:
         return {}
     return {
@@ -235,16 +224,11 @@ def _holds_tensors(value: Any) -> bool:
 def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) -> list[str]:
     """Return the differences between the names and shapes of a checkpoint's first model and those of ``model``.
 
-    The list is empty if the checkpoint has no model. See `model_check.list_differences`.
-
-    Args:
-        model: The user's module, not wrapped for distributed training.
-        opened: The checkpoint to compare with.
-        complete: True if the model is completely built. If False, missing and unexpected names are not reported.
+    The list is empty if the checkpoint has no model. If the model is not completely built (``complete``), missing and
+    unexpected names are not reported.
 
     Raises:
         ValueError: If the checkpoint is damaged, or was changed after it was opened.
-        OSError: If the store of a URL cannot be reached.
     """
     if not opened.has(model_part(0)):
         return []
@@ -259,11 +243,8 @@ def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) ->
 def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
     """Return a state with its tensors loaded into memory.
 
-    Args:
-        saved: The state, whose tensors are `Stored` objects that are not read yet.
-        like: A state with the same structure, or None. Where it has a sharded tensor of the same shape, only this
-            process's shard is read.
-        once: Cache of the tensors that were already read, so tied tensors become one object again. Pass an empty dict.
+    Where ``like`` has a sharded tensor of the same shape at the same place, only this process's shard is read. ``once``
+    caches the tensors that were read, so tied tensors become one object again; pass an empty dict.
     """
     if isinstance(saved, Stored):
         alike = is_sharded(like) and like.shape == saved.shape
@@ -284,7 +265,6 @@ def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor])
 
 
 def _read_rank_state(accelerator: Accelerator, opened: OpenCheckpoint) -> RankState:
-    """Return the saved state that belongs to this rank alone."""
     path, name = opened.path, rank_part(accelerator.process_index)
     state = check_form(RankState, opened.read_part(name), path, name)
     if not all(isinstance(values, dict) for values in state["buffers"]):
@@ -316,7 +296,7 @@ def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict
 def _select_fitting_weights(
     accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
 ) -> list[tuple[nn.Module, dict[str, Any], bool]]:
-    """Return, for each chosen model, the weights to load, sharded like the model, and whether to load them strictly."""
+    """Return, for each chosen model, the weights to load, sharded like the model, and whether loading is strict."""
     loads = []
     for number, model in enumerate(accelerator.models):
         if not any(model is candidate for candidate in chosen):
@@ -340,12 +320,7 @@ def _select_fitting_weights(
 def _check_frozen(
     accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
 ) -> None:
-    """Check that each model has the frozen weights that the checkpoint omits. Call it on all ranks.
-
-    Raises:
-        ValueError: On all processes, if a model has other frozen weights. If loading is not strict, this is only a
-            warning.
-    """
+    """Check that each model has the frozen weights that the checkpoint omits. Call it on all ranks."""
     for number, model in enumerate(accelerator.models):
         if not any(model is candidate for candidate in chosen):
             continue
@@ -358,7 +333,7 @@ def _check_frozen(
 
 
 def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> list[LoadedOptimizer]:
-    """Return the states that optimizers will load. An optimizer of another class than the saved one is omitted."""
+    """Return the states that optimizers will load; without ``strict``, those of another class are omitted."""
     loads, path = [], opened.path
     for number, prepared in enumerate(accelerator.optimizers):
         optimizer = prepared.optimizer
@@ -380,7 +355,6 @@ def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint,
 
 
 def _merge_optimizer_state(opened: OpenCheckpoint, number: int) -> OptimizerState:
-    """Return the state of one optimizer, merged from the shards that ranks saved."""
     first = optimizer_part(number)
     of_ranks = re.compile(rf"({first}-rank-\d{{5,}})\.json")
     names = [first, *(match[1] for match in map(of_ranks.fullmatch, sorted(opened.manifest.files)) if match)]
@@ -393,7 +367,6 @@ def _merge_optimizer_state(opened: OpenCheckpoint, number: int) -> OptimizerStat
 def _choose_schedule(
     accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOptimizer], state: TrainState, schedule: str | None
 ) -> None:
-    """Select the source of learning rates and schedules; see `Accelerator.load_state`."""
     if schedule == "script":
         resume_options.follow_script(accelerator, optimizers, state)
         return
@@ -420,10 +393,9 @@ def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> di
 def _check_counts(
     accelerator: Accelerator, state: TrainState, opened: OpenCheckpoint, strict: bool, asked: bool
 ) -> None:
-    """Check that as many objects are prepared as were saved. The number of evaluation dataloaders may differ.
+    """Check that as many objects are prepared as were saved; evaluation dataloaders are not counted.
 
-    If another difference is permitted, this function only warns. It then removes from ``state`` the states of the
-    dataloaders, or those of the schedulers if the number of optimizers or schedulers differs.
+    If a difference is permitted, warn, and remove the states that cannot be matched from ``state``.
     """
     path = opened.path
     optimizers = sum(opened.has(optimizer_part(n)) for n in range(len(accelerator.optimizers) + 1))

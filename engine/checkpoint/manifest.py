@@ -1,4 +1,4 @@
-"""Manifest of a committed checkpoint, and the check that its files have the committed content."""
+"""Manifest of a committed checkpoint, and the check of its files."""
 
 import json
 import re
@@ -30,20 +30,16 @@ class Manifest:
     """Metadata of a committed checkpoint.
 
     Attributes:
-        step: Number of optimizer steps. The latest checkpoint is the one with the most steps and, among those, the
-            highest ``sequence``.
-        epoch: Number of the epoch, from 0; usually the number of finished epochs.
-        samples: Number of samples seen over all processes; 0 if the run does not count them.
+        step: Number of optimizer steps.
+        epoch: Number of the epoch, from 0.
+        samples: Number of samples seen over all processes; 0 if they are not counted.
         world_size: Number of processes that wrote the checkpoint.
         files: Size and digest by file name, each as ``{"bytes": ..., "xxh3_128": ...}``.
         info: Metadata that the caller of `commit` passed, including the four counts above.
-        format: Version of the format; see `FORMAT`.
-        sequence: Number that grows with every commit to a directory, and orders checkpoints of the same step.
-        others: Entries of files that hooks wrote, by path, such as ``unet/config.json``. On a disk, the entry of a link
-            is computed from the link's target path, not from the target's content.
-        folder: The folder in the checkpoint that contains all these files; empty if they are next to the manifest, as
-            in a checkpoint that was saved to a disk.
-        source: The content of the file that the manifest was read from; empty if it was not read from a file.
+        sequence: Number that orders checkpoints of the same step by their commits.
+        others: Entries of files that hooks wrote, by path, such as ``unet/config.json``.
+        folder: The folder in the checkpoint that contains all these files; empty if they are next to the manifest.
+        source: The content of the manifest's file; empty if it was not read from a file.
     """
 
     step: int
@@ -64,11 +60,7 @@ class Manifest:
         return {self.path_of(name) for name in (*self.files, *self.others)}
 
     def path_of(self, name: str) -> str:
-        """Return the path of a file, relative to the checkpoint.
-
-        Args:
-            name: The file's name, as listed in the manifest.
-        """
+        """Return the path of a file, relative to the checkpoint."""
         return f"{self.folder}/{name}" if self.folder else name
 
     @classmethod
@@ -80,15 +72,7 @@ class Manifest:
         others: dict[str, dict[str, Any]] | None = None,
         folder: str = "",
     ) -> "Manifest":
-        """Return the manifest for the arguments of `commit`. Counts that ``info`` omits are 0, but ``world_size`` is 1.
-
-        Args:
-            files: Entries by file name.
-            info: Metadata and counts for the manifest.
-            sequence: Number above those of all checkpoints in the same directory.
-            others: Entries of files that hooks wrote, by path. Default: none.
-            folder: The folder in the checkpoint that contains the files. Default: none, the checkpoint itself.
-        """
+        """Return the manifest for the arguments of `commit`. Counts that ``info`` omits get their defaults."""
         info = {"step": 0, "epoch": 0, "samples": 0, "world_size": 1, **info}
         counts = {name: info[name] for name in _COUNTS}
         return cls(**counts, files=files, info=info, sequence=sequence, others=others or {}, folder=folder)
@@ -98,8 +82,7 @@ class Manifest:
 
         Raises:
             TypeError: If ``info`` contains a tensor, an array or something that is not data.
-            ValueError: If the manifest would be invalid, for example because a count is negative or no files are
-                listed, or if ``info`` is nested more than 100 levels deep or contains itself.
+            ValueError: If the manifest would be invalid.
         """
         noted = {name: value for name, value in self.info.items() if name not in _COUNTS}
         info, tensors = encode(noted, "info")
@@ -119,13 +102,8 @@ class Manifest:
 def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
     """Read the manifest of a committed checkpoint.
 
-    Args:
-        path: Directory or URL of the checkpoint.
-        name: Name of the manifest's file. Default: ``manifest.json``.
-
     Raises:
-        ValueError: If the path is not a checkpoint, or the manifest cannot be read, is damaged or was written by a
-            newer Treadle.
+        ValueError: If the path is not a checkpoint, or the manifest cannot be read, is damaged or has a newer format.
         OSError: If the store of a URL cannot be reached or rejects the request.
     """
     data = read_source(path, name)
@@ -144,14 +122,10 @@ def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
 
 
 def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
-    """Return the unparsed content of a checkpoint's manifest, which changes with every save.
-
-    Args:
-        path: Directory or URL of the checkpoint.
-        name: Name of the manifest's file. Default: ``manifest.json``.
+    """Return the unparsed content of a checkpoint's manifest.
 
     Raises:
-        ValueError: If the path is not a checkpoint, or its manifest is too large or cannot be read from the disk.
+        ValueError: If the path is not a checkpoint, or its manifest cannot be read from the disk.
         OSError: If the store of a URL cannot be reached or rejects the request.
     """
     path = as_path(path)
@@ -170,18 +144,12 @@ def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
 
 
 def verify(path: Path | str, digests: bool = True) -> Manifest:
-    """Check that a checkpoint's files are those that were committed.
+    """Check that a checkpoint's files are those that were committed, and return its manifest.
 
-    Args:
-        path: Directory of the checkpoint.
-        digests: Also read every file and compare its digest (as fast as the disk reads), not only sizes. Default: True.
-
-    Returns:
-        The checkpoint's manifest.
+    Without ``digests``, only sizes are compared.
 
     Raises:
-        ValueError: If the path is not a checkpoint, its manifest cannot be read, is damaged or was written by a newer
-            Treadle, or a file is missing, cannot be read or has the wrong size or content. The error states the reason.
+        ValueError: If the path is not an intact checkpoint.
     """
     manifest = read_manifest(path)
     check_files(Path(path), manifest, digests)
@@ -189,16 +157,7 @@ def verify(path: Path | str, digests: bool = True) -> Manifest:
 
 
 def check_files(path: Path, manifest: Manifest, digests: bool = True) -> None:
-    """Check the files of a checkpoint whose manifest was read; see `verify`.
-
-    Args:
-        path: Directory of the checkpoint.
-        manifest: The parsed manifest of this checkpoint.
-        digests: Compare digests, not only sizes. Default: True.
-
-    Raises:
-        ValueError: See `verify`.
-    """
+    """Check the files of a checkpoint whose manifest was read; see `verify`."""
     folder = path / manifest.folder
     for name, entry in manifest.files.items():
         filesystem.check_file(folder, name, entry, digests)

@@ -1,4 +1,4 @@
-"""Checks of models: names, shapes, dtypes and values of their weights, and classes of their submodules."""
+"""Checks of models, such as the names, shapes, dtypes and values of their weights, and of optimizer states."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ def _list_part_kinds(model: nn.Module) -> dict[str, str]:
 
 
 def make_notes(model: nn.Module) -> dict[str, str]:
-    """Return the note that records the classes of a model's submodules in a checkpoint, for `compare`.
-
-    Args:
-        model: The user's module, not wrapped for distributed training.
-    """
+    """Return the note that records the classes of a model's submodules in a checkpoint, for `compare`."""
     return {_NOTE: json.dumps(_list_part_kinds(model), separators=(",", ":"))}
 
 
@@ -55,12 +51,8 @@ class FrozenWeights:
     def update(self, model: nn.Module, world: World) -> dict[str, str]:
         """Return the digest of each frozen parameter by name. Call this method on all ranks.
 
-        A digest is computed once, and again if the sum of the parameter's bits has changed. ``_version`` does not
-        reveal such a change, because fused optimizers do not increment it.
-
-        Args:
-            model: The user's module, not wrapped for distributed training.
-            world: The processes, all of which must call this method.
+        A digest is computed again only if the sum of the parameter's bits has changed. ``_version`` does not reveal
+        such a change, because fused optimizers do not increment it.
         """
         parameters = {strip_compile_prefix(n): p for n, p in model.named_parameters(remove_duplicate=False)}
         self._trained |= {name for name, parameter in parameters.items() if parameter.requires_grad}
@@ -76,13 +68,7 @@ class FrozenWeights:
 
 
 def compute_digests(model: nn.Module, names: Collection[str], world: World) -> dict[str, str]:
-    """Return the digests of parameters by name, the same on all processes. Every process must pass the same names.
-
-    Args:
-        model: The user's module, not wrapped for distributed training.
-        names: Names of the parameters to compute digests of.
-        world: The processes, all of which must call this function.
-    """
+    """Return the digests of parameters by name, the same on all processes. Call it with the same names on all ranks."""
     digests = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (plain_name := strip_compile_prefix(name)) in names:
@@ -93,7 +79,7 @@ def compute_digests(model: nn.Module, names: Collection[str], world: World) -> d
 
 
 def _sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return for each tensor the sum of its elements' bits, read as integers. Only the sums are copied to the host."""
+    """Return for each tensor the sum of its elements' bits, read as integers."""
     sums = {name: torch.stack([_add_bits(part) for part in _flatten(local(t))]).sum() for name, t in tensors.items()}
     if not sums:
         return {}
@@ -125,20 +111,12 @@ def _digest(tensor: Tensor) -> str:
 
 
 def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
-    """Return a checkpoint's note about the weights that it omits.
-
-    Args:
-        digests: The digests of these weights, by name.
-    """
+    """Return a checkpoint's note about the weights that it omits, from their digests by name."""
     return {_FROZEN_NOTE: json.dumps(digests, separators=(",", ":"))}
 
 
 def read_frozen_note(noted: Mapping[str, str], path: AnyPath | str) -> dict[str, str]:
     """Return the digests of the weights that a checkpoint omits, by name; empty for a complete checkpoint.
-
-    Args:
-        noted: The notes in the header of the model's file.
-        path: Path or URL of the checkpoint, for the error.
 
     Raises:
         ValueError: If the note is damaged.
@@ -155,15 +133,10 @@ def read_frozen_note(noted: Mapping[str, str], path: AnyPath | str) -> dict[str,
 def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: AnyPath | str, strict: bool) -> None:
     """Check that a model has the same frozen weights as the model that was saved in a checkpoint.
 
-    Args:
-        current: The digests of the model's parameters with the names in ``saved``, from `compute_digests`.
-        saved: The result of `read_frozen_note`.
-        path: Path or URL of the checkpoint, for the message.
-        strict: If False, warn instead of raising an error.
+    ``current`` are the digests of the model's parameters with the names in ``saved``.
 
     Raises:
-        ValueError: If some of these weights are missing or have other values, and ``strict`` is True. The error names
-            the first five.
+        ValueError: If some of these weights are missing or have other values. Without ``strict``, this is a warning.
     """
     other = [name for name, digest in saved.items() if current.get(name) != digest]
     if not other:
@@ -180,23 +153,13 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a short digest of a model's submodule names and classes, and its parameters' names, shapes and dtypes.
-
-    Args:
-        model: The user's module, not wrapped for distributed training.
-    """
+    """Return a short digest of a model's submodules and classes, and its parameters' names, shapes and dtypes."""
     forms = [(strip_compile_prefix(name), tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     return xxh3_64(repr((sorted(_list_part_kinds(model).items()), forms)).encode()).hexdigest()
 
 
 def compare(model: nn.Module, noted: Mapping[str, str], path: AnyPath) -> None:
-    """Warn if weights were saved by a model in which submodules with the same names have other classes.
-
-    Args:
-        model: The model that will load the weights.
-        noted: The notes in the header of the model's file; see `make_notes`.
-        path: Path or URL of the checkpoint, for the warning.
-    """
+    """Warn if weights were saved by a model in which submodules with the same names have other classes."""
     try:
         saved_kinds = json.loads(noted.get(_NOTE, "{}"))
     except ValueError:
@@ -224,21 +187,12 @@ def check_weights(
     strict: bool = True,
     left_out: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Check that ``weights`` belong to ``model``.
+    """Check that ``weights``, objects with a ``shape``, belong to ``model``, and return the weights that fit.
 
-    Args:
-        model: The model to load the weights into.
-        weights: Objects with a ``shape``, by name.
-        path: The source of the weights, for the error.
-        strict: If False, return the weights that fit, and warn about the differences. Default: True.
-        left_out: Names that may be missing. Default: none.
-
-    Returns:
-        The weights that fit; with ``strict``, all of them.
+    Names in ``left_out`` may be missing.
 
     Raises:
-        ValueError: If ``strict`` is True, and names are missing or unexpected, values have a different shape or are not
-            tensors, or tied weights have different values.
+        ValueError: If the weights do not fit the model. Without ``strict``, this is a warning.
     """
     state = model.state_dict()
     reshaped = _find_reshaped(state, weights)
@@ -264,14 +218,10 @@ def check_weights(
 def list_differences(
     model: nn.Module, weights: Mapping[str, Any], complete: bool, left_out: Collection[str] = ()
 ) -> list[str]:
-    """Return the differences between the names and shapes of ``weights`` and ``model``, as lines. Values are not read.
+    """Return the differences between the names and shapes of ``weights`` and ``model``, as lines.
 
-    Args:
-        model: The model to compare with.
-        weights: Objects with a ``shape``, by name.
-        complete: True if the model is completely built. If it is not, or if it has lazy parameters without a shape,
-            names that are missing on one side are not reported.
-        left_out: Names that may be missing. Default: none.
+    If the model is not completely built (``complete``), or has lazy parameters without a shape, names that are missing
+    on one side are not reported. Names in ``left_out`` may be missing.
     """
     state = {strip_compile_prefix(name): value for name, value in model.state_dict().items() if not is_lazy(value)}
     complete = complete and not any(map(is_lazy, model.state_dict().values()))
@@ -314,13 +264,7 @@ def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
 
 
 def warn_dtypes_changed(model: nn.Module, weights: Mapping[str, Any], path: AnyPath) -> None:
-    """Warn if weights were saved in dtypes other than the model's, because the run then does not resume exactly.
-
-    Args:
-        model: The model that loads the weights.
-        weights: Objects with a ``dtype``, by the model's names.
-        path: The source of the weights, for the warning.
-    """
+    """Warn if weights were saved in dtypes other than the model's: the run then does not resume exactly."""
     lines = [
         f"{name}: {str(weights[name].dtype)[6:]} in the checkpoint, {str(current.dtype)[6:]} in this model"
         for name, current in model.state_dict().items()
@@ -336,10 +280,7 @@ def find_not_finite(model: nn.Module) -> list[str]:
     """Return the names of tensors with values that must not be saved, in this process's shard of a model.
 
     A parameter with ``requires_grad=True`` must be finite. In other tensors, only NaN is refused, because masks and
-    ranges may contain infinities. If all sums are finite, the check reads each tensor only once.
-
-    Args:
-        model: The user's module, not wrapped for distributed training.
+    ranges may contain infinities.
     """
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     others = {
@@ -352,11 +293,7 @@ def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) ->
     """Return the names of tensors with values that must not be saved, in this process's optimizer state.
 
     State with the shape of its parameter must be finite, except for scalars: with an infinite second moment, the
-    parameter would never change again. In other state, only NaN is refused.
-
-    Args:
-        optimizer: The optimizer, which may not have taken a step yet.
-        names: The name of each parameter, for the result.
+    parameter would never change again. In other state, only NaN is refused. ``names`` are used in the result.
     """
     states: dict[str, Tensor] = {}
     like_parameter = set()
@@ -371,7 +308,6 @@ def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) ->
 
 
 def _find_bad(tensors: Mapping[str, Tensor], finite: Collection[str]) -> list[str]:
-    """Return the names of tensors that contain NaN, or infinity if the name is in ``finite``."""
     tensors = {n: _to_summable(t) for n, t in tensors.items() if t.is_floating_point() or t.is_complex()}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
     suspects: list[str] = []

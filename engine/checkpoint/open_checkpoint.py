@@ -1,4 +1,4 @@
-"""Checkpoint to load, which is opened once, verified once, and shared by all readers."""
+"""Checkpoint to load, which is opened once, verified once, and shared by its readers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 class OpenCheckpoint:
-    """Committed checkpoint whose manifest is parsed, and whose files are verified and opened at most once.
+    """Committed checkpoint whose manifest is parsed, and whose files are opened on demand.
 
-    Tensors are read on demand. After `verify`, access to a file that has changed raises an error.
+    After `verify`, opening a part whose files have changed raises an error.
 
     Args:
         path: The checkpoint's directory or URL.
@@ -30,13 +30,11 @@ class OpenCheckpoint:
     Attributes:
         path: The directory or URL.
         manifest: The parsed manifest of the checkpoint.
-        verified: True once `verify` has found that all files have the committed content.
+        verified: True once `verify` has succeeded.
 
     Raises:
-        ValueError: If the path is not a checkpoint, or the manifest cannot be read, is damaged or was written by a
-            newer Treadle.
-        OSError: If the store of a URL cannot be reached, or an interrupted replacement of the checkpoint on a disk
-            cannot be completed.
+        ValueError: If the path is not a checkpoint, or its manifest cannot be read.
+        OSError: If the store of a URL or the disk reports an error.
     """
 
     def __init__(self, path: AnyPath | str, manifest: Manifest | None = None) -> None:
@@ -71,7 +69,7 @@ class OpenCheckpoint:
             names: Names of the files, as listed in the manifest.
 
         Raises:
-            ValueError: If a file is missing, or its content differs from the committed content.
+            ValueError: If a file is missing or damaged.
             OSError: If the store rejects a request, or a disk operation fails.
         """
         folder = self.folder
@@ -89,7 +87,7 @@ class OpenCheckpoint:
         return has_part(self.manifest.files, name)
 
     def open_part(self, name: str) -> Any:
-        """Return a part's state with `Stored` tensors, which are read on demand; see `parts.encode_part` for the names.
+        """Return a part's state with `Stored` tensors, which are read on demand.
 
         Args:
             name: The name of the part, such as ``"model"``.
@@ -144,16 +142,12 @@ class OpenCheckpoint:
     def verify(self, world: World | None = None) -> None:
         """Check that every file has the committed content. For a URL, all files are downloaded.
 
-        Once the check has succeeded, further calls have no effect.
-
         Args:
-            world: The processes that load the checkpoint. The method must be called on all of them. Processes with the
-                same file system (for a URL, on the same machine) divide the files among them. Default: this process
-                reads all files.
+            world: The processes that load the checkpoint, all of which call the method. Those with the same file system
+                (for a URL, on the same machine) divide the files among them. Default: this process reads all files.
 
         Raises:
-            ValueError: On every process, if a file is missing, cannot be read or has the wrong size or content, or if
-                the checkpoint has been replaced or deleted since it was opened.
+            ValueError: On every process, if a file is missing or damaged, or the checkpoint was replaced or deleted.
             OSError: On every process, if the store of a URL cannot be reached.
         """
         if self.verified:
@@ -211,18 +205,7 @@ class OpenCheckpoint:
 
 
 def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenCheckpoint:
-    """Open the checkpoint at a path on all processes. Rank zero parses the manifest; nothing is verified yet.
-
-    Args:
-        world: The processes, all of which must call this function.
-        path: The path of the checkpoint on this process.
-
-    Raises:
-        ValueError: On rank zero, if the path is not a checkpoint or its manifest cannot be read; see `OpenCheckpoint`.
-        OSError: On rank zero, if the store of a URL cannot be reached.
-        TypeError: On rank zero, if ``path`` is neither a path nor a URL.
-        RuntimeError: On the other ranks, in these cases.
-    """
+    """Open the checkpoint at a path on all processes. Rank zero parses the manifest; nothing is verified yet."""
     opened: OpenCheckpoint | None = None
     with world.together():
         if world.is_main:
@@ -233,16 +216,7 @@ def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenC
 
 
 def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skipped: list[str]) -> OpenCheckpoint | None:
-    """Verify candidates until one is intact, and return it on every process; return None if none is intact.
-
-    Args:
-        world: The processes, all of which must call this function.
-        candidates: The candidates in order of preference; only rank zero's are used.
-        skipped: List to which a message about each damaged candidate is added.
-
-    Raises:
-        OSError: On every process, if the store of a URL cannot be reached.
-    """
+    """Verify rank zero's candidates until one is intact, and return it on every process, or None if none is."""
     while True:
         candidate: OpenCheckpoint | None = None
         with world.together():
@@ -262,10 +236,8 @@ def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skippe
 def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
     """Run a function on every process, or only on this one if ``world`` is None; return the results in rank order.
 
-    Raises:
-        ValueError: On every process, if the lowest failing rank raised a ValueError or an OSError, with its text.
-        StoreError: On every process, if the lowest failing rank raised a StoreError, which does not mean that the
-            checkpoint is damaged.
+    An OSError becomes a ValueError on every process, but a StoreError does not, because it does not mean that the
+    checkpoint is damaged.
     """
     if world is None:
         return [work()]

@@ -46,24 +46,19 @@ Files = dict[str, bytes | TensorFile]
 
 
 def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] | None = None) -> Files:
-    """Return the content of the files that this process writes for a state; tensors are not copied.
+    """Return the content of the files that this process writes for a state, by name; tensors are not copied.
 
     Args:
         name: ``"model"`` (or ``"model-1"``, ...) for a flat dict of tensors; another name for a state that
-            `json_codec.encode` accepts. A name consists of letters, digits, ``_``, ``-`` and ``.``, does not begin with
-            ``-`` or ``.``, is not ``"manifest"``, and does not end like ``-shard-00001``.
+            `json_codec.encode` accepts.
         state: The state to store. If several processes write one part, their states may differ only in their shards of
             tensors. Tied tensors are stored once.
         rank: The rank of this process. Rank zero writes everything that is not sharded. Default: 0.
         notes: Text by name for the headers of safetensors files. Default: none.
 
-    Returns:
-        The content of each file; empty if this process has nothing to write.
-
     Raises:
         TypeError: If the state contains something that cannot be stored, or a model is not a flat dict of tensors.
-        ValueError: If the name of the part or of a model's tensor is not valid, or if the state contains itself, is
-            nested more than 100 levels deep, or exceeds 512 MiB without its tensors.
+        ValueError: If a name is not valid or the state cannot be encoded.
     """
     if not _PART.fullmatch(name) or name == "manifest" or _SHARD.fullmatch(name):
         raise ValueError(
@@ -106,11 +101,7 @@ def _encode_json(name: str, document: Any) -> bytes:
 
 
 def estimate_size(content: bytes | TensorFile) -> int:
-    """Return the size of a file in bytes, without the header of a safetensors file.
-
-    Args:
-        content: The bytes of a JSON file, or the tensors and notes of a safetensors file.
-    """
+    """Return the size of a file in bytes, without the header of a safetensors file."""
     return len(content) if isinstance(content, bytes) else sum(t.nbytes for t in content.tensors.values())
 
 
@@ -118,10 +109,6 @@ def write_files(folder: Path, files: Files) -> dict[str, filesystem.Entry]:
     """Write files into a directory, which is created if necessary; return their entries once all are fsynced.
 
     All files are written before the first is fsynced, so that the disk writes the other files while this process waits.
-
-    Args:
-        folder: Path of the directory.
-        files: The content of each file, by file name.
     """
     entries = {}
     if files:
@@ -135,45 +122,26 @@ def write_files(folder: Path, files: Files) -> dict[str, filesystem.Entry]:
 
 
 def write_file(path: Path, content: bytes | TensorFile) -> filesystem.Entry:
-    """Write one file of a checkpoint, and return its entry for a manifest.
-
-    Args:
-        path: Path of the file to write.
-        content: The bytes of a JSON file, or the tensors and notes of a safetensors file.
-    """
+    """Write one file of a checkpoint, and return its entry for a manifest."""
     if isinstance(content, bytes):
         return filesystem.write_bytes(path, content)
     return filesystem.write_tensors(path, content.tensors, content.notes)
 
 
 def serialize(content: bytes | TensorFile) -> tuple[int, Iterable[filesystem.Piece]]:
-    """Return the size of one file of a checkpoint in bytes, and its content in pieces.
-
-    Args:
-        content: The bytes of a JSON file, or the tensors and notes of a safetensors file.
-    """
+    """Return the size of one file of a checkpoint in bytes, and its content in pieces."""
     if isinstance(content, bytes):
         return len(content), [content]
     return filesystem.serialize_tensors(content.tensors, content.notes)
 
 
 def has_part(files: Iterable[str], name: str) -> bool:
-    """Return whether a part is among a checkpoint's files.
-
-    Args:
-        files: The names of the files.
-        name: The name of the part, such as ``"model"``.
-    """
+    """Return whether a part is among a checkpoint's files."""
     return bool(list_part_files(name, files))
 
 
 def list_part_files(name: str, files: Iterable[str]) -> list[str]:
-    """Return the sorted names of a part's files. Among shards, rank zero's is the first.
-
-    Args:
-        name: The name of the part, such as ``"model"``.
-        files: The names of the checkpoint's files.
-    """
+    """Return the sorted names of a part's files. Among shards, rank zero's is the first."""
     part_files = []
     for file in files:
         if name == _strip_shard(file.rpartition(".")[0]):
@@ -182,22 +150,20 @@ def list_part_files(name: str, files: Iterable[str]) -> list[str]:
 
 
 def _strip_shard(stem: str) -> str:
-    """Return the name of the part that a file belongs to, from the file's name without its extension."""
+    """Return the name of the part that a file belongs to, from its name without the extension."""
     shard = _SHARD.fullmatch(stem)
     return shard[1] if shard else stem
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a checkpoint with opened files: its document and headers are read, its tensors are not.
+    """Part of a checkpoint with opened files: its document and headers are read, its tensors are not.
 
     Attributes:
-        path: Path or URL of the checkpoint.
         name: The name passed to `encode_part`.
-        document: The content of the part's JSON file; None for a model, which has only tensors.
-        tensors: The part's tensors by name, which are not read yet. In a model, tied tensors are listed under all their
-            names.
-        notes: The notes in the header of the part's first safetensors file; empty if it has none.
+        document: The content of the part's JSON file; None for a model.
+        tensors: The tensors by name. In a model, tied tensors are listed under all their names.
+        notes: The notes in the header of the first safetensors file; empty if there is none.
         owner: The object that keeps the files available while it exists, or None.
     """
 
@@ -209,19 +175,11 @@ class Part:
     owner: object = None
 
     def unread(self) -> Any:
-        """Return the state with `Stored` tensors, whose values are read on demand.
-
-        Raises:
-            ValueError: If the part's content is damaged or was changed.
-        """
+        """Return the state with `Stored` tensors, whose values are read on demand."""
         return self._decode(self.tensors)
 
     def read(self) -> Any:
-        """Return the state with its tensors in memory; tied tensors are one object again.
-
-        Raises:
-            ValueError: If the part's content is damaged or was changed.
-        """
+        """Return the state with its tensors in memory; tied tensors are one object again."""
         values = {id(stored): stored.read() for stored in self.tensors.values()}
         return self._decode({key: values[id(stored)] for key, stored in self.tensors.items()})
 
@@ -246,15 +204,7 @@ def open_files(
 ) -> Part:
     """Open one part of a checkpoint whose manifest is read. Nothing in the files can cause an import or run code.
 
-    Args:
-        path: Path or URL of the checkpoint, for error messages.
-        files: The manifest's entries, by file name.
-        name: The name passed to `encode_part`.
-        folder: The folder with the checkpoint's files.
-        owner: The object that keeps the folder while it exists. The part holds a reference to it. Default: none.
-
-    Raises:
-        ValueError: If the checkpoint has no such part, or its files are missing or damaged.
+    The part keeps a reference to ``owner``, which keeps the folder. ``path`` is for error messages.
     """
     names = list_part_files(name, files)
     flat = bool(_MODEL.fullmatch(name))
@@ -275,34 +225,19 @@ def open_files(
 
 
 def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
-    """Open one part of a committed checkpoint; for more than one, open the checkpoint (`OpenCheckpoint`).
+    """Return one part of a committed checkpoint, with `Stored` tensors, and its notes.
 
-    Args:
-        path: Directory of the checkpoint.
-        name: The name passed to `encode_part`.
-
-    Returns:
-        The state with `Stored` tensors, which are read on demand, and the notes in the header of the part's first
-        safetensors file.
+    Digests are not compared; run `verify` first to detect all damage.
 
     Raises:
         ValueError: If the path is not a checkpoint that can be read, has no such part, or is found to be damaged.
-            Digests are not compared; run `verify` first to detect all damage.
     """
     part = _open_alone(Path(path), name)
     return part.unread(), part.notes
 
 
 def read_part(path: Path | str, name: str) -> Any:
-    """Return one part of a committed checkpoint with its tensors in memory; tied tensors are one object again.
-
-    Args:
-        path: Directory of the checkpoint.
-        name: The name passed to `encode_part`.
-
-    Raises:
-        ValueError: See `open_part`.
-    """
+    """Return one part of a committed checkpoint with its tensors in memory; see `open_part`."""
     return _open_alone(Path(path), name).read()
 
 

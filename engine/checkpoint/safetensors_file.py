@@ -53,19 +53,11 @@ class MemoryPiece:
         return self.tensor.dtype
 
     def get(self, exact: bool = True) -> Tensor:
-        """Return the tensor itself.
-
-        Args:
-            exact: Has no effect, because the tensor is already in memory.
-        """
+        """Return the tensor itself; ``exact`` has no effect."""
         return self.tensor
 
     def fill(self, out: Tensor) -> None:
-        """Copy the tensor into ``out``.
-
-        Args:
-            out: The tensor to copy to, on any device.
-        """
+        """Copy the tensor into ``out``."""
         out.copy_(self.tensor)
 
 
@@ -74,11 +66,8 @@ class FilePiece:
     """Tensor in a safetensors file that is opened for each read, and closed afterwards unless the tensor is mapped.
 
     Attributes:
-        path: Path of the file.
-        mark: The file's size in bytes, modification time in ns and inode number. Reading a file that has changed raises
-            an error.
-        dtype: Dtype of the tensor.
-        shape: Shape of the tensor.
+        mark: The file's size in bytes, modification time in ns and inode number; a read of a changed file raises an
+            error.
         start: Offset of the tensor's first byte in the file.
         nbytes: Length of the tensor in bytes.
     """
@@ -93,15 +82,13 @@ class FilePiece:
     def get(self, exact: bool = True) -> Tensor:
         """Return the tensor, mapped onto the file if that is equivalent to a copy. A mapped tensor keeps the file open.
 
-        Args:
-            exact: Copy the tensor into aligned memory unless it begins at a multiple of 64 bytes in the file.
-                Computations on the CPU need this: with another alignment, kernels sum in another order, so the last
-                bits would depend on the offset in the file. If False, the tensor is copied only if its elements are not
-                aligned to their own size. Default: True.
+        With ``exact``, the tensor is copied into aligned memory unless it begins at a multiple of 64 bytes in the file:
+        with another alignment, CPU kernels sum in another order, so the last bits would depend on the offset in the
+        file.
 
         Raises:
             ValueError: If the file cannot be opened, has changed or is too short.
-            OSError: If the file cannot be mapped, for example because too many files are open.
+            OSError: If the file cannot be mapped.
         """
         if self.nbytes == 0:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
@@ -129,12 +116,8 @@ class FilePiece:
     def fill(self, out: Tensor) -> None:
         """Read the tensor into ``out``, directly if ``out`` is a contiguous CPU tensor of the same dtype.
 
-        Args:
-            out: The tensor to copy to, on any device.
-
         Raises:
             ValueError: If the file cannot be opened, has changed or is too short.
-            OSError: If too many files are open.
         """
         if out.device.type != "cpu" or out.dtype != self.dtype or not out.is_contiguous():
             out.copy_(self.get(exact=False))
@@ -179,29 +162,17 @@ class Piece(Protocol):
         """Dtype of the tensor."""
 
     def get(self, exact: bool = True) -> Tensor:
-        """Return the tensor, mapped onto a file if that is equivalent to a copy; see `FilePiece.get`.
-
-        Args:
-            exact: See `FilePiece.get`.
-        """
+        """Return the tensor, mapped onto a file if that is equivalent to a copy; see `FilePiece.get`."""
 
     def fill(self, out: Tensor) -> None:
-        """Copy the tensor into ``out``.
-
-        Args:
-            out: The tensor to copy to, on any device.
-        """
+        """Copy the tensor into ``out``."""
 
 
 Weights = dict[str, Piece]
 
 
 def read_tensor(piece: Piece) -> Tensor:
-    """Return a piece's tensor as the source of a copy. A tensor of more than 1 MiB may be mapped onto its file.
-
-    Args:
-        piece: The tensor in memory or in a file.
-    """
+    """Return a piece's tensor as the source of a copy. A tensor of more than 1 MiB may be mapped onto its file."""
     length = piece.shape.numel() * piece.dtype.itemsize
     if isinstance(piece, MemoryPiece) or length > _MAPPED_FROM:
         return piece.get(exact=False)
@@ -213,12 +184,8 @@ def read_tensor(piece: Piece) -> Tensor:
 def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
     """Return references to the tensors of one safetensors file, and the notes in its header.
 
-    Args:
-        path: Path of the file.
-
     Raises:
-        ValueError: If the file cannot be read, is damaged, has a header of more than 64 MiB, or contains a dtype that
-            is not in `filesystem.DTYPES`.
+        ValueError: If the file cannot be read, is damaged, or contains something that is not supported.
     """
     try:
         with path.open("rb") as file:
@@ -251,12 +218,8 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
 def read_whole_model(path: Path) -> Weights:
     """Return the tensors of a file that is a complete model, also under the additional names of tied tensors.
 
-    Args:
-        path: Path of the file.
-
     Raises:
-        ValueError: If `read_safetensors` rejects the file, its list of tied tensors is damaged, or it contains only one
-            process's shards.
+        ValueError: If the file is not valid, or contains only one process's shards.
     """
     weights, notes = read_safetensors(path)
     if OFFSETS in notes:
@@ -272,24 +235,12 @@ def read_whole_model(path: Path) -> Weights:
 
 
 def add_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[str, Any]:
-    """Return the tensors, also under the additional names of tied tensors that the file's notes list.
-
-    Args:
-        tensors: The tensors by name.
-        notes: The notes in the header.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError, RecursionError: If the note is damaged.
-    """
+    """Return the tensors, also under the additional names of tied tensors that the notes list."""
     return {**tensors, **{alias: tensors[name] for alias, name in json.loads(notes.get(ALIASES, "{}")).items()}}
 
 
 def read_mark(descriptor: int) -> tuple[int, ...]:
-    """Return the size in bytes, modification time in ns and inode number of an open file, to detect a change.
-
-    Args:
-        descriptor: File descriptor of the open file.
-    """
+    """Return the size in bytes, modification time in ns and inode number of an open file, to detect a change."""
     status = os.fstat(descriptor)
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
@@ -313,11 +264,6 @@ class Stored:
 
     ``stored[...]`` returns the full tensor, ``stored[2:4, :]`` only the rows in the slice. Only ``...`` and slices
     without a step are supported.
-
-    Attributes:
-        name: Name of the tensor, for errors.
-        shape: Shape of the full tensor.
-        dtype: Dtype of the tensor.
     """
 
     def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -343,19 +289,11 @@ class Stored:
         return out
 
     def get(self, exact: bool = True) -> Tensor:
-        """Return the full tensor; see `FilePiece.get`.
-
-        Args:
-            exact: See `FilePiece.get`.
-        """
+        """Return the full tensor; see `FilePiece.get`."""
         return self._pieces[0][0].get(exact) if len(self._pieces) == 1 else self[...]
 
     def fill(self, out: Tensor) -> None:
-        """Copy the full tensor into ``out``.
-
-        Args:
-            out: The tensor to copy to, on any device.
-        """
+        """Copy the full tensor into ``out``."""
         if len(self._pieces) == 1:
             self._pieces[0][0].fill(out)
         else:
@@ -368,15 +306,7 @@ class Stored:
         return out
 
     def add(self, piece: FilePiece, offset: Iterable[int]) -> None:
-        """Add a shard that a file contains.
-
-        Args:
-            piece: The shard, in one safetensors file.
-            offset: Offset of the shard in the full tensor, per dimension.
-
-        Raises:
-            ValueError: If the shard lies outside the full tensor, or has another number of dimensions.
-        """
+        """Add a shard that a file contains, at its offset in the full tensor; raise a ValueError if it does not fit."""
         box = tuple((begin, begin + size) for begin, size in zip(offset, piece.shape, strict=True))
         if len(box) != len(self.shape) or not all(
             0 <= begin <= end <= size for (begin, end), size in zip(box, self.shape, strict=True)
@@ -385,11 +315,7 @@ class Stored:
         self._pieces.append((piece, box))
 
     def check_complete(self) -> None:
-        """Check that every element exists exactly once.
-
-        Raises:
-            ValueError: If shards are missing or overlap.
-        """
+        """Raise a ValueError unless every element exists exactly once."""
         boxes = sorted(box for _, box in self._pieces if all(begin < end for begin, end in box))
         element_count = sum(math.prod(end - begin for begin, end in box) for box in boxes)
         twice = _has_overlap(boxes)
@@ -418,11 +344,7 @@ def _to_relative_slices(box: Box, outer: Box) -> tuple[slice, ...]:
 def open_tensors(paths: Iterable[Path]) -> tuple[dict[str, Stored], dict[str, str]]:
     """Open the tensors in several safetensors files, without reading their values.
 
-    Args:
-        paths: Paths of the files. Files with shards have the notes `OFFSETS` and `SHAPES`.
-
-    Returns:
-        The tensors by name, and the notes of the first file; two empty dicts if there are no files.
+    Files with shards have the notes `OFFSETS` and `SHAPES`. The notes of the first file are returned too.
 
     Raises:
         ValueError: If a file cannot be read or is damaged, or a tensor is not complete.

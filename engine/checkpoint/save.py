@@ -1,4 +1,4 @@
-"""Content of a checkpoint: the state of everything that an Accelerator has prepared."""
+"""Content of a checkpoint: checks, collection and publication."""
 
 from __future__ import annotations
 
@@ -47,14 +47,7 @@ _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|
 
 
 class Counts:
-    """Wrapper of a metric object, whose saved state contains the metric's state on every process.
-
-    The metric's own ``state_dict`` contains this state only if the metric is configured to save it.
-
-    Args:
-        metric: Module that is a metric object or contains metric objects.
-        world: The processes whose states of the metric are saved.
-    """
+    """Wrapper of a metric object, whose saved state contains the metric's state on every process."""
 
     def __init__(self, metric: nn.Module, world: World) -> None:
         self.metric = metric
@@ -68,9 +61,6 @@ class Counts:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the metric's state, even with another world size than the saved run's.
 
-        Args:
-            state_dict: A state returned by `state_dict`.
-
         Raises:
             ValueError: If the world size differs and the state cannot be split over the processes.
         """
@@ -80,11 +70,8 @@ class Counts:
 def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[str, Any], world: World) -> None:
     """Register objects, by name or by order, whose states checkpoints contain unless only weights are saved.
 
-    Args:
-        registered: The registered objects by name; it is changed in place.
-        objects: Objects whose saved states are matched by class name and position.
-        named: Objects whose saved states are matched by these names.
-        world: The processes, which exchange the states of metric objects when a checkpoint is saved.
+    ``registered`` is changed in place. The states of ``objects`` are matched by class name and position, those of
+    ``named`` by name.
 
     Raises:
         TypeError: If an object has no ``state_dict`` or no ``load_state_dict``.
@@ -131,17 +118,9 @@ def check_places(call: str, places: Sequence[Any], also: Any) -> None:
 def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any], weights_only: bool) -> None:
     """Check that a checkpoint can be saved: part names, target paths, and finite values.
 
-    Args:
-        accelerator: The Accelerator whose state would be saved.
-        targets: The paths of the checkpoints.
-        parts: Additional states to save in the checkpoint, by part name.
-        weights_only: True if only weights are saved. Optimizer states are not checked then.
-
     Raises:
-        ValueError: If the name of a part is reserved, or if weights or optimizer states contain values that must not be
-            saved; see `model_check.find_not_finite`. On rank zero, also if `store.check_target` refuses a target.
+        ValueError: If a part's name is reserved, a target is refused, or values are not finite.
         TypeError: If ``parts`` is not a dict of states by name.
-        OSError: On rank zero, if the store of a target's URL rejects a request.
     """
     if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
         raise TypeError(f"save_state(parts={parts!r:.100}) must be a dict of states by name.")
@@ -159,7 +138,7 @@ def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any
 
 
 def _refuse_not_finite(accelerator: Accelerator, target: AnyPath, weights_only: bool) -> None:
-    """Raise a ValueError if this process's weights or optimizer states are not finite."""
+    """Raise a ValueError if this process's weights or optimizer states must not be saved."""
     models = accelerator.unwrapped_models
     bad = [name for model in models for name in model_check.find_not_finite(model)]
     if not weights_only:
@@ -179,12 +158,7 @@ def _refuse_not_finite(accelerator: Accelerator, target: AnyPath, weights_only: 
 
 @contextmanager
 def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[None]:
-    """Return a context that deletes, on rank zero, the files that hooks have written for ``target`` if the block fails.
-
-    Args:
-        accelerator: The Accelerator whose save hooks may have written files.
-        target: Path or URL of the checkpoint.
-    """
+    """Return a context that deletes, on rank zero, the files that hooks wrote for ``target`` if the block fails."""
     try:
         yield
     except BaseException:
@@ -223,20 +197,13 @@ def collect(
 ) -> Files:
     """Return the content of the files that this process adds to a checkpoint. Call this function on all ranks.
 
-    Tensors of models and optimizers are not copied. Sharded weights are gathered if there are save hooks.
-
-    Args:
-        accelerator: The Accelerator whose state is saved.
-        target: Path or URL of the checkpoint, to which hooks may write files.
-        parts: Additional states to save in the checkpoint, by part name.
-        weights_only: Omit everything that is needed only to resume.
-        frozen: For each model, the weights to omit; see `Checkpointer.find_frozen`.
+    Tensors of models and optimizers are not copied. Sharded weights are gathered if there are save hooks, which may
+    write to ``target``. ``frozen`` are the weights to omit, for each model.
 
     Raises:
-        ValueError: If the function is called during gradient accumulation, unless ``weights_only`` is True, or if
-            `encode_part` rejects a part.
+        ValueError: If the function is called during gradient accumulation, unless ``weights_only`` is True, or a part
+            is not valid.
         TypeError: If a state contains something that is not data.
-        Exception: If a save hook, or ``state_dict`` of an object, raises an error.
     """
     if accelerator.inside_group and not weights_only:
         raise ValueError(
@@ -283,11 +250,7 @@ def _collect_model_files(
 
 
 def encode_optimizers(accelerator: Accelerator) -> Files:
-    """Return the files of the optimizers' states that this process writes. Call this function on all ranks.
-
-    Args:
-        accelerator: The Accelerator that prepared the optimizers.
-    """
+    """Return the files of the optimizers' states that this process writes. Call this function on all ranks."""
     rank, strategy, attempts = accelerator.process_index, accelerator.strategy, Attempts()
     files: Files = {}
     for number, prepared in enumerate(accelerator.optimizers):
@@ -327,41 +290,26 @@ def _warn_unsaved(accelerator: Accelerator, files: Files) -> None:
 
 
 def select_optimizer_files(files: Files) -> set[str]:
-    """Return the names of the ``files`` that contain an optimizer's state.
-
-    Args:
-        files: The files of a checkpoint, by name.
-    """
+    """Return the names of the ``files`` that contain an optimizer's state."""
     first = optimizer_part(0)
     return {name for name in files if name.partition(".")[0] == first or name.startswith(f"{first}-")}
 
 
 def collect_rank_random_state(accelerator: Accelerator) -> RandomState:
-    """Return the RNG state of this process: its own generators, and those of its datasets.
-
-    Args:
-        accelerator: The Accelerator that prepared the dataloaders.
-    """
+    """Return the RNG state of this process: its own generators, and those of its datasets."""
     readers = [loader.reading_state() for loader in sort_loaders(accelerator.loaders)]
     return cast(RandomState, {**random_state(), "loaders": readers})
 
 
 def sort_loaders(loaders: list[Loader]) -> list[Loader]:
-    """Return training dataloaders before evaluation dataloaders, because the latter may be added or removed.
-
-    Args:
-        loaders: The prepared dataloaders, in the order of preparation.
-    """
+    """Return training dataloaders before evaluation dataloaders, because the latter may be added or removed."""
     return sorted(loaders, key=lambda loader: loader.evaluation)
 
 
 def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
     """Return the files with the state that belongs to process ``rank`` alone.
 
-    Args:
-        rank: The rank of this process.
-        random: The RNG state of this process, from `collect_rank_random_state`.
-        buffers: For each model, the buffers of this process by name; empty if rank zero's buffers apply to all ranks.
+    ``buffers`` are empty if rank zero's buffers apply to all ranks.
     """
     return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
 
@@ -376,22 +324,10 @@ def _collect_buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
 
 
 def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], others: bool = False) -> None:
-    """Write the files of `collect`, wait for all processes, and commit the checkpoint.
+    """Write the files of `collect`, wait for all processes, and commit the checkpoint. Call it on all ranks.
 
-    Args:
-        world: The processes, all of which must call this function.
-        target: Path or URL of the checkpoint.
-        files: This process's files, from `collect`.
-        info: The metadata for the manifest, from `describe_save`.
-        others: Include the files that hooks wrote; see `store.commit`. Default: False.
-
-    Raises:
-        ValueError: If a hook wrote a file with a reserved name, or if the commit rejects the files or the target; see
-            `store.commit` and `Upload.commit`.
-        TypeError: If ``info`` contains a tensor, an array or something that is not data.
-        OSError: If a disk operation or a request to the store fails. An earlier checkpoint remains, unless the store's
-            response to the commit was lost.
-        RuntimeError: If only other processes failed.
+    If a disk operation or a request to the store fails, an earlier checkpoint remains, unless the store's response to
+    the commit was lost.
     """
     entries: dict[str, Any] = {}
     error: Exception | None = None
@@ -419,7 +355,7 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
 
 
 def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception:
-    """Return the error; for a full disk, an exceeded quota or a too large file, one that states the needed bytes."""
+    """Return the error; for a full disk, quota or a too large file, one that states the needed bytes."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     needed = f"This process needs {sum(estimate_size(content) for content in files.values()):,} bytes"
@@ -486,34 +422,21 @@ def _collect_shared_state(accelerator: Accelerator) -> TrainState:
 
 
 def list_scheduler_kinds(schedulers: list[Any]) -> list[str]:
-    """Return the schedulers' class names, without the module names, which may change for classes of a script.
-
-    Args:
-        schedulers: The prepared schedulers, in the order of preparation.
-    """
+    """Return the schedulers' class names, without the module names, which may change for classes of a script."""
     wrapped = (s.scheduler if isinstance(s, PreparedScheduler) else s for s in schedulers)
     return [type(scheduler).__qualname__ for scheduler in wrapped]
 
 
 def list_reduction_orders(accelerator: Accelerator) -> list[list[int]]:
-    """Return each model's reduction order; see `Strategy.reduction_order`.
-
-    Args:
-        accelerator: The Accelerator that prepared the models.
-    """
+    """Return each model's reduction order; see `Strategy.reduction_order`."""
     return [accelerator.strategy.reduction_order(model) for model in accelerator.models]
 
 
 def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata for the manifest: the run's own metadata, and the values in ``info``.
 
-    Args:
-        accelerator: The Accelerator whose run is described.
-        info: Additional values by key, which must be data other than tensors.
-
     Raises:
-        ValueError: If ``info`` uses a name of the run's own metadata, contains itself, or is nested more than 100
-            levels deep.
+        ValueError: If ``info`` uses a name of the run's own metadata, or cannot be encoded.
         TypeError: If ``info`` is not a dict, or contains tensors, arrays, or something that is not data.
     """
     if not isinstance(info, Mapping):
@@ -536,11 +459,7 @@ def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
 
 
 def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the run's metadata for the manifest, such as world size, precision, batch sizes and model fingerprints.
-
-    Args:
-        accelerator: The Accelerator whose run is described.
-    """
+    """Return the run's metadata for the manifest, such as world size, precision, batch sizes and fingerprints."""
     training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
     accumulate = accelerator.gradient_accumulation_steps
     batch = None if training is None else training.total_batch_size

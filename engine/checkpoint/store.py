@@ -7,9 +7,9 @@ disk at each stage of a save to ``last``:
 
 1. Parts are written to ``.last.part``, each fsynced; then the manifest, fsynced; then that directory is fsynced. A
    failure up to this point leaves at most ``.last.part``, which is not listed as a checkpoint.
-2. If ``last`` is a checkpoint, it is renamed to ``.last.old``. If the process is killed here, two complete checkpoints
-   exist under other names: `find` lists the old one, and `recover` puts the new one in place, or the old one if the
-   digests of the new one do not match.
+2. If ``last`` is a checkpoint, it is renamed, normally to ``.last.old``. If the process is killed here, two complete
+   checkpoints exist under other names: `find` lists the old one, and `recover` puts the new one in place, or the old
+   one if the digests of the new one do not match.
 3. ``.last.part`` is renamed to ``last`` and the parent directory is fsynced. This is the commit.
 4. Files in ``.last.old`` that are not in its manifest move into ``last``.
 5. ``.last.old`` is deleted. A failure here leaves files that do not count as a checkpoint.
@@ -57,22 +57,9 @@ __all__ = [
 
 
 def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesystem.Entry]:
-    """Write one part of a checkpoint next to its target, and fsync the files.
+    """Write one part of a checkpoint next to its target, fsync the files, and return their entries for `commit`.
 
     Several processes may write parts concurrently if the names differ.
-
-    Args:
-        target: The path at which the checkpoint will be committed.
-        name: See `parts.encode_part`.
-        state: The state to store. Tensors may be on any device; tied tensors are stored once.
-
-    Returns:
-        Size and digest by file name, for `commit`.
-
-    Raises:
-        TypeError: If the state contains something that is not data. In that case, nothing is written.
-        ValueError: If the name is not valid or the state cannot be encoded; see `parts.encode_part`.
-        OSError: If a disk operation fails, for example because the disk is full.
     """
     return write_files(beside(target), encode_part(name, state))
 
@@ -80,12 +67,9 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesyste
 def check_target(target: AnyPath) -> None:
     """Check that a checkpoint may be written to a path, without changing any file.
 
-    Args:
-        target: Path or URL of the checkpoint, which may not exist.
-
     Raises:
-        ValueError: If something other than a checkpoint or an empty directory exists at the path, or if a foreign file
-            or directory has a name next to it that the save needs, such as ``.last.part`` for ``last``.
+        ValueError: If something other than a checkpoint or an empty directory exists at the path, or if a foreign path
+            has a name next to it that the save needs.
         OSError: If the store of a URL cannot be reached or rejects a request.
     """
     if isinstance(target, RemotePath):
@@ -95,11 +79,7 @@ def check_target(target: AnyPath) -> None:
 
 
 def beside(target: AnyPath | str) -> Path:
-    """Return the directory that contains a checkpoint's parts until `commit`; for a URL, a folder of this process.
-
-    Args:
-        target: Path or URL of the checkpoint, which may not exist.
-    """
+    """Return the directory that contains a checkpoint's parts until `commit`; for a URL, a folder of this process."""
     target = as_path(target)
     if isinstance(target, RemotePath):
         return remote.open_staging(target)
@@ -109,26 +89,17 @@ def beside(target: AnyPath | str) -> Path:
 def commit(
     target: Path | str, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool = False
 ) -> Path:
-    """Commit the written parts as a checkpoint by one rename. One process calls it after all have written their parts.
+    """Commit the written parts as a checkpoint by one rename, and return its absolute path.
 
-    An existing checkpoint at the target is replaced; at every moment one of the two can be loaded.
+    One process calls it after all have written their parts. An existing checkpoint at the target is replaced; at every
+    moment one of the two can be loaded.
 
-    Args:
-        target: The path of the checkpoint. An existing directory that is neither empty nor a checkpoint is refused.
-        files: The entries that `write_part` returned on all processes, merged into one dict.
-        info: Metadata for the manifest: the counts ``step`` (optimizer steps, default 0), ``epoch`` (0), ``samples``
-            (samples seen over all processes, 0) and ``world_size`` (1), and other data except tensors and arrays, such
-            as a metric's value.
-        others: Also include the other files that were put `beside` the target since `begin`; otherwise, they are
-            deleted. Default: False.
-
-    Returns:
-        The target, as an absolute path.
+    ``files`` merges the entries that `write_part` returned on all processes. ``info`` is stored in the manifest. Other
+    files `beside` the target are included with ``others``, and deleted without it.
 
     Raises:
-        ValueError: If a listed file is missing or has the wrong size (for example, because processes write to different
-            file systems), if the manifest would be invalid (for example, because a count is negative), if a hook wrote
-            a file that is not accepted, or if `check_target` refuses the target.
+        ValueError: If a listed file is missing or has the wrong size, or the manifest, a file of a hook or the target
+            is not valid.
         TypeError: If ``info`` contains a tensor, an array or something that is not data.
         OSError: If a disk operation fails. An earlier checkpoint at the target is not lost.
     """
@@ -179,11 +150,7 @@ def _sync_added_files(source: Path, files: set[str]) -> dict[str, filesystem.Ent
 
 
 def begin(target: AnyPath | str) -> Path:
-    """Create a new directory `beside` a target, for files that hooks write before `write_part`, and return it.
-
-    Args:
-        target: Path or URL of the checkpoint.
-    """
+    """Create a new directory `beside` a target, for files that hooks write, and return it."""
     discard(target)
     source = beside(target)
     filesystem.make_staging_directory(source)
@@ -195,10 +162,9 @@ def begin(target: AnyPath | str) -> Path:
 
 
 def discard(target: AnyPath | str) -> None:
-    """Delete the files that `write_part` wrote for a target that will not be committed. Missing files are not an error.
+    """Delete the files that `write_part` wrote for a target that will not be committed.
 
-    Args:
-        target: The argument of `write_part`. An existing checkpoint at this path is not changed.
+    An existing checkpoint at the target is not changed.
     """
     target = as_path(target)
     if isinstance(target, RemotePath):
@@ -213,15 +179,7 @@ def find_again(path: AnyPath | str) -> None:
     """Restore a checkpoint, or a directory that contains it, whose replacement was interrupted.
 
     Between two renames no checkpoint exists at the path. A process that is replacing the checkpoint gets two seconds to
-    finish. If a process was killed during the replacement, both versions exist. The first caller of this function puts
-    the newer one in place if it is intact, and the older one otherwise.
-
-    Args:
-        path: The checkpoint's directory. Nothing is changed if the directory exists, if neither it nor a directory that
-            contains it is being replaced, or if the path is a URL.
-
-    Raises:
-        OSError: If a disk operation fails.
+    finish. If it was killed, the newer version is put in place if it is intact, and the older one otherwise.
     """
     target = absolute(path)
     if isinstance(target, RemotePath):  # in a store nothing is renamed
@@ -247,13 +205,10 @@ def find_again(path: AnyPath | str) -> None:
 def remove(path: AnyPath | str) -> None:
     """Delete a committed checkpoint so that a failure halfway leaves nothing that counts as a checkpoint.
 
-    Args:
-        path: Directory or URL of the checkpoint.
-
     Raises:
         ValueError: If the path is not a checkpoint with a readable manifest, is a link, or contains foreign files, or
-            if a foreign path has the name that the deletion needs, such as ``.last.gone`` for ``last``. In these cases,
-            no file of the checkpoint is deleted.
+            if a foreign path has the name that the deletion needs. In these cases, no file of the checkpoint is
+            deleted.
         OSError: If a disk operation or a request to the store of a URL fails.
     """
     path = absolute(path)
@@ -266,42 +221,21 @@ def remove(path: AnyPath | str) -> None:
 
 
 class DiskSave:
-    """Save to a directory. Every process writes its own files, and one process commits them. See also `remote.Upload`.
-
-    Args:
-        target: Path of the checkpoint.
-
-    Attributes:
-        staging: The directory that contains the checkpoint's files until the commit.
-    """
+    """Save to a directory. Every process writes its own files, and one process commits them; see `remote.Upload`."""
 
     def __init__(self, target: Path) -> None:
         self._target, self.staging = target, beside(target)
 
     def write(self, files: Files) -> dict[str, filesystem.Entry]:
-        """Write this process's files, and return their entries for the manifest.
-
-        Args:
-            files: The content of each file, by file name.
-        """
+        """Write this process's files, and return their entries for the manifest."""
         return write_files(self.staging, files)
 
     def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
-        """Commit the checkpoint; see `store.commit`.
-
-        Args:
-            files: The entries that `write` returned on all processes, by file name.
-            info: Metadata for the manifest.
-            others: Include the files that hooks wrote to `staging`.
-        """
+        """Commit the checkpoint; see `store.commit`."""
         commit(self._target, files, info, others)
 
     def discard(self, is_main: bool) -> None:
-        """Delete the files of a save that was not committed.
-
-        Args:
-            is_main: True on rank zero, which deletes the files.
-        """
+        """Delete the files of a save that was not committed, on rank zero."""
         if is_main:
             discard(self._target)
         else:
@@ -310,9 +244,6 @@ class DiskSave:
 
 class CheckpointStore:
     """Checkpoints in one directory, or below one URL.
-
-    For a URL, every method raises an ImportError if the package of its store is not installed, and a ValueError if
-    fsspec does not support its scheme.
 
     Args:
         directory: Path or URL whose subdirectories are the checkpoints. It need not exist yet.
@@ -337,11 +268,10 @@ class CheckpointStore:
     def find(self) -> list[AnyPath]:
         """Return the committed checkpoints, latest last, sorted by step and then by order of commit, never by clock.
 
-        While no complete version of a checkpoint exists under its name, the version that was being replaced is listed
-        as ``.name.old``.
+        A checkpoint whose replacement was interrupted may be listed as ``.name.old``.
 
         Raises:
-            OSError: If the directory cannot be listed, or the store of a URL cannot be reached.
+            OSError: If the directory or the store of a URL cannot be read.
         """
         return [path for _, path in self.scan()[0]]
 
@@ -349,7 +279,7 @@ class CheckpointStore:
         """Return the checkpoints of `find` with their manifests, and a message for each unreadable manifest.
 
         Raises:
-            OSError: If the directory cannot be listed, or the store of a URL cannot be reached.
+            OSError: If the directory or the store of a URL cannot be read.
         """
         directory = self.directory
         if isinstance(directory, RemotePath):
@@ -364,11 +294,10 @@ class CheckpointStore:
             verify: Compare digests, not only names and sizes; a URL's files are downloaded for this. Default: True.
 
         Returns:
-            The path, or ``None`` if no checkpoint is intact, and a message for each damaged checkpoint that was
-            examined.
+            The path, or ``None`` if no checkpoint is intact, and messages about damaged checkpoints.
 
         Raises:
-            OSError: If the directory cannot be listed, or the store of a URL cannot be reached.
+            OSError: If the directory or the store of a URL cannot be read.
         """
         checkpoints, skipped = self.scan()
         for manifest, path in reversed(checkpoints):
@@ -386,14 +315,13 @@ class CheckpointStore:
         return None, skipped
 
     def probe(self, nbytes: int = 0) -> None:
-        """Check before a run that checkpoints can be saved, by creating the directory and writing a file or an object.
+        """Check before a run that checkpoints can be saved, by writing a file or an object.
 
         Args:
             nbytes: The size of one checkpoint in bytes; ignored for a URL. Default: 0.
 
         Raises:
-            OSError: If the directory cannot be created, if the directory or URL cannot be written to, or if the
-                directory's disk has less than ``nbytes`` free.
+            OSError: If the directory or URL cannot be written to, or the disk has less than ``nbytes`` free.
         """
         if isinstance(self.directory, Path):
             filesystem.probe(self.directory, nbytes)
@@ -403,10 +331,10 @@ class CheckpointStore:
     def recover(self) -> list[str]:
         """Complete or roll back the saves of killed processes, and delete leftovers.
 
-        Call it once at the start, in the one process that commits to this directory, before anything is saved.
+        Call it before anything is saved, in the one process that commits to this directory.
 
         Returns:
-            Messages about versions that were completed, restored, removed or kept; empty if there was nothing to do.
+            Messages about what was done; empty if there was nothing to do.
 
         Raises:
             OSError: If a disk operation or a request to the store of a URL fails.
@@ -419,7 +347,7 @@ class CheckpointStore:
 
 
 def _scan(directory: Path) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
-    """Return the checkpoints with readable manifests, latest last, and a message for each unreadable manifest."""
+    """Return the checkpoints with their manifests, latest last, and a message for each unreadable manifest."""
     checkpoints: list[tuple[Manifest, AnyPath]] = []
     problems = []
     for path in _iterate_checkpoints(directory):
@@ -445,7 +373,7 @@ def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
 
 
 def _find_next_sequence(directory: Path) -> int:
-    """Return a number above the sequence numbers of all checkpoints in a directory. Damaged ones do not count."""
+    """Return a number above the sequence numbers of all checkpoints in a directory; damaged ones do not count."""
     known = _get_known_sequences(directory)
     present = {}
     for path in _iterate_checkpoints(directory):
@@ -468,7 +396,7 @@ def _find_next_sequence(directory: Path) -> int:
 # throughout a long run.
 @lru_cache(maxsize=8)
 def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return the cache of a directory: the manifest's version and sequence number of each checkpoint, by its name."""
+    """Return the cache of a directory: each manifest's version and sequence number, by the checkpoint's name."""
     return {}
 
 

@@ -33,39 +33,24 @@ STATE, HPARAMS, DATAMODULE_HPARAMS, CONFIG, ADDED = "state", "hparams", "datamod
 
 
 def rank_part(rank: int) -> str:
-    """Return the name of the part with the state of one rank, such as ``rank-00003``.
-
-    Args:
-        rank: The rank that the part belongs to.
-    """
+    """Return the name of the part with the state of one rank, such as ``rank-00003``."""
     return f"rank-{rank:05d}"
 
 
 def model_part(number: int) -> str:
-    """Return the name of the part with a model's tensors: ``model``, ``model-1``, ...
-
-    Args:
-        number: The index of the prepared model.
-    """
+    """Return the name of the part with a model's tensors: ``model``, ``model-1``, ..."""
     return "model" if number == 0 else f"model-{number}"
 
 
 def extra_part(number: int) -> str:
-    """Return the name of the part for values in a model's state that are not tensors: ``extra-model``, ...
-
-    Args:
-        number: The index of the prepared model.
-    """
+    """Return the name of the part for values in a model's state that are not tensors: ``extra-model``, ..."""
     return f"extra-{model_part(number)}"
 
 
 def optimizer_part(number: int, rank: int = 0) -> str:
     """Return the name of the part with an optimizer's state: ``optimizer``, ``optimizer-1``, ...
 
-    Args:
-        number: The index of the prepared optimizer, from 0.
-        rank: The rank whose state the part contains, if each rank saves the state of different parameters; otherwise 0.
-            Default: 0.
+    A ``rank`` other than 0 selects the part of a rank that saves the state of different parameters.
     """
     name = "optimizer" if number == 0 else f"optimizer-{number}"
     return f"{name}-rank-{rank:05d}" if rank else name
@@ -109,7 +94,7 @@ class CallbackStates(TypedDict):
 
 
 class RandomState(TypedDict):
-    """RNG state of one rank: its generators (see `random_state`), and those of its datasets."""
+    """RNG state of one rank: its generators, and those of its datasets."""
 
     python: Any
     numpy: Any
@@ -148,17 +133,10 @@ Form = TypeVar("Form", TrainState, RankState, OptimizerState, CallbackStates)
 def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
     """Check that ``value`` is a dict with a form's required keys and their types, and return it.
 
-    The check is needed because a file that matches its digest may still have other content.
-
-    Args:
-        form: The ``TypedDict`` class that defines the keys and types.
-        value: The decoded content of the part.
-        path: Path or URL of the checkpoint, for the error.
-        part: The name of the part, for the error.
+    A file that matches its digest may still have other content.
 
     Raises:
-        ValueError: If ``value`` is not a dict, or required keys are missing or have values of a wrong type. The error
-            lists these keys.
+        ValueError: If required keys are missing or have values of a wrong type.
     """
     kinds = _collect_required_kinds(form)
     wrong = [
@@ -172,7 +150,7 @@ def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
 
 
 def _collect_required_kinds(form: type[Any]) -> dict[str, type]:
-    """Return the required keys of a form with the class of each value; keys whose value may be None are omitted."""
+    """Return a form's required keys with the class of each value; keys whose value may be None are omitted."""
     kinds: dict[str, type] = {}
     for name, hint in form.__annotations__.items():
         kind: Any = dict if is_typeddict(hint) else get_origin(hint) or hint
@@ -183,9 +161,6 @@ def _collect_required_kinds(form: type[Any]) -> dict[str, type]:
 
 def open_train_state(opened: OpenCheckpoint) -> TrainState:
     """Return the state that all ranks share, without reading its tensors.
-
-    Args:
-        opened: The checkpoint to read from.
 
     Raises:
         ValueError: If the checkpoint contains weights only, or its part ``state`` is damaged.
@@ -199,14 +174,7 @@ def open_train_state(opened: OpenCheckpoint) -> TrainState:
 
 
 def open_registered(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return the states of registered objects without reading tensors; empty for a checkpoint of weights only.
-
-    Args:
-        opened: The checkpoint to read from.
-
-    Raises:
-        ValueError: If the part is damaged.
-    """
+    """Return the states of registered objects without reading tensors; empty for a checkpoint of weights only."""
     return open_train_state(opened)["registered"] if opened.has(STATE) else {}
 
 
@@ -217,7 +185,7 @@ def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
         opened: The checkpoint to read from.
 
     Raises:
-        ValueError: If the states do not have the expected form, or the part is damaged.
+        ValueError: If the part is damaged.
     """
     saved = open_registered(opened).get("callbacks", {})
     if isinstance(saved, dict):  # a script without a Trainer may register another object under this name
@@ -226,14 +194,7 @@ def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
 
 
 def open_added(opened: OpenCheckpoint) -> Mapping[str, Any]:
-    """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, without reading their tensors.
-
-    Args:
-        opened: The checkpoint, of weights only or not.
-
-    Raises:
-        ValueError: If the part is damaged.
-    """
+    """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, without reading their tensors."""
     if opened.has(ADDED):
         return cast(Mapping[str, Any], opened.open_part(ADDED))
     return open_callback_states(opened)["added"]

@@ -1,4 +1,4 @@
-"""Combination of several loaders into one: the class that users create, and its modes."""
+"""Combination of several loaders into one."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ class CombinedLoader:
     combined in mode ``"max_size_cycle"``. Direct iteration yields ``(batch, batch_idx, dataloader_idx)``.
 
     A micro-batch is weighted by the total number of samples that all loaders contribute to it. If the loss is the mean
-    over these samples, the gradient is therefore exact, even with several processes or in a short last group of
-    micro-batches. A batch of unknown size, such as one from a generator, counts as one sample.
+    over these samples, the gradient is therefore exact. A batch of unknown size counts as one sample.
 
     Args:
         iterables: Loaders, or other iterables of batches, in dicts, lists and tuples that may be nested. A nested list
-            or tuple that contains no ``DataLoader`` is itself an iterable of batches.
+            or tuple without a ``DataLoader`` is itself an iterable of batches.
         mode: ``"min_size"`` ends with the shortest loader. ``"max_size_cycle"`` ends with the longest and restarts the
             others. ``"max_size"`` ends with the longest and yields None for loaders that have ended. ``"sequential"``
-            reads one loader after the other, and each batch comes from one loader. Default: ``"min_size"``.
+            reads one loader after the other. Default: ``"min_size"``.
 
     Raises:
         ValueError: If ``mode`` is unknown, or if ``iterables`` is empty.
@@ -94,7 +93,7 @@ class CombinedLoader:
         An infinite number means no limit for that iterable.
 
         Raises:
-            ValueError: If it is set to a list whose length is not the number of iterables.
+            ValueError: If it is set to a list of another length.
         """
         return self._limits
 
@@ -111,12 +110,12 @@ class CombinedLoader:
 
     @property
     def sampler(self) -> Any:
-        """The sampler of each loader, or None if a loader has none, in the structure of ``iterables``."""
+        """The sampler of each loader, or None, in the structure of ``iterables``."""
         return self.in_form([getattr(loader, "sampler", None) for loader in self._flattened])
 
     @property
     def batch_sampler(self) -> Any:
-        """The batch sampler of each loader, or None if a loader has none, in the structure of ``iterables``."""
+        """The batch sampler of each loader, or None, in the structure of ``iterables``."""
         return self.in_form([getattr(loader, "batch_sampler", None) for loader in self._flattened])
 
     def in_form(self, values: Iterable[Any]) -> Any:
@@ -165,7 +164,7 @@ class CombinedLoader:
         return count
 
     def reset(self) -> None:
-        """Discard the iteration in progress, and end the persistent workers of each ``DataLoader``."""
+        """Discard the iteration in progress, and the iterator of each ``DataLoader``."""
         self._running = None
         for loader in self._flattened:
             if isinstance(loader, DataLoader):
@@ -173,14 +172,7 @@ class CombinedLoader:
 
 
 def is_collection(value: Any) -> bool:
-    """Return whether a value is a collection of loaders: a mapping, or a list or tuple that contains a loader.
-
-    Only a ``DataLoader`` or a prepared loader counts, also inside a nested collection. Any other list or tuple is
-    itself a loader, whose items are batches.
-
-    Args:
-        value: Any value.
-    """
+    """Return whether a value is a mapping, or a list or tuple that contains a ``DataLoader`` or a prepared loader."""
     return isinstance(value, Mapping) or (isinstance(value, list | tuple) and _holds_loaders(value))
 
 
@@ -213,23 +205,14 @@ def _fill_form(form: Any, values: Iterator[Any], outermost: bool = False) -> Any
 
 
 def find_least(*counts: int | None) -> int | None:
-    """Return the smallest of the counts that are not None; None if all of them are None.
-
-    Args:
-        counts: Numbers, or None if unknown.
-    """
+    """Return the smallest of the counts that are not None; None if all of them are None."""
     return min((count for count in counts if count is not None), default=None)
 
 
 def compute_joint_length(mode: str, lengths: list[int | None]) -> int | None:
     """Return the number of batches in an epoch of combined iterables; None if it cannot be determined.
 
-    In mode ``"min_size"``, unknown lengths are ignored, so the result is a maximum. In the other modes, an unknown
-    length makes the result unknown.
-
-    Args:
-        mode: A mode of `CombinedLoader`.
-        lengths: The number of batches of each iterable; None if unknown.
+    In mode ``"min_size"``, unknown lengths are ignored, so the result is a maximum.
     """
     if mode == "min_size":
         return find_least(*lengths)
@@ -244,18 +227,12 @@ def read_rows(
 ) -> Iterator[tuple[list[Any], list[int]]]:
     """Yield the batches of several iterables, combined in one of the modes of `CombinedLoader`.
 
-    Args:
-        mode: A mode of `CombinedLoader`.
-        start: Function ``start(index, together)`` that starts or resumes a pass of the iterable at ``index``.
-            ``together`` is True if it starts together with the other iterables, and False if it starts on its own.
-        passes: The number of passes that each iterable has completed in this epoch; updated in place.
+    ``start(index, together)`` starts or resumes a pass of an iterable, and ``passes`` counts the completed passes of
+    each one in this epoch.
 
     Yields:
-        A list with a batch of each iterable (None if the iterable has ended), and a list of the indices of the
-        iterables that were read. In mode ``"sequential"``, each list has a single entry.
-
-    Raises:
-        ValueError: If an iterable yields nothing when mode ``"max_size_cycle"`` restarts it.
+        A list with a batch of each iterable (None if it has ended), and a list of the indices of the iterables that
+        were read. In mode ``"sequential"``, each list has a single entry.
     """
     if mode == "sequential":
         for number in range(len(passes)):

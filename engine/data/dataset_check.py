@@ -1,7 +1,4 @@
-"""Check that the ranks' datasets hold the same samples, without calling their ``__getitem__``.
-
-A dataset whose ``__getitem__`` opens a file in this process would pass the open file on to its workers.
-"""
+"""Comparison of datasets between ranks, and between a checkpoint and a run."""
 
 from __future__ import annotations
 
@@ -27,11 +24,7 @@ _PLAIN = (bool, int, float, str, bytes, os.PathLike, np.generic)
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return a digest of a dataset's class and length, and of excerpts of the per-sample data that it holds.
-
-    Args:
-        dataset: The dataset of this rank; datasets nested in it are included.
-    """
+    """Return a digest of a dataset's class and length, and of excerpts of the per-sample data that it holds."""
     parts: list[Any] = [type(dataset).__name__, get_length(dataset)]
     parts += map(_take_excerpt, _iter_columns(dataset))
     parts += [fingerprint(inner) for inner in _list_inner_datasets(dataset)]
@@ -41,19 +34,14 @@ def fingerprint(dataset: Any) -> str:
 def share_data(dataset: Any, world: World) -> bool:
     """Return whether all ranks hold the same dataset, which is then sharded. Call it on all ranks.
 
-    Only excerpts and hashes of the data are compared, so a small difference or overlap may go unnoticed.
-
-    Args:
-        dataset: The dataset of this rank.
-        world: The ranks to compare.
+    Only excerpts and hashes of the data are compared, so a small difference or overlap may go unnoticed. The check does
+    not call ``__getitem__``, because a file that it opens in this process would be passed on to the workers.
 
     Returns:
-        True if all ranks hold the same dataset. False if each rank holds samples that no other rank has, so the data is
-        already split by rank.
+        True if all ranks hold the same dataset. False if each rank holds samples that no other rank has.
 
     Raises:
-        ValueError: On every rank, if the datasets differ, and some samples are on several ranks or cannot be
-            distinguished.
+        ValueError: On every rank, if neither is the case.
     """
     identities = world.gather_objects((get_length(dataset), fingerprint(dataset)))
     if len(set(identities)) == 1:
@@ -79,12 +67,7 @@ def share_data(dataset: Any, world: World) -> bool:
 
 
 def warn_length_changed(saved: int | None, current: int | None) -> None:
-    """Warn if an epoch is resumed with a dataset of a different length.
-
-    Args:
-        saved: The length in the checkpoint; None if unknown.
-        current: The length in this run; None if unknown.
-    """
+    """Warn if an epoch is resumed with a dataset of a different length; None means unknown."""
     if saved is not None and current is not None and saved != current:
         warn(
             f"the checkpoint was saved within an epoch of {saved:,} samples, but the dataset now has {current:,}. The "
@@ -94,11 +77,7 @@ def warn_length_changed(saved: int | None, current: int | None) -> None:
 
 
 def get_length(value: Any) -> int | None:
-    """Return ``len(value)``, or None if ``value`` has no length.
-
-    Args:
-        value: Any object.
-    """
+    """Return ``len(value)``, or None if ``value`` has no length."""
     if not isinstance(value, Sized):
         return None
     try:
@@ -152,7 +131,6 @@ def _list_inner_datasets(dataset: Any) -> Iterable[Any]:
 
 
 def _take_excerpt(column: Any) -> list[Any]:
-    """Return a limited number of items of a column; for an array of rows, the start of the first and the last row."""
     if not len(column):
         return []
     if isinstance(column, Tensor | np.ndarray) and column.ndim > 1:
@@ -167,7 +145,7 @@ def _take_excerpt(column: Any) -> list[Any]:
 
 
 def _sketch_samples(dataset: Any) -> list[int] | None:
-    """Return the smallest hashes of a dataset's samples; None if there are none, or if at most half are distinct."""
+    """Return the smallest hashes of a dataset's samples; None if the samples cannot be distinguished."""
     keys = _hash_samples(dataset)
     if keys is None:
         return None
@@ -224,7 +202,6 @@ def _read_table_indices(dataset: Any) -> np.ndarray:
 
 
 def _digest_table_ends(dataset: Any) -> list[Any]:
-    """Return digests of the first and the last row of a Hugging Face table, in the order of its file."""
     table = dataset.data
     ends = [table.slice(0, 1), table.slice(max(0, len(table) - 1), 1)]
     return [digest(end.to_pydict()) for end in ends]

@@ -18,16 +18,15 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
     """Return ``batch`` with its tensors on ``device``.
 
     Tensors and other objects with a ``.to(device)`` method are moved, also within mappings, sequences and dataclasses.
-    All other objects, such as sets, are left unchanged. The values can be read as soon as this function returns, even
-    after a copy to the host.
+    All other objects are left unchanged. The values can be read as soon as this function returns, even after a copy to
+    the host.
 
     Args:
         batch: A tensor or a nested structure (dict, list, tuple) of tensors.
         device: The target device.
 
     Raises:
-        TypeError: If the ``.to`` method of an object in the batch raises a ``TypeError``, for example because it does
-            not accept a device, or because the device does not support the dtype.
+        TypeError: If the ``.to`` method of an object in the batch raises a ``TypeError``.
         ValueError: If the batch contains a frozen dataclass without a ``.to`` method.
     """
     # A non-blocking copy to the host returns before its values are there, and one to MPS may read a host tensor that
@@ -58,10 +57,6 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
 class _HostCopier:
     """Asynchronous copier of a batch's tensors from the host to a GPU.
 
-    Host memory is pinned if possible, so that the copy is asynchronous. A large tensor is copied on a separate stream,
-    while the device still computes the previous step. The host waits when it is more than two such batches ahead of the
-    device, because each of them takes device memory.
-
     Batches are not read ahead of their step, because datasets draw random numbers while they are read, and a checkpoint
     stores the resulting state.
     """
@@ -79,7 +74,6 @@ class _HostCopier:
         return self
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on the device, for use on the current stream."""
         pinned = self._pin(tensor)
         if pinned is None:
             return tensor.to(self._device, non_blocking=True)
@@ -88,7 +82,7 @@ class _HostCopier:
         return self._copy_beside(pinned)
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the tensor in pinned memory; None, after one warning, if the system provides none."""
+        """Return the tensor in pinned memory; None if the system provides none."""
         if not self._pins:
             return None
         try:
@@ -118,7 +112,6 @@ class _HostCopier:
 
 
 def _can_pin(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor can be pinned: a plain, contiguous, non-empty CPU tensor without ``requires_grad``."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
@@ -150,14 +143,7 @@ class _Movable(Protocol):
 
 
 def choose_mover(device: torch.device, precision: Precision) -> Callable[[Any], Any] | None:
-    """Return the function that moves each batch to the model's device and casts it; None if neither is needed.
-
-    For a CPU model without a storage dtype, None avoids the overhead of traversing each batch.
-
-    Args:
-        device: The device of the model.
-        precision: The precision whose storage dtype is applied to floating-point tensors.
-    """
+    """Return the function that moves each batch to the model's device and casts it; None if neither is needed."""
     if device.type == "cpu":
         return None if precision.storage is None else precision.cast
     if precision.storage is None:

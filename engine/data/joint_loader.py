@@ -1,4 +1,4 @@
-"""Prepared `CombinedLoader`, each of whose loaders is sharded and resumes at its own position."""
+"""Prepared `CombinedLoader`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ from .sampler_rng import read_states
 class JointBatches:
     """Reader that combines the batches of prepared loaders, and forms accumulation groups with exact weights.
 
-    Args:
-        loaders: The prepared loaders, whose own accumulation groups contain one batch each.
-        source: The user's `CombinedLoader`, for its mode and the structure of its batches.
-        planner: Planner of the accumulation groups, which computes the weights of their batches.
-
     Attributes:
         order: An empty dict while an epoch runs; else None.
         passes: The number of passes that each loader has completed in the epoch.
@@ -40,12 +35,9 @@ class JointBatches:
         self.micros: deque[tuple[Micro, Draw | None, None]] = deque()
 
     def length(self, limit: int | None) -> int | None:
-        """Return the number of batches in an epoch, at most ``limit``; None if it is unknown and there is no limit.
+        """Return the number of batches in an epoch, at most ``limit``; None if unknown.
 
         In mode ``"min_size"``, the result is a maximum if the length of a loader is unknown.
-
-        Args:
-            limit: Maximum number of batches; None for no limit.
         """
         return find_least(compute_joint_length(self.mode, [loader.length for loader in self.loaders]), limit)
 
@@ -66,16 +58,13 @@ class JointBatches:
 
     @property
     def left_out(self) -> Counter[str]:
-        """Counts of what ``drop_last`` drops per pass; see `ShardedBatches.left_out`."""
+        """Counts of what ``drop_last`` drops per pass."""
         return sum((loader.left_out for loader in self.loaders), Counter())
 
     def batches(self, left: int | None) -> Iterator[Any]:
         """Yield at most ``left`` micro-batches, and add their metadata to ``micros``.
 
         A group is read before its first batch is yielded, because its weights depend on the whole group.
-
-        Args:
-            left: Maximum number of micro-batches; None for no limit.
         """
         self.micros.clear()
         read = self._read()
@@ -108,17 +97,15 @@ class JointBatches:
 class JointLoader(Loader):
     """`CombinedLoader` prepared for this process: every loader in it is sharded and resumed separately.
 
-    Each loader restarts at the beginning of an epoch and counts its passes. Loaders that draw random numbers only at
-    the beginning of an epoch, such as those with torch's ``RandomSampler``, draw from one random stream, as in a loop
-    over ``zip``. A loader that draws during the epoch has a separate stream.
+    Loaders that draw random numbers only at the beginning of an epoch draw from one random stream, as in a loop over
+    ``zip``. A loader that draws during the epoch has a separate stream.
 
     Attributes:
         loaders: The prepared loaders.
 
     Raises:
-        TypeError: If the `CombinedLoader` contains a prepared loader, or an object that is not iterable.
-        ValueError: If two loaders share a generator and one of them draws from it during the epoch, or if `Loader` does
-            not accept one of the loaders.
+        TypeError: If the `CombinedLoader` contains a prepared loader.
+        ValueError: If one of the loaders cannot be combined or prepared.
 
     Example:
         >>> import treadle
@@ -188,7 +175,7 @@ class JointLoader(Loader):
         return self._pass_over(passing, batches) if passing else batches
 
     def end_epoch(self) -> None:
-        """End the epoch, even if it was left early, and continue with the next. A full iteration calls this method."""
+        """End the epoch, even if it was left early. A full iteration calls this method."""
         if self._plan.order is not None:
             self._plan.passes = [0] * len(self.loaders)
             for loader in self.loaders:
@@ -249,8 +236,7 @@ class JointLoader(Loader):
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the state does not fit the loaders; see `check`. If the number of loaders or the mode
-                differs, an evaluation loader restores only the epoch number instead.
+            ValueError: If the state cannot be loaded.
         """
         if self.evaluation and self.describe_difference(state):
             self.set_epoch(state["epoch"])
@@ -288,14 +274,13 @@ class JointLoader(Loader):
             )  # they are already restored
 
     def check(self, state: dict[str, Any]) -> None:
-        """Check that a state was saved with the same loaders, in the same mode.
+        """Check that a saved state fits the loaders.
 
         Args:
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the number of loaders or the mode differs, or if a state does not fit its loader; see
-                `Loader.check`.
+            ValueError: If the state does not fit.
         """
         if text := self.describe_difference(state):
             raise ValueError(f"{text}. Pass the same loaders, or load only the weights with treadle.load_weights.")
@@ -316,7 +301,6 @@ class JointLoader(Loader):
 
 
 def _derive_stream(stream: RandomStream, number: int) -> RandomStream:
-    """Return a random stream seeded from the state of another stream and from a loader's index."""
     with isolated_random_state():
         seed_everything(seed_from(stream.get_state(), f"loader {number}") % 2**32)
         return RandomStream(random_state())

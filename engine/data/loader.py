@@ -1,4 +1,4 @@
-"""Prepared loader, which shards the user's loader exactly, forms optimizer steps, and can resume after each step."""
+"""Prepared loader, which yields this process's share of the user's loader and can be resumed."""
 
 from __future__ import annotations
 
@@ -38,34 +38,29 @@ _NO_MORE = object()
 class Loader:
     """Loader that `Accelerator.prepare` returns, which yields this process's share of the data and can be resumed.
 
-    The user's loader is not rebuilt. A ``DataLoader`` is iterated through a shallow copy of the same class. For a
-    dataset that can be indexed, Treadle's sampler replaces the user's sampler in the copy. It replays the user's
-    sampler and keeps this process's share.
+    The user's loader is not rebuilt. A ``DataLoader`` is iterated through a shallow copy of the same class.
 
     Args:
-        source: A ``DataLoader`` (any subclass), or any iterable of batches.
+        source: A ``DataLoader`` or any other iterable of batches.
         world: The processes that share the data.
-        cursor: Position of the loop, updated with each micro-batch that is yielded.
+        cursor: Position of the loop.
         stream: The random stream that samplers without their own generator draw from.
         accumulate: Function that returns the number of micro-batches per optimizer step.
         shard: If False, each process yields all batches of its own loader. Default: True.
-        evaluation: If True, each batch is a separate group. If the last global batch of an indexed dataset has fewer
-            samples than there are processes, it is merged with the batch before it, if possible. Default: False.
-        move: Function applied to each batch, such as the transfer to the device. Default: None, to yield batches
-            unchanged.
+        evaluation: If True, each batch is a separate group. Default: False.
+        move: Function applied to each batch, such as the transfer to the device. Default: no function.
         split: If True, ``batch_size`` is the global batch size. Default: False.
         on_begin: Function that is called at the beginning of each iteration. Default: no function.
 
     Attributes:
-        source: The user's loader.
-        epoch: Number of completed epochs, which a checkpoint restores and `set_epoch` changes.
-        samples: Number of samples yielded in this epoch, over all processes; a batch of unknown size counts as 1.
-        batches: Number of batches yielded in this epoch by this process.
+        epoch: The number of the epoch, from 0.
+        samples: Position in the epoch as a number of samples over all processes; a batch of unknown size counts as 1.
+        batches: Position in the epoch as a number of this process's batches.
         limit: Maximum number of batches per epoch; None for no limit.
 
     Raises:
         TypeError: If the source is not iterable.
-        ValueError: If the loader cannot be resumed (``in_order=False``), or if ``split`` cannot be applied.
+        ValueError: If a setting of the source is not supported.
 
     Example:
         >>> import treadle
@@ -194,11 +189,11 @@ class Loader:
     # -- iteration -----------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this process's micro-batches of one epoch, and update the cursor before each."""
+        """Yield this process's micro-batches of one epoch."""
         return self._run(None)
 
     def begun(self) -> Iterator[Any]:
-        """Return an iterator whose epoch begins immediately, as in torch's loaders, and not with its first batch."""
+        """Return an iterator whose epoch begins immediately and not with its first batch."""
         return self._run(self._begin())
 
     def _run(self, batches: Iterator[Any] | None, *, end: bool = True) -> Iterator[Any]:
@@ -278,7 +273,7 @@ class Loader:
         return self._pass_over(passing, iter(self._view)) if passing else iter(self._view)
 
     def _pass_over(self, passing: int, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the epoch's remaining batches, and count the ``passing`` skipped ones, which a stream must read."""
+        """Yield the epoch's remaining batches, and count the ``passing`` skipped ones."""
         plan = self._plan
         if not isinstance(plan, ShardedBatches):
             for _ in itertools.islice(batches, passing):
@@ -303,12 +298,10 @@ class Loader:
             batch: The index of the batch among those of this process, from 0.
 
         Returns:
-            False if `finish_epoch` has ended the epoch and ``batch`` is past its last batch, so that there is nothing
-            to iterate; else True.
+            False if there is nothing to iterate, because `finish_epoch` has ended this epoch; else True.
 
         Raises:
-            ValueError: If the loader is already past this batch and cannot be rewound, because its data cannot be
-                indexed or it combines several loaders.
+            ValueError: If the loader is already past this batch and cannot be rewound.
         """
         if self._finished and self.length is not None and batch >= self.length:
             self._finished = False
@@ -330,7 +323,7 @@ class Loader:
         return True
 
     def end_epoch(self) -> None:
-        """End the epoch, even if it was left early, and continue with the next. A full iteration calls this method."""
+        """End the epoch, even if it was left early. A full iteration calls this method."""
         if self._plan.order is not None:
             self.epoch += 1
             self.samples = self.batches = self._ahead = 0
@@ -341,7 +334,7 @@ class Loader:
         """Start the next epoch if a resume has restored the position after the last batch of an epoch.
 
         Returns:
-            True if this call started the next epoch. Always False if `length` is None.
+            True if this call started the next epoch.
         """
         if not self._resuming or self.length is None or self.batches < self.length:
             return False
@@ -351,7 +344,7 @@ class Loader:
         return True
 
     def _leave_epoch(self) -> None:
-        """End an epoch that was left early. A number set by `set_epoch` in the meantime applies to the next epoch."""
+        """End an epoch that was left early; a number set by `set_epoch` in the meantime applies to the next epoch."""
         named, self._named = self._named, False
         if self._resuming or self._plan.order is None:
             return
@@ -364,12 +357,11 @@ class Loader:
     def keep_order(self) -> bool:
         """Use the same order in every epoch.
 
-        For a ``RandomSampler``, this is the order of the dataset, and for a ``SubsetRandomSampler``, that of its
-        indices. For any other sampler and for a stream, it is the order that is drawn first.
+        A ``RandomSampler`` or ``SubsetRandomSampler`` no longer shuffles. Other loaders repeat the order that they draw
+        first.
 
         Returns:
-            True if the loader would otherwise have shuffled; for a custom sampler, this is an assumption. Always False
-            for a stream.
+            True if the loader would otherwise have shuffled; an assumption for a custom sampler. False for a stream.
         """
         self._repeats = True
         return self._plan.unshuffle()
@@ -391,7 +383,7 @@ class Loader:
 
     @property
     def length(self) -> int | None:
-        """Number of micro-batches of this process in an epoch, at most ``limit``; None if unknown and unlimited."""
+        """Number of micro-batches of this process in an epoch; None if unknown."""
         return self._plan.length(self.limit)
 
     def __getattr__(self, name: str) -> Any:
@@ -402,12 +394,12 @@ class Loader:
 
     @property
     def total_batch_size(self) -> int:
-        """Number of samples in a full batch, over all processes; the world size if batch sizes are unknown."""
+        """Number of samples in a full batch over all processes; a batch of unknown size counts as 1."""
         return self._plan.full
 
     @property
     def left_out(self) -> Counter[str]:
-        """Counts of what ``drop_last`` drops per epoch; see `ShardedBatches.left_out`."""
+        """Number of samples or batches that ``drop_last`` is known to drop per epoch, by unit."""
         return self._plan.left_out
 
     @property
@@ -422,7 +414,7 @@ class Loader:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """True from the last batch of the epoch until the epoch ends; always False if `length` is None."""
+        """True from the last batch of the epoch until the epoch ends; False if `length` is None."""
         return bool(self.batches) and self.length is not None and self.batches >= self.length
 
     @property
@@ -443,15 +435,14 @@ class Loader:
         """Draw the order from another random stream. Call this method before the first draw.
 
         Args:
-            stream: The random stream that replaces the current one.
+            stream: The new random stream.
         """
         self._stream = self._plan.draws.stream = stream
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the epoch that the next iteration starts or resumes.
 
-        The number is passed to samplers and datasets that have a ``set_epoch`` method. A resumed epoch keeps its saved
-        order.
+        Samplers and datasets with a ``set_epoch`` method receive the number. A resumed epoch keeps its saved order.
 
         Args:
             epoch: The number of the epoch, from 0.
@@ -463,11 +454,7 @@ class Loader:
         self._named = True
 
     def close(self) -> None:
-        """End all workers: persistent ones, and those of an epoch that an error has interrupted.
-
-        The traceback of such an error refers to the epoch's iterator, so a notebook that keeps the error would keep the
-        workers alive. Garbage collection would wait five seconds for each persistent worker.
-        """
+        """End the loader's workers, including persistent ones."""
         if isinstance(self.source, DataLoader):
             end_workers(self._view)
             self._view.__dict__["_iterator"] = None
@@ -475,15 +462,13 @@ class Loader:
     # -- position ------------------------------------------------------------------------------------------------
 
     def agree(self, world: World) -> None:
-        """Determine whether all ranks share the same data in the same order, or whether each rank reads its own data.
-
-        The first batches of a stream are compared only when they are read.
+        """Determine whether all ranks share the same data or each rank reads its own data. Call it on all ranks.
 
         Args:
             world: The ranks that iterate the loader.
 
         Raises:
-            ValueError: On every rank, if neither is the case, or if the lengths show that only some ranks have no data.
+            ValueError: On every rank, if neither is the case.
         """
         if world.size > 1:
             self._plan.agree(world)
@@ -525,14 +510,13 @@ class Loader:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the samples that `state_dict` counted, in the same order, with any world size.
+        """Continue at the position that `state_dict` returned, with any world size.
 
         Args:
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the state does not fit the loader's generators or samplers; see `check`. An evaluation loader
-                restores only the epoch number instead.
+            ValueError: If the state does not fit a training loader.
         """
         plan = self._plan
         if self.evaluation and self.describe_difference(state):
@@ -568,14 +552,13 @@ class Loader:
         self._started = state["started"]
 
     def check(self, state: dict[str, Any]) -> None:
-        """Check that a saved state fits the loader's generators and samplers.
+        """Check that a saved state fits the loader.
 
         Args:
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the generators differ in number or kind, if the number of samplers with a ``state_dict``
-                differs, or if the state is that of a `JointLoader`.
+            ValueError: If the state does not fit.
         """
         if text := self.describe_difference(state):
             raise ValueError(
@@ -589,10 +572,8 @@ class Loader:
     def reading_state(self) -> dict[str, Any]:
         """Return this rank's state: its dataset's generators and, if each rank reads its own data, its position.
 
-        The generators are included only for a dataset that can be indexed and that is read without workers.
-
         Raises:
-            ValueError: If each rank reads its own data, and the method is called inside a group of micro-batches.
+            ValueError: If the position is that of a batch inside a group of micro-batches.
         """
         planner = self._plan.planner
         rank_state = None if planner.shares is None else self.state_dict()
@@ -601,14 +582,11 @@ class Loader:
     def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
         """Restore the state of this rank, as far as it fits this loader.
 
-        The position is restored only if the world size is the same. If the generators differ in number or kind from
-        the saved ones, they keep their states, and a training loader warns.
-
         Args:
-            state: A state returned by `reading_state`. Older checkpoints contain a list of the generators' states.
+            state: A state returned by `reading_state`, or an older checkpoint's list of generator states.
 
         Raises:
-            ValueError: If the position does not fit this loader; see `load_state_dict`.
+            ValueError: If the position does not fit this loader.
         """
         if isinstance(state, list):  # from a checkpoint of a version without data per rank
             state = {"generators": state, "own": None}
@@ -625,11 +603,11 @@ def batch_indices(loader: Loader, number: int | None = None) -> list[Any] | None
 
     Args:
         loader: A prepared loader.
-        number: The batch's index in its group, from 0. Default: the last batch that was yielded.
+        number: The batch's index in its group, from 0. Default: the latest batch.
 
     Returns:
-        The indices that the sampler yielded. Empty if the batch only keeps the ranks in step and has weight zero. None
-        for a stream or a `CombinedLoader`, or if no batch of the current epoch has been yielded.
+        The indices that the sampler yielded; empty if the batch only keeps the ranks in step. None for a stream or a
+        `CombinedLoader`, or if no batch of the current epoch has been yielded.
 
     Raises:
         IndexError: If the group has no batch with this index.

@@ -17,12 +17,10 @@ class Cursor:
     Attributes:
         micro: Metadata of the last micro-batch that was yielded; None while no loader is iterated.
         waited: Seconds that this process has waited for batches.
-        read: Number of batches that this process has read.
-        number: The value of ``read`` at the current batch, which distinguishes it from others with the same metadata.
-        around: Function that returns the context in which a batch is processed. Its argument is True for a batch with
-            fewer samples than a full one, unless it is the first batch of the epoch. None if no context is needed.
-        outlook: This rank's votes on an upcoming group, which are reduced along with the gradients of the current
-            group; None if the rank does not vote.
+        number: The number of batches read up to the current one, which distinguishes batches with the same metadata.
+        around: Function that returns the context in which a batch is processed, or None. Its argument is True for a
+            short batch after the first.
+        outlook: This rank's votes on an upcoming group; None if the rank does not vote.
     """
 
     __slots__ = ("around", "micro", "number", "outlook", "read", "waited")
@@ -43,16 +41,14 @@ class Micro:
     """Metadata of one micro-batch.
 
     Attributes:
-        samples: Number of samples of the micro-batch that belong to this process; 1 if the batch size is unknown, and 0
-            for a stand-in that only keeps the processes in step.
+        samples: Number of samples of this process; 1 if unknown, and 0 for a stand-in that keeps the processes in step.
         scale: Factor by which the mean loss of the micro-batch is multiplied, so that the gradient of the step is the
             mean over all samples of the group.
-        last: Whether the micro-batch is the last of its group. If so, its backward pass reduces gradients, and the
-            optimizer then steps.
-        group_samples: Number of samples in the whole group, over all processes.
+        last: Whether the micro-batch is the last of its group.
+        group_samples: Number of samples in the group, over all processes.
         everyone: Number of samples in the micro-batch, over all processes.
         number: Index of the micro-batch in its group, from 0.
-        group_scale: Sum of ``scale`` over the group, added in the order of the micro-batches.
+        group_scale: Sum of ``scale`` over the group.
     """
 
     samples: int
@@ -65,14 +61,9 @@ class Micro:
 
 
 def share(count: int, rank: int, size: int) -> slice:
-    """Return the slice of ``count`` samples that belongs to process ``rank``.
+    """Return the slice of ``count`` samples that belongs to process ``rank`` of ``size``.
 
     Shares are contiguous, their sizes differ by at most one, and no share is larger than rank zero's.
-
-    Args:
-        count: The number of samples in the global batch.
-        rank: The rank of the process.
-        size: The world size.
     """
     base, extra = divmod(count, size)
     start = rank * base + min(rank, extra)
@@ -82,12 +73,7 @@ def share(count: int, rank: int, size: int) -> slice:
 def avoid_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
     """Return an iterator over the same items on which ``iter`` has no effect.
 
-    ``itertools.islice``, ``zip`` and ``for`` call ``iter`` on their argument. A user-defined iterator whose
-    ``__iter__`` rewinds it would start again with each call. Generators and iterators written in C are returned
-    unchanged.
-
-    Args:
-        iterator: The iterator to protect.
+    A user-defined iterator whose ``__iter__`` rewinds it would start again in ``for`` or ``itertools.islice``.
     """
     return _iter_without_rewind(iterator) if type(iterator).__flags__ & _DEFINED_IN_PYTHON else iterator
 
@@ -104,18 +90,7 @@ def _iter_without_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
 class GroupPlanner:
     """Planner of accumulation groups, each of which forms one optimizer step, with exact weights for its micro-batches.
 
-    Args:
-        rank: The rank of this process.
-        size: The world size.
-        accumulate: Function that returns the number of micro-batches per group; called for each group.
-        presharded: If True, each rank reads its own data, and batches are not sharded. Default: False.
-
-    Attributes:
-        world_rank: The rank of this process.
-        world_size: The world size.
-        rank: The index of this process's share of each batch; 0 if each rank reads its own data.
-        size: The number of shares into which each batch is divided; 1 if each rank reads its own data.
-        shares: Sample counts over all ranks, if several ranks each read their own data; else None.
+    If each rank reads its own data, ``rank`` is 0, ``size`` is 1 and, with several ranks, ``shares`` is set.
     """
 
     def __init__(self, rank: int, size: int, accumulate: Callable[[], int], presharded: bool = False) -> None:
@@ -135,8 +110,7 @@ class GroupPlanner:
     def plan(self, sizes: list[tuple[int, int]]) -> list[Micro]:
         """Return the metadata of the micro-batches of one group.
 
-        Args:
-            sizes: For each micro-batch, (samples of this process, samples of all processes).
+        ``sizes`` contains (samples of this process, samples of all processes) for each micro-batch.
         """
         total = 0
         for _, everyone in sizes:

@@ -17,12 +17,10 @@ class Share:
     """Length of one rank's data.
 
     Attributes:
-        samples: Number of samples in an epoch; None if unknown, or if the size of each batch does not follow from this
-            number.
+        samples: Number of samples in an epoch; None if unknown, or if the batch sizes do not follow from it.
         batch_size: Number of samples in a full batch of this rank; 1 if unknown.
         batches: Number of batches in an epoch; None if unknown.
-        may_read_ahead: Whether batches may be read before the loop requests them, so that the ranks can vote on the end
-            of the data.
+        may_read_ahead: Whether batches may be read before the loop requests them.
     """
 
     samples: int | None
@@ -34,20 +32,14 @@ class Share:
 class RankShares:
     """Calculator of each micro-batch's number of samples over all ranks, if every rank reads its own data.
 
-    All ranks stay in step until the last one has read its data. A rank without a batch takes part with weight zero, so
-    no rank waits for another that has ended, and each rank can read all of its data.
+    All ranks stay in step until the last one has read its data. A rank without a batch takes part with weight zero.
 
-    If the sizes of each rank's batches follow from the length of its data, the lengths are exchanged once. If a stream
-    may be read ahead, the ranks vote on an upcoming group along with the gradients; see `Outlook`. In all other cases,
-    one sum is exchanged on the host before the group. These cases include the first ``depth`` groups, a group that some
-    rank can fill only partly, streams that may not be read ahead, and batch samplers.
-
-    Args:
-        size: The world size.
+    If the sizes of the batches follow from the lengths of the data, the lengths are exchanged once. Otherwise the ranks
+    vote on an upcoming group along with the gradients (see `Outlook`), or exchange a sum on the host before the group.
 
     Attributes:
-        depth: Number of groups of micro-batches that every rank reads ahead of the loop: 1 on CPU, 2 on other devices,
-            0 if nothing is read ahead.
+        size: The world size.
+        depth: Number of groups of micro-batches that every rank reads ahead of the loop.
     """
 
     def __init__(self, size: int) -> None:
@@ -63,13 +55,8 @@ class RankShares:
     def agree(self, share: Share, world: World, source: str) -> None:
         """Exchange the lengths of the ranks' data. Call this method on all ranks.
 
-        Args:
-            share: The length of this rank's data.
-            world: The ranks that iterate the loader.
-            source: The class name of the user's sampler, dataset or iterable, for errors.
-
         Raises:
-            ValueError: On every rank, if the lengths show that some ranks have no data and others do.
+            ValueError: On every rank, if the lengths show that only some ranks have no data.
         """
         shares = world.gather_objects(share)
         self._world = world
@@ -102,14 +89,13 @@ class RankShares:
 
         Args:
             first: Number of micro-batches of the epoch before these.
-            local_samples: Number of samples of each of this rank's next micro-batches; fewer than ``width`` entries at
-                the end of its data.
+            local_samples: Number of samples of each of this rank's next micro-batches.
             width: Number of micro-batches in a full group.
-            source: The class name of the user's sampler, dataset or iterable, for errors.
-            outlook: The votes of the ranks on these micro-batches; None if the ranks have not voted.
+            source: The name of the source, for errors.
+            outlook: The votes of the ranks on these micro-batches; None without votes.
 
         Raises:
-            ValueError: On every rank, if some ranks have no data and others do.
+            ValueError: On every rank, if only some ranks have no data.
         """
         if self._world is None:  # no rank was asked
             return [self.size * samples for samples in local_samples]
@@ -134,7 +120,6 @@ class RankShares:
 
     @staticmethod
     def _exchange(local_samples: list[int], width: int, world: World) -> tuple[list[int], int]:
-        """Return the sample counts of ``width`` micro-batches over all ranks, and the number of ranks with samples."""
         packed = torch.tensor([*local_samples, *[0] * (width - len(local_samples)), bool(local_samples)], device="cpu")
         *sums, active = world.all_reduce(packed).tolist()
         return sums, active
@@ -148,19 +133,13 @@ class RankShares:
 
 
 def compare_across_ranks(first: str, source: str, kind: str, world: World) -> bool:
-    """Compare a source's first items across ranks, and log a message if all differ. Call it on all ranks.
-
-    Args:
-        first: A digest of the first batch or indices; for an empty stream, a value that is unique to the rank.
-        source: The class name of the user's sampler, dataset or iterable, for messages.
-        kind: The plural name of the items, for messages: ``"batches"`` or ``"indices"``.
-        world: The ranks to compare.
+    """Compare a digest of a source's first items across ranks, and log a message if all differ. Call it on all ranks.
 
     Returns:
         True if the first items are the same on all ranks; False if they differ on every rank.
 
     Raises:
-        ValueError: On every rank, if the first items are the same on some ranks and not on others.
+        ValueError: On every rank, if the first items are the same on only some ranks.
     """
     marks = world.gather_objects(first)
     if len(set(marks)) == 1:

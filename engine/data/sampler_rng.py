@@ -25,11 +25,7 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 class Draws:
     """Random sources of one loader, whose states are read and restored together.
 
-    Args:
-        stream: The run's random stream. Samplers without a generator of their own draw from it.
-        source: The user's loader.
-        samplers: The loader's samplers. Nested samplers are included.
-        dataset: The dataset, if its draws determine the order. Nested datasets are included.
+    They are the run's random stream, and the generators of the loader, its samplers and ``dataset``.
     """
 
     def __init__(
@@ -62,21 +58,12 @@ class Draws:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore a state returned by `state`.
-
-        Args:
-            state: Dict with the keys ``stream``, ``generators``, ``samplers`` and ``epochs``; the last two may be
-                missing.
-        """
+        """Restore a state returned by `state`."""
         self.rewind(state)
         self.load_samplers(state)
 
     def rewind(self, state: dict[str, Any]) -> None:
-        """Restore a state returned by `state` except for the samplers' own states, which must not have changed since.
-
-        Args:
-            state: A state returned by `state`; its ``samplers`` are ignored.
-        """
+        """Restore a state returned by `state` except for the samplers' own states."""
         self.stream.go_to(state["stream"])
         self.load_private(state["generators"])
         self.load_epochs(state)
@@ -86,32 +73,20 @@ class Draws:
         return [dataset.epoch for dataset in self.counting_epochs]
 
     def load_epochs(self, state: dict[str, Any]) -> None:
-        """Restore the datasets' own epoch counters, which older checkpoints do not contain.
-
-        Args:
-            state: A state returned by `state` or `Loader.state_dict`.
-        """
+        """Restore the datasets' own epoch counters, if the state contains them."""
         for dataset, epoch in zip(self.counting_epochs, state.get("epochs", ()), strict=False):
             dataset.epoch = epoch
 
     def private_states(self) -> list[Any]:
-        """Return the states of the generators that belong to the loader, its samplers and its dataset."""
+        """Return the states of the generators that belong to the loader."""
         return read_states(self.private)
 
     def load_private(self, states: list[Any]) -> None:
-        """Restore the generators that belong to the loader, its samplers and its dataset.
-
-        Args:
-            states: One state per generator, as returned by `private_states`.
-        """
+        """Restore the generators that belong to the loader."""
         load_states(self.private, states)
 
     def agree(self, world: World) -> None:
-        """Copy rank zero's private generators to all ranks, so that they draw the same order. Call it on all ranks.
-
-        Args:
-            world: The ranks that must draw the same order.
-        """
+        """Copy rank zero's private generators to all ranks, so that they draw the same order. Call it on all ranks."""
         if self.private:
             self.load_private(world.broadcast(self.private_states()))
 
@@ -120,11 +95,7 @@ class Draws:
         return [copy.deepcopy(sampler.state_dict()) for sampler in self.stateful]
 
     def load_samplers(self, state: dict[str, Any]) -> None:
-        """Restore the samplers' own states, which older checkpoints do not contain.
-
-        Args:
-            state: A state returned by `state` or `Loader.state_dict`.
-        """
+        """Restore the samplers' own states, if the state contains them."""
         for sampler, saved in zip(self.stateful, state.get("samplers", ()), strict=False):
             sampler.load_state_dict(copy.deepcopy(saved))
 
@@ -136,8 +107,7 @@ class Draws:
     def replay_from(self, state: dict[str, Any] | None) -> Iterator[None]:
         """Return a context that draws from an earlier state and restores the current state afterwards.
 
-        Args:
-            state: A state returned by `read_host_state`; None draws from the current state.
+        ``state`` is a state returned by `read_host_state`; None draws from the current state.
         """
         before = self.read_host_state()
         try:
@@ -150,11 +120,7 @@ class Draws:
             self.load_private(before["generators"])
 
     def difference(self, state: dict[str, Any]) -> str:
-        """Return the reason why a saved state does not fit these sources; "" if it fits.
-
-        Args:
-            state: The loader's state from a checkpoint.
-        """
+        """Return the reason why a saved state does not fit these sources; "" if it fits."""
         if "loaders" in state:
             saved_loaders = format_count(len(state["loaders"]), "combined loader")
             return f"the checkpoint was saved with {saved_loaders}, but this run has a single loader"
@@ -177,11 +143,8 @@ class Draws:
     def warn_of_counts(self, inside: bool) -> None:
         """Warn once if a sampler with neither ``state_dict`` nor ``set_epoch`` has changed an integer attribute.
 
-        Checkpoints do not contain these attributes, so the order of a resumed run may differ.
-
-        Args:
-            inside: True while an epoch is running. A resume draws the epoch's order again, so changes during the epoch
-                are ignored.
+        Checkpoints do not contain these attributes, so the order of a resumed run may differ. Changes during an epoch
+        are ignored, because a resume draws the epoch's order again.
         """
         if self._first is None or not self._counting:
             return
@@ -208,9 +171,6 @@ def preserve_loader_state(loader: Any) -> Iterator[None]:
     """Return a context that restores the generators, samplers and datasets of ``loader`` when it ends.
 
     For samplers and datasets, this covers the integer attributes and the contents of their ``state_dict``.
-
-    Args:
-        loader: A ``DataLoader``, or another object with ``sampler``, ``batch_sampler`` or ``dataset``.
     """
     batches = getattr(loader, "batch_sampler", None)
     samplers = _find_nested([getattr(loader, "sampler", None), batches], Sampler, ("sampler", "batch_sampler"))
@@ -231,11 +191,7 @@ def preserve_loader_state(loader: Any) -> Iterator[None]:
 
 
 def get_stateful(value: Any) -> Any:
-    """Return ``value`` if it has ``load_state_dict`` and a ``state_dict`` without required arguments; else None.
-
-    Args:
-        value: Any object.
-    """
+    """Return ``value`` if it has ``load_state_dict`` and a ``state_dict`` without required arguments; else None."""
     if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
         return None
     try:
@@ -258,20 +214,12 @@ def _counts_epochs(dataset: Any) -> bool:
 
 
 def find_generators(dataset: Any) -> list[Any]:
-    """Return the generators among the attributes of a dataset and of the datasets nested in it.
-
-    Args:
-        dataset: The user's dataset.
-    """
+    """Return the generators among the attributes of a dataset and of the datasets nested in it."""
     return collect_generators(_find_nested([dataset], Dataset))
 
 
 def collect_generators(owners: Iterable[Any]) -> list[Any]:
-    """Return the generators among the attributes of ``owners``, each once.
-
-    Args:
-        owners: The objects whose attributes are searched, including the items of lists, tuples and dicts of generators.
-    """
+    """Return the generators among the attributes of ``owners``, each once."""
     generators: dict[int, Any] = {}
     for owner in owners:
         for _, value in _iter_attributes(owner):
@@ -302,49 +250,28 @@ def _iter_attributes(owner: Any) -> Iterable[tuple[str, Any]]:
 
 
 def read_states(generators: list[Any]) -> list[Any]:
-    """Return the state of each generator.
-
-    Args:
-        generators: Generators of torch, NumPy or Python's ``random``.
-    """
+    """Return the state of each generator of torch, NumPy or Python's ``random``."""
     return [_read_state(generator) for generator in generators]
 
 
 def load_states(generators: list[Any], states: list[Any]) -> None:
-    """Restore the state of each generator.
-
-    Args:
-        generators: Generators of torch, NumPy or Python's ``random``.
-        states: States returned by `read_states`.
-    """
+    """Restore the state of each generator."""
     for generator, state in zip(generators, states, strict=True):
         _restore_state(generator, state)
 
 
 def match_generators(generators: list[Any], states: list[Any]) -> bool:
-    """Return whether ``states`` fit ``generators`` in number and kind.
-
-    Args:
-        generators: Generators of torch, NumPy or Python's ``random``.
-        states: States returned by `read_states`.
-    """
+    """Return whether ``states`` fit ``generators`` in number and kind."""
     return len(generators) == len(states) and all(map(_accepts_state, generators, states))
 
 
 def warn_unrestored_generators(owner: Any, generators: list[Any], states: list[Any]) -> None:
-    """Warn that the generators of ``owner`` are not restored, because the checkpoint's states do not fit them.
-
-    Args:
-        owner: The dataset that holds the generators; its class is named in the warning.
-        generators: The generators of the dataset in this run.
-        states: The states of the checkpoint's generators.
-    """
+    """Warn that the generators of ``owner`` are not restored, because the checkpoint's states do not fit them."""
     difference = _describe_generators(type(owner).__name__, generators, states)
     warn(f"{difference}, so the saved states are not restored.")
 
 
 def _describe_generators(owner: str, generators: list[Any], states: list[Any]) -> str:
-    """Return how the generators of ``owner`` differ from those whose states are saved."""
     if len(states) == len(generators):
         return f"the separate generators of {owner} differ in type from those in the checkpoint"
     return f"{owner} has {format_count(len(generators), 'separate generator')}, but the checkpoint has {len(states)}"

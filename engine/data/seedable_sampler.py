@@ -1,4 +1,4 @@
-"""Random sampler that ``DataLoaderConfiguration(use_seedable_sampler=True)`` enables."""
+"""Random sampler that draws its order from a seed and the epoch number."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ from torch.utils.data import DataLoader, RandomSampler
 class SeedableRandomSampler(RandomSampler):
     """Random sampler that draws its order from a seed and the epoch number, as in Accelerate.
 
-    Args:
-        sampler: The user's sampler; its dataset, ``replacement`` and ``num_samples`` are used, its generator is not.
-        seed: The base seed. The generator of an epoch is seeded with ``seed + epoch``.
-
-    Attributes:
-        epoch: The number of the epoch whose order the next iteration draws, from 0.
+    The generator of an epoch is seeded with ``seed + epoch``. ``sampler`` is the user's sampler, whose generator is not
+    used.
     """
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
@@ -32,11 +28,7 @@ class SeedableRandomSampler(RandomSampler):
         yield from super().__iter__()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose order the next iteration draws.
-
-        Args:
-            epoch: The epoch number, from 0.
-        """
+        """Set the epoch whose order the next iteration draws."""
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -44,22 +36,14 @@ class SeedableRandomSampler(RandomSampler):
         return {"seed": self.seed, "epoch": self.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state returned by `state_dict`, so that a resumed run keeps its seed.
-
-        Args:
-            state_dict: Dict with the keys ``"seed"`` and ``"epoch"``.
-        """
+        """Restore a state returned by `state_dict`, so that a resumed run keeps its seed."""
         self.seed, self.epoch = state_dict["seed"], state_dict["epoch"]
 
 
 def replace_random_sampler(loader: Any, seed: int) -> Any:
-    """Return a shallow copy of a loader in which `SeedableRandomSampler` replaces torch's ``RandomSampler``.
+    """Return a shallow copy of a ``DataLoader`` in which `SeedableRandomSampler` replaces torch's ``RandomSampler``.
 
-    A subclass of ``RandomSampler`` with a custom ``__iter__`` is kept.
-
-    Args:
-        loader: A ``DataLoader``; any other object is returned unchanged.
-        seed: The base seed of the new sampler.
+    Any other object is returned unchanged.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -72,13 +56,7 @@ def replace_random_sampler(loader: Any, seed: int) -> Any:
 
 
 def _replace_sampler(sampler: Any, seed: int, replaced: dict[int, Any]) -> Any:
-    """Return ``sampler`` unchanged, or a replacement that draws its order from the seed.
-
-    Args:
-        sampler: A sampler, a batch sampler, or None.
-        seed: The base seed of the new sampler.
-        replaced: New samplers by the id of the sampler that each replaces; extended by this call.
-    """
+    """Return ``sampler`` unchanged, or a replacement that draws its order from the seed."""
     # A subclass with its own order keeps it.
     if isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__:
         return replaced.setdefault(id(sampler), SeedableRandomSampler(sampler, seed))

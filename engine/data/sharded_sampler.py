@@ -37,9 +37,8 @@ class GroupIndices(NamedTuple):
     """Sample indices of the micro-batches of one accumulation group.
 
     Attributes:
-        global_batches: For each micro-batch, the indices of all processes, and the sizes of the ranks' batches. The
-            sizes are None if the indices are divided evenly among the ranks. If each rank reads its own data, only this
-            rank is included.
+        global_batches: For each micro-batch, the indices that are divided among the ranks, and the sizes of the ranks'
+            batches (None for even shares).
         slices: This process's share of each global batch.
     """
 
@@ -47,11 +46,7 @@ class GroupIndices(NamedTuple):
     slices: list[slice]
 
     def get_indices(self, number: int) -> list[Any]:
-        """Return this process's indices in one micro-batch; an empty list if its share is empty.
-
-        Args:
-            number: The index of the micro-batch in the group, from 0.
-        """
+        """Return this process's indices in a micro-batch; an empty list if its share is empty."""
         return self.global_batches[number][0][self.slices[number]]
 
 
@@ -59,24 +54,16 @@ class ShardedBatches:
     """Batch sampler that replays the user's own sampler and keeps this process's share of each global batch.
 
     A global batch consists of ``batch_size`` indices of the user's sampler per process, or of one batch of a custom
-    batch sampler per process. A short last global batch is sharded as well, unless ``drop_last`` is set. A process
-    whose share is empty yields one sample with weight zero.
+    batch sampler per process. A process whose share is empty yields one sample with weight zero.
 
-    Args:
-        loader: The user's loader, whose samplers are replayed.
-        planner: Planner of the accumulation groups, which computes the weights of their batches.
-        stream: The random stream that samplers without their own generator draw from.
-        merge_tail: For evaluation: if the last global batch has fewer samples than there are processes, add its samples
-            to the batch before it, if any, so that every process takes part in every batch.
-        positions: Yield ``(epoch seed, position, index)`` triples instead of indices, so that workers can seed each
-            sample.
+    ``merge_tail`` adds a last global batch with fewer samples than processes to the batch before it. ``positions``
+    yields ``(epoch seed, position, index)`` triples instead of indices, so that workers can seed each sample.
 
     Attributes:
         order: The RNG state that the epoch's order was drawn from; None between epochs. If it is set before an epoch
-            begins, the order is drawn again from this state.
-        micros: A tuple for each batch that was yielded but not yet processed by the loop: its metadata, the draws made
-            for its group from a copy of the stream, and the indices of the group. The draws are None if the epoch's
-            order was drawn in one call, or if each rank reads its own data.
+            begins, the order is drawn again.
+        micros: For each batch that the loop has not processed yet: its metadata, the draws made for its group (or
+            None), and the indices of the group.
     """
 
     def __init__(
@@ -106,12 +93,8 @@ class ShardedBatches:
     def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0, passed: int = 0) -> None:
         """Set up the next iteration.
 
-        Args:
-            epoch: The epoch number, from 0.
-            skip: Number of samples of the epoch that were already yielded, over all ranks.
-            limit: The maximum number of batches to yield; None for no limit.
-            done: Number of this rank's batches that were already yielded.
-            passed: Number of further batches to skip.
+        ``skip`` counts the samples of the epoch before the position over all ranks, and ``done`` this rank's batches.
+        ``passed`` is the number of further batches to skip.
         """
         self.epoch, self.skip, self.limit = epoch, skip, limit
         self.done = done
@@ -122,8 +105,7 @@ class ShardedBatches:
         """Interpret ``batch_size`` as the size of the global batch, and divide it by the number of processes.
 
         Raises:
-            ValueError: If it is not divisible by the number of processes, or if the loader has a custom batch sampler
-                or ``batch_size=None``.
+            ValueError: If the loader's batches cannot be divided.
         """
         size = self.planner.size
         if not self.plain or self.batch_size % size:
@@ -138,15 +120,15 @@ class ShardedBatches:
 
     @property
     def draws_later(self) -> bool:
-        """True if the sampler may draw the order during the epoch rather than entirely at its beginning."""
+        """True if the sampler may draw during the epoch rather than entirely at its beginning."""
         return not self.draws_at_once
 
     def unshuffle(self) -> bool:
         """Replace a ``RandomSampler`` with the dataset's order, and a ``SubsetRandomSampler`` with that of its indices.
 
         Returns:
-            True if the loader shuffled before this call. A sampler of any other class is kept, and is assumed to
-            shuffle unless it is a ``SequentialSampler`` or has a false ``shuffle`` attribute.
+            True if the loader shuffled before this call. A custom sampler is assumed to shuffle, unless it has a false
+            ``shuffle`` attribute.
         """
         sampler = self.sampler
         if isinstance(sampler, RandomSampler):
@@ -161,10 +143,7 @@ class ShardedBatches:
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
         """Start the loader's iterator, which draws the seed of its workers from the run's random stream.
 
-        Args:
-            get_iterator: Function that starts and returns the iterator.
-            silently: Whether persistent workers were already started, in this process or before a resume. Their seed
-                was drawn at that time, so this draw is undone.
+        ``silently`` undoes this draw, because persistent workers drew their seed before.
         """
         self._undo = self.draws.state() if silently or self.order is not None else None
         with self.draws.stream.drawing():
@@ -184,9 +163,6 @@ class ShardedBatches:
     def total(self, limit: int | None) -> int:
         """Return the number of batches that this process yields in a whole epoch, at most ``limit``.
 
-        Args:
-            limit: Maximum number of batches; None for no limit.
-
         Raises:
             TypeError: If the user's sampler has no length.
         """
@@ -198,11 +174,8 @@ class ShardedBatches:
     def agree(self, world: World) -> None:
         """Determine whether all ranks read one dataset in one order, or each rank its own data. Call it on all ranks.
 
-        Args:
-            world: The ranks that iterate the loader.
-
         Raises:
-            ValueError: On every rank, if neither is the case, or if the lengths show that only some ranks have no data.
+            ValueError: On every rank, if neither is the case.
         """
         if self.planner.shares is None and not share_data(self.dataset, world):
             self.planner.disable_sharding()
@@ -214,11 +187,6 @@ class ShardedBatches:
             self.planner.shares.agree(self.share(), world, type(self.dataset).__name__)
 
     def _has_common_order(self, world: World) -> bool:
-        """Return whether the user's sampler yields the same first indices on all ranks.
-
-        Raises:
-            ValueError: On every rank, if the samplers of only some ranks yield the same first indices.
-        """
         if type(self.sampler).__module__ == Sampler.__module__:  # torch's own samplers do not depend on the rank
             return True
         before = self.draws.stream.get_state()
@@ -246,7 +214,6 @@ class ShardedBatches:
         return items
 
     def _count_batches(self, items: int, limit: int | None = None) -> int:
-        """Return the number of batches that this process forms from the last ``items`` items of the user's sampler."""
         size = self.planner.size
         count, rest = divmod(items, self.width)
         count += bool(rest) and not self.drop_last
@@ -256,11 +223,7 @@ class ShardedBatches:
         return count - merged
 
     def length(self, limit: int | None) -> int | None:
-        """Return the number of batches in an epoch, at most ``limit``; ``limit`` itself if the sampler has no length.
-
-        Args:
-            limit: Maximum number of batches; None for no limit.
-        """
+        """Return the number of batches in an epoch, at most ``limit``; ``limit`` if the sampler has no length."""
         return limit if self._count_items(get_length) is None else self.total(limit)
 
     @property
@@ -270,34 +233,22 @@ class ShardedBatches:
 
     @property
     def full(self) -> int:
-        """Number of samples in a full batch, over all ranks; the number of batches for a custom batch sampler."""
+        """Number of samples in a full batch, over all ranks; a batch of a custom batch sampler counts as 1."""
         return self.batch_size * self.planner.world_size
 
     @property
     def left_out(self) -> Counter[str]:
-        """Number of samples, or of batches of a custom batch sampler, that ``drop_last`` drops per epoch, by unit."""
+        """Number of items of the user's sampler that ``drop_last`` drops per epoch, by unit."""
         count = self._count_items(get_length)
         dropped = count % self.width if self.drop_last and count is not None else 0
         return +Counter({"sample" if self.plain or not self.batched else "batch": dropped})
 
     def items(self, samples: int, batches: int) -> int:
-        """Return the number of sampler items, over all ranks, in the first batches of this epoch.
-
-        Args:
-            samples: The number of samples in these batches, over all ranks.
-            batches: The number of this process's batches.
-        """
+        """Return the number of the sampler's items, over all ranks, that precede a position in the epoch."""
         return batches * self.full if self.batched and not self.plain else samples
 
     def batches_of(self, items: int) -> int:
-        """Return the number of this process's batches that correspond to ``items`` items of the user's sampler.
-
-        If the sampler has a length and all ranks share its indices, the result plus the number of remaining batches is
-        the number of batches in an epoch.
-
-        Args:
-            items: The number of items from the start of the epoch.
-        """
+        """Return the number of this process's batches that correspond to ``items`` items of the user's sampler."""
         count = self._count_items(get_length)
         if count is None or self.planner.shares is not None:
             return -(-items // self.full)
@@ -311,7 +262,7 @@ class ShardedBatches:
             self.take_drawn()
 
     def take_drawn(self) -> Draw | None:
-        """Return the draws from the copy of the stream since the last call; None if the order was drawn in one call."""
+        """Return the draws from the copy of the stream since the last call; None without a copy."""
         if self._rest is None:
             return None
         before, self._taken = self._taken, self._rest.state
@@ -346,7 +297,6 @@ class ShardedBatches:
         return itertools.chain(first, batches)
 
     def _name_seed_purpose(self) -> int | str:
-        """Return the key from which the workers' seed is derived. It differs between ranks that read their own data."""
         rank = 0 if self.planner.shares is None else self.planner.world_rank
         return f"epoch {self.epoch} of rank {rank}" if rank else self.epoch
 
@@ -357,7 +307,6 @@ class ShardedBatches:
         stream.advance()
 
     def _pull(self, block: int) -> Iterator[Any]:
-        """Return an iterator over the items of the user's sampler, drawn from the run's stream or from a copy of it."""
         self._rest = None
         if type(self.sampler) is RandomSampler and self.sampler.generator is not None:
             # It draws again at its end, which workers reach at another time than the loop.
@@ -396,7 +345,7 @@ class ShardedBatches:
                 yield list(itertools.chain.from_iterable(batches)), None
 
     def _read_groups(self) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
-        """Yield groups of global batches, each with a list of the numbers of samples in its batches."""
+        """Yield groups of global batches, each with the numbers of samples in its batches."""
         batches: Iterator[Any] = itertools.islice(self._read_global_batches(), self.limit)
         if self.merge_tail:
             batches = _merge_tail(batches, self.planner.size)
@@ -408,7 +357,7 @@ class ShardedBatches:
     def _read_rank_groups(
         self, shares: RankShares
     ) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
-        """Yield the groups of this rank's own data until every rank has read all of its data; see `_read_groups`."""
+        """Yield the groups of this rank's own data until every rank has read all of its data."""
         batches, stand_in = self._read_global_batches(), list[Any]()
         for indices, _ in itertools.islice(batches, self.done):
             stand_in = indices[:1]
@@ -501,12 +450,7 @@ def shards_itself(loader: Any) -> bool:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` on the dataset and on the samplers of ``loader``, if they have this method.
-
-    Args:
-        loader: The user's loader.
-        epoch: The number of the epoch that begins, from 0.
-    """
+    """Call ``set_epoch`` on the dataset and on the samplers of ``loader``, if they have this method."""
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     owners = (
         getattr(loader, "dataset", None),

@@ -1,4 +1,4 @@
-"""Resume in the middle of an epoch, for training loops that count their own batches."""
+"""Iteration over an epoch without its first batches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from .loader import Loader
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return an iterable over the current epoch of ``dataloader`` without its first ``num_batches`` batches.
 
-    The remaining batches consist of the same samples as in an uninterrupted epoch. For a ``DataLoader`` that is not
-    prepared, this holds only if its order is drawn from the same RNG state. For the following epochs, iterate
-    ``dataloader`` itself. A prepared loader that `Accelerator.load_state` has restored is already at the saved
-    position, and does not skip the batches a second time.
+    For a ``DataLoader`` that is not prepared, the remaining batches consist of the same samples as in an uninterrupted
+    epoch only if its order is drawn from the same RNG state. For the following epochs, iterate ``dataloader`` itself. A
+    prepared loader that `Accelerator.load_state` has restored does not skip the batches a second time.
 
     Args:
         dataloader: A prepared loader, a ``DataLoader``, or any other iterable of batches.
@@ -35,12 +34,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 class SkippedLoader:
-    """Iterable over one epoch of a loader without its first batches; other attributes are looked up in the loader.
-
-    Args:
-        loader: A prepared loader, a ``DataLoader``, or any other iterable of batches.
-        skipped: The number of batches to skip at the beginning of the epoch.
-    """
+    """Iterable over one epoch of a loader without its first batches; other attributes are looked up in the loader."""
 
     def __init__(self, loader: Any, skipped: int) -> None:
         self.loader = loader
@@ -73,8 +67,6 @@ def _skip_batches(loader: Iterable[Any], count: int) -> Iterator[Any]:
 
 
 class _Tail:
-    """Batch sampler that draws the indices of its first ``count`` batches but does not yield them."""
-
     def __init__(self, batches: Any, count: int) -> None:
         self.batches = batches
         self.count = count

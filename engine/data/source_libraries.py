@@ -10,22 +10,13 @@ _MAPPED = "MappedExamplesIterable"
 
 
 def split_over(dataset: Any) -> int:
-    """Return the number of ranks over which ``split_dataset_by_node`` split a Hugging Face stream; 0 if not split.
-
-    Args:
-        dataset: The user's stream, of any library.
-    """
+    """Return the number of ranks over which ``split_dataset_by_node`` split a Hugging Face stream; 0 if not split."""
     distributed = getattr(dataset, "_distributed", None) if _name_library(dataset) == "datasets" else None
     return int(getattr(distributed, "world_size", 0))
 
 
 def explain_split(dataset: Any, ranks: int) -> str:
-    """Return a hint on how to split a stream that is the same on all ranks, so that each rank reads only its share.
-
-    Args:
-        dataset: The user's stream, of any library.
-        ranks: The number of ranks that read the stream.
-    """
+    """Return a hint on how to split a stream that is the same on all ranks."""
     library = _name_library(dataset)
     if library == "datasets":
         split = f"datasets.distributed.split_dataset_by_node(dataset, rank, {ranks})"
@@ -46,11 +37,7 @@ def explain_split(dataset: Any, ranks: int) -> str:
 def explain_state_gap(dataset: Any) -> str:
     """Return the reason why a stream's state does not contain its exact position; "" if no reason is known.
 
-    There are two such cases, a shuffle buffer and a batched map of tables. The documentation of Hugging Face's
-    ``IterableDataset.state_dict`` describes them.
-
-    Args:
-        dataset: The user's stream, of any library.
+    The documentation of Hugging Face's ``IterableDataset.state_dict`` describes these cases.
     """
     if _name_library(dataset) != "datasets":
         return ""
@@ -64,23 +51,12 @@ def explain_state_gap(dataset: Any) -> str:
 
 
 def copies_state(owner: Any) -> bool:
-    """Return whether an object's ``state_dict`` comes from a library that returns a copy, which does not change later.
-
-    A ``state_dict`` call takes 16-70 us in Hugging Face datasets. In torchdata, it takes 0.3 us with workers and 100 us
-    without.
-
-    Args:
-        owner: An object with ``state_dict``.
-    """
+    """Return whether an object's ``state_dict`` comes from a library that returns a copy."""
     return type(owner).state_dict.__module__.partition(".")[0] in ("datasets", "torchdata", "streaming")
 
 
 def explain_not_repeatable(dataset: Any) -> str:
-    """Return why a stream without a state yields different samples when it is read again; "" if no reason is known.
-
-    Args:
-        dataset: The user's stream, of any library.
-    """
+    """Return why a stream without a state yields different samples when it is read again; "" if no reason is known."""
     if any(kind.__module__.partition(".")[0] == "streaming" for kind in type(dataset).__mro__):
         return "StreamingDataset counts its epochs on its own. Read it through streaming.StreamingDataLoader"
     if _name_library(dataset) != "webdataset":
@@ -100,11 +76,7 @@ def explain_not_repeatable(dataset: Any) -> str:
 
 
 def iter_parts(dataset: Any) -> Iterator[Any]:
-    """Yield a Hugging Face or WebDataset stream and its nested stages; nothing for other datasets.
-
-    Args:
-        dataset: The user's stream, of any library.
-    """
+    """Yield a Hugging Face or WebDataset stream and its nested stages; nothing for other datasets."""
     library, visited, waiting = _name_library(dataset), set[int](), [dataset]
     for part in waiting if library in ("datasets", "webdataset") else ():  # the list grows during the loop
         if id(part) in visited:

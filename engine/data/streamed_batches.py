@@ -26,7 +26,7 @@ from .workers import TORCH_SEEDED, SeededStream, note_workers, seed_epoch
 
 
 class Counted:
-    """Wrapper of the user's collate function that also returns the number of samples; usable in worker processes."""
+    """Wrapper of the user's collate function that also returns the number of samples."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -37,21 +37,13 @@ class Counted:
 
 
 def format_ordinal(number: int) -> str:
-    """Return the ordinal form of a number, such as ``"2nd"``.
-
-    Args:
-        number: A positive integer.
-    """
+    """Return the ordinal form of a positive integer, such as ``"2nd"``."""
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
 
 def make_batches_error(source: Any) -> ValueError:
-    """Return the error for a loader whose custom ``__iter__`` yields fewer or more batches than it reads.
-
-    Args:
-        source: The user's loader.
-    """
+    """Return the error for a loader whose custom ``__iter__`` yields fewer or more batches than it reads."""
     return ValueError(
         f"{type(source).__name__} does not yield one batch for each batch that it reads, so it can be neither sharded "
         "nor resumed. Let its __iter__ yield one batch for each batch from super().__iter__(), or pass an iterable of "
@@ -60,12 +52,7 @@ def make_batches_error(source: Any) -> ValueError:
 
 
 class Unwrapped:
-    """Iterator that removes and records the sizes that `Counted` adds, so that a loader subclass sees plain batches.
-
-    Args:
-        iterator: Iterator over ``(number of samples, batch)`` pairs.
-        sizes: Queue to which the numbers of samples are appended.
-    """
+    """Iterator that removes the sizes that `Counted` adds and appends them to ``sizes``."""
 
     def __init__(self, iterator: Iterator[Any], sizes: deque[int]) -> None:
         self.iterator = iterator
@@ -91,8 +78,7 @@ class BatchAhead:
 
     Attributes:
         size: The number of samples in the batch; 1 if batch sizes are unknown.
-        batch: The batch as the source yielded it.
-        state: The state of the source before the batch was read; None if the source has no state.
+        state: The state of the source before the batch was read, if it has one.
         drawn: The states of the random stream before and after the batch was read; None if this process draws nothing.
     """
 
@@ -103,41 +89,23 @@ class BatchAhead:
 
 
 class StreamedBatches:
-    """Reader that groups the batches of a stream into optimizer steps and weights them exactly.
+    """Reader that groups the batches of a stream into optimizer steps and weights them by their samples.
 
-    A stream that is already split by rank, by its own code or by a library, is read unchanged: each rank trains on the
-    batches of its own stream. A stream that is the same on all ranks is distributed: every rank reads all of it. In
-    each round of batches, one for each rank, batch r belongs to rank r. To determine which case applies, the first
-    batches are compared across ranks, unless sharding is disabled or the stream's library reports a split over all
-    ranks. For a list or tuple of batches, the length and the last batch are compared too.
+    A stream that is already split by rank is read unchanged: each rank trains on the batches of its own stream. A
+    stream that is the same on all ranks is read completely by every rank, and its batches are dealt to the ranks in
+    turn. The first batches are compared across ranks to determine which case applies, unless this is known. A rank
+    without a batch takes part with weight zero.
 
-    A rank without a batch in a round takes part with weight zero.
-
-    A stream that is already split by rank may be read ahead of the loop by one or two groups of micro-batches, so that
-    the ranks can vote on its end along with their gradients; see `RankShares`.
-
-    Args:
-        source: The user's loader or iterable.
-        counted: The number of samples in a full batch, if ``sizes`` contains the size of each batch; None if all
-            batches have the same weight.
-        planner: Planner of the accumulation groups, which computes the weights of their batches.
-        draws: The random sources that the source may draw from.
-        lent: Whether this process reads the source itself. The source then draws from the run's random stream, so that
-            its draws are the same on every rank and are repeated after a resume.
-        stateful: The object whose ``state_dict`` and ``load_state_dict`` save and restore the position of the source;
-            None if the source has no usable state.
-        gap: The reason why the state of the source is not used, or "".
-        cursor: Position of the loop, on which this rank's votes on an upcoming group are set; None if the stream may
-            not be read ahead.
+    ``counted`` is the number of samples in a full batch, or None if all batches have the same weight. ``lent`` means
+    that this process reads the source itself, which then draws from the run's random stream. ``stateful`` is the object
+    that saves and restores the position of the source, and ``gap`` the reason why it is not used.
 
     Attributes:
         order: The RNG state at the beginning of the epoch; None between epochs. If it is set before an epoch begins,
-            the epoch is drawn again from this state.
-        micros: Metadata of the batches that were yielded but not yet processed by the loop.
+            the epoch is drawn again.
         sizes: The numbers of samples in the batches that the source has created but not yet yielded.
-        compare: The ranks whose first batches have not been compared yet; None if no comparison is pending.
-        first_digest: Digest of the current epoch's first batch, to check that a resume reads the same batches; "" if
-            this is not checked.
+        compare: The ranks whose first batches have not been compared yet, if any.
+        first_digest: Digest of the epoch's first batch, to check that a resume reads the same batches; "" if unchecked.
     """
 
     def __init__(
@@ -178,14 +146,7 @@ class StreamedBatches:
         self.begin(0, 0, None)
 
     def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0) -> None:
-        """Set up the next iteration; see `ShardedBatches.begin`.
-
-        Args:
-            epoch: The epoch number, from 0.
-            skip: Number of samples of the epoch that were already yielded, over all ranks.
-            limit: The maximum number of batches to yield; None for no limit.
-            done: Number of this rank's batches that were already yielded.
-        """
+        """Set up the next iteration; see `ShardedBatches.begin`."""
         self.epoch, self.skip, self.limit, self.done = epoch, skip, limit, done
         self.sizes.clear()
         self._pushed.clear()
@@ -197,19 +158,13 @@ class StreamedBatches:
 
     @property
     def full(self) -> int:
-        """Number of samples in a full batch, over all ranks; the number of batches if sample counts are unknown."""
+        """Number of samples in a full batch, over all ranks; a batch of unknown size counts as 1."""
         return (self.counted or 1) * self.planner.world_size
 
     left_out: ClassVar[Counter[str]] = Counter()
 
     def length(self, limit: int | None) -> int | None:
-        """Return the number of batches that this process yields in a whole epoch, at most ``limit``.
-
-        Without a limit, the result is None if the number is unknown.
-
-        Args:
-            limit: Maximum number of batches; None for no limit.
-        """
+        """Return the number of batches that this process yields in an epoch, at most ``limit``; None if unknown."""
         shares = self.planner.shares
         if shares is not None:
             count = shares.batches
@@ -219,18 +174,11 @@ class StreamedBatches:
         return count if limit is None else limit if count is None else min(limit, count)
 
     def share(self) -> Share:
-        """Return the length of this rank's own data; batches of unknown size count as one sample."""
+        """Return the length of this rank's own data."""
         return Share(None, self.counted or 1, get_length(self.source), self.cursor is not None)
 
     def agree(self, world: World) -> None:
-        """Determine before the first batch, if possible, whether the ranks share a stream. Call it on all ranks.
-
-        Args:
-            world: The ranks that iterate the loader.
-
-        Raises:
-            ValueError: On every rank, if the streams differ and their lengths show that only some ranks have no data.
-        """
+        """Determine before the first batch, if possible, whether the ranks share a stream. Call it on all ranks."""
         if self.planner.shares is not None:
             self.planner.shares.agree(self.share(), world, self._name)
             return
@@ -245,14 +193,7 @@ class StreamedBatches:
             self.compare = world
 
     def disable_sharding(self, world: World) -> None:
-        """Disable sharding, because the stream is already split by rank. Call it on all ranks.
-
-        Args:
-            world: The ranks that iterate the loader.
-
-        Raises:
-            ValueError: On every rank, if the lengths of the streams show that only some ranks have no data.
-        """
+        """Disable sharding, because the stream is already split by rank. Call it on all ranks."""
         self.compare = None
         self.planner.disable_sharding()
         self.planner.shares.agree(self.share(), world, self._name)  # type: ignore[union-attr]
@@ -262,23 +203,11 @@ class StreamedBatches:
         return type(getattr(self.source, "dataset", self.source)).__name__
 
     def items(self, samples: int, batches: int) -> int:
-        """Return ``samples``, because the items of a stream are samples; see `ShardedBatches.items`.
-
-        Args:
-            samples: The number of samples in the first batches of the epoch, over all ranks.
-            batches: The number of these batches; unused.
-        """
+        """Return ``samples``, because the items of a stream are samples; see `ShardedBatches.items`."""
         return samples
 
     def batches_of(self, items: int) -> int:
-        """Return the number of this process's batches that correspond to ``items`` items.
-
-        If the stream has a length and all ranks share it, the result plus the number of remaining batches is the number
-        of batches in an epoch.
-
-        Args:
-            items: The number of items from the start of the epoch.
-        """
+        """Return the number of this process's batches that correspond to ``items`` items."""
         size, read, count = self.planner.size, -(-items // (self.counted or 1)), get_length(self.source)
         if count is None or size < self.planner.world_size:
             return -(-read // self.planner.world_size)
@@ -286,31 +215,25 @@ class StreamedBatches:
 
     @property
     def draws_later(self) -> bool:
-        """True if the source may draw during the epoch in this process; see `ShardedBatches.draws_later`."""
+        """True if the source may draw during the epoch in this process."""
         return self.lent
 
     def unshuffle(self) -> bool:
-        """Return False, because the order of a stream cannot be changed. See `ShardedBatches.unshuffle`."""
+        """Return False, because the order of a stream cannot be changed."""
         return False
 
     def split(self) -> None:
-        """Raise an error, because the batches of a stream cannot be split.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise a ValueError, because the batches of a stream cannot be split."""
         raise ValueError(
             "split_batches=True needs a dataset that can be indexed, because the batches of a stream are not split: "
             "each batch goes to one process. Remove split_batches, and divide batch_size by the world size."
         )
 
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
-        """Start the source's iterator, which may draw a seed for its workers; see `ShardedBatches.start`.
+        """Start the source's iterator, which may draw a seed for its workers.
 
-        Args:
-            get_iterator: Function that starts and returns the iterator.
-            silently: Whether persistent workers were already started, in this process or before a resume. They are then
-                seeded from the epoch's number and RNG state, not by torch.
+        ``silently`` means that persistent workers were already started. They are then seeded from the epoch's number
+        and RNG state, not by torch.
         """
         draws = self.draws
         start_state = draws.state()
@@ -342,10 +265,7 @@ class StreamedBatches:
     def starting(self, persistent: bool) -> Iterator[None]:
         """Return the context in which the iterator and its workers are started.
 
-        Persistent workers draw their seed once per run. A resumed run gives them the same seed again.
-
-        Args:
-            persistent: Whether the loader has persistent workers.
+        A resumed run gives persistent workers the same seed again.
         """
         if not persistent:
             yield
@@ -357,20 +277,13 @@ class StreamedBatches:
                 yield
 
     def started(self) -> None:
-        """Restore the saved state of the random stream of the source, now that the loader's iterator exists.
-
-        Creating the iterator draws random numbers. A loader subclass may create it only with the first batch.
-        """
+        """Restore the saved state of the source's random stream, now that the loader's iterator exists."""
         if self._reader is not None and self._late is not None:
             self._reader.go_to(self._late)
             self._taken = self._late
 
     def batches(self, source: Iterator[Any]) -> Iterator[Any]:
-        """Yield this process's micro-batches; their metadata is in ``micros``.
-
-        Args:
-            source: The iterator that `start` returned.
-        """
+        """Yield this process's micro-batches; their metadata is in ``micros``."""
         source = avoid_rewind(source)
         stands, self._stands = self._stands, None
         self._ended = False
@@ -413,7 +326,6 @@ class StreamedBatches:
     def _read_rank_batches(
         self, source: Iterator[Any], left: int | None, shares: RankShares, stand_in: Any
     ) -> Iterator[Any]:
-        """Yield the batches of this rank's own stream, until all ranks have read theirs."""
         first = self.done
         while left is None or left > 0:
             width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
@@ -439,7 +351,6 @@ class StreamedBatches:
     def _take_group(
         self, source: Iterator[Any], width: int, shares: RankShares
     ) -> tuple[list[tuple[int, Any]], Draw | None]:
-        """Return up to ``width`` micro-batches, fewer at the end of the stream, and the draws made to read them."""
         if shares.depth:
             self._read_ahead(source, width)
         taken = [self._ahead.popleft() for _ in range(min(width, len(self._ahead)))]
@@ -452,7 +363,6 @@ class StreamedBatches:
         return group, drawn
 
     def _read_ahead(self, source: Iterator[Any], count: int) -> None:
-        """Read until ``count`` batches are buffered ahead of the loop, or the stream ends."""
         while len(self._ahead) < count and not (self._ended or self._is_exhausted):
             state = None if self.stateful is None else self.stateful.state_dict()
             if not (read := self._read(source, 1)):
@@ -476,12 +386,7 @@ class StreamedBatches:
         self.cursor.outlook = outlook
 
     def _pop_outlook(self, shares: RankShares, width: int) -> Outlook | None:
-        """Return the votes on the next group; None if no votes apply to it.
-
-        If the loop's gradient reductions do not include the votes, reading ahead is disabled on all ranks. If the width
-        of the group differs from the width that was voted on, the votes on this group and on the groups already read
-        ahead are discarded.
-        """
+        """Return the votes on the next group; None if no votes apply to it."""
         if self.cursor is not None:
             self.cursor.outlook = None
         if not shares.depth or len(self._outlooks) < shares.depth:
@@ -496,12 +401,6 @@ class StreamedBatches:
         return outlook
 
     def _compare_ranks(self, source: Iterator[Any], world: World) -> None:
-        """Compare the ranks' first batches to determine whether all ranks read the same stream.
-
-        Raises:
-            ValueError: On every rank, if some ranks read the same stream and others read a different one, or if the
-                lengths of different streams show that only some ranks have no data.
-        """
         self.compare = None
         self._pushed.extend(self._read(source, 1))
         nothing = not self._pushed
@@ -537,10 +436,7 @@ class StreamedBatches:
     def state(self, drawn: Draw | None) -> dict[str, Any] | None:
         """Return the position of the source; None if the source has no state, or if this rank's own stream has ended.
 
-        If batches are buffered ahead of the loop, the position is that of the first buffered batch.
-
-        Args:
-            drawn: The draws made for the last batch; None for the current state of the stream.
+        ``drawn`` holds the draws made for the last batch; None for the current state of the stream.
         """
         if self._stands is not None:  # loaded, but not started since
             return self._stands
@@ -556,11 +452,9 @@ class StreamedBatches:
         return {"source": source_state, "stream": stream, "ended": ended}
 
     def load_state(self, state: dict[str, Any] | None, first_digest: str = "") -> None:
-        """Start the next iteration at a position returned by `state`.
+        """Start the next iteration at a position returned by `state`; None reads the epoch again and skips batches.
 
-        Args:
-            state: The position; None reads the epoch again and skips the batches before the saved position.
-            first_digest: Digest of the first batch of the epoch that is resumed, if known.
+        ``first_digest`` is the digest of the first batch of the epoch that is resumed, if known.
         """
         self._stands = state if self.stateful is not None else None
         self._expected = first_digest
@@ -618,12 +512,7 @@ class StreamedBatches:
 
 
 def follow_iterator(view: DataLoader[Any], plan: StreamedBatches) -> None:
-    """Patch ``view`` to notify ``plan`` when its iterator is created, and to record the sizes that `Counted` adds.
-
-    Args:
-        view: The copy of the user's loader; its ``_get_iterator`` is replaced.
-        plan: The reader of the view's batches.
-    """
+    """Patch ``view`` to notify ``plan`` when its iterator is created, and to record the sizes that `Counted` adds."""
     weak = weakref.ref(view)  # a cycle would keep persistent workers alive
 
     def get_iterator() -> Any:

@@ -39,11 +39,7 @@ class _StandIn:
 
 
 class SeededStream(_StandIn, IterableDataset[Any]):
-    """Stream whose persistent workers draw the same random numbers in an epoch as the new workers of a resumed run.
-
-    Without this class, the workers' draws would depend on all previous epochs, which a resumed run does not repeat. The
-    first epoch is the same as in a plain loop: torch seeds the workers with a number that the loader draws.
-    """
+    """Stream whose persistent workers draw the same random numbers in an epoch as the new workers of a resumed run."""
 
     def __init__(self, dataset: Any) -> None:
         self.__dict__["dataset"] = dataset
@@ -58,13 +54,9 @@ class SeededStream(_StandIn, IterableDataset[Any]):
 
 
 def seed_epoch(stream: SeededStream, seed: int) -> None:
-    """Set the workers' seed for the next epoch.
+    """Set the workers' seed for the next epoch; `TORCH_SEEDED` keeps the seed that torch has set.
 
     This is a function, because a method would hide an attribute of the dataset with the same name.
-
-    Args:
-        stream: The stream whose workers are seeded.
-        seed: The seed, or `TORCH_SEEDED` to keep the seed that torch has set.
     """
     stream.__dict__["_epoch_seed"][0] = seed
 
@@ -73,10 +65,8 @@ class SeededSamples(_StandIn):
     """Dataset that seeds the generators of Python, NumPy and torch before each sample is read in a worker.
 
     The seed depends on the state of the run's random stream when the epoch's order is drawn, on the epoch and on the
-    sample's position in it. A resumed run, or a run with a different number of workers or processes, therefore draws
-    the same augmentations. A sample that occurs twice in an epoch gets two different augmentations. A dataset with
-    ``__getitems__`` is seeded once per batch, from the position of the first sample, so its augmentations depend on how
-    the samples are divided into batches.
+    sample's position in it, so a resumed run draws the same augmentations. A dataset with ``__getitems__`` is seeded
+    once per batch.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -112,12 +102,9 @@ def _reads_in_bulk(dataset: Any) -> bool:
 
 
 def iterate_in_process(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Return an iterator like that of a ``DataLoader`` without workers, but without profiler marks around each batch.
+    """Return an iterator over the batches of a ``DataLoader`` without workers.
 
-    In `benchmarks/overhead.py`, this reduces the time of a step from 1.08 to 1.03 times that of the raw loop.
-
-    Args:
-        loader: The loader, whose dataset can be indexed, with ``num_workers=0`` and ``pin_memory=False``.
+    Torch's iterator adds profiler marks around each batch, which cost time in each step.
     """
     # The seed for workers that do not exist: torch draws it in any case, so it is drawn here too; otherwise the order
     # would differ.
@@ -137,18 +124,13 @@ def _generate_batches(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 class LiveWithRank:
-    """``worker_init_fn`` that makes a worker end with its rank, and then calls the user's own ``worker_init_fn``.
+    """``worker_init_fn`` that makes a worker end with its rank, and then calls ``init``, the user's own function.
 
-    Launchers and terminals signal whole process groups. A rank that receives SIGTERM needs its workers to complete the
-    step and save a checkpoint, but torch's workers end on SIGTERM. Each worker therefore has a separate process group.
-    A Ctrl-C that is sent to each process individually is ignored.
+    A rank that receives SIGTERM needs its workers to complete the step and save a checkpoint, but torch's workers end
+    on SIGTERM. Each worker therefore has a separate process group, where the system has process groups.
 
-    When the rank ends, its workers end immediately; torch's own check of the parent process runs only every 5 s. A
-    thread in the worker waits for the parent to end, which takes no processor time and works on every operating system.
-    Unlike Linux's parent-death signal, it does not react when only the thread that started the worker has ended.
-
-    Args:
-        init: The user's ``worker_init_fn``, or None.
+    A thread in the worker waits for the rank to end, because torch's own check of the parent process runs only every 5
+    s.
     """
 
     def __init__(self, init: Callable[[int], Any] | None) -> None:
@@ -173,26 +155,14 @@ def _end_with(sentinel: Any) -> None:
 
 
 def note_workers(view: DataLoader[Any], iterator: Any) -> Any:
-    """Store a weak reference to an iterator that has workers, for `end_workers`.
-
-    Args:
-        view: The loader to store the reference on.
-        iterator: An iterator of the loader, with or without workers.
-
-    Returns:
-        ``iterator``, unchanged.
-    """
+    """Store a weak reference to an iterator that has workers, for `end_workers`; return the iterator."""
     if hasattr(iterator, "_shutdown_workers"):
         view.__dict__["_treadle_iterator"] = weakref.ref(iterator)
     return iterator
 
 
 def end_workers(view: DataLoader[Any]) -> None:
-    """End the workers of the loader's latest iterator, even if other references to it exist.
-
-    Args:
-        view: The loader whose workers are ended.
-    """
+    """End the workers of the loader's latest iterator, even if other references to it exist."""
     iterator = view.__dict__.pop("_treadle_iterator", lambda: None)()
     if iterator is not None:
         iterator._shutdown_workers()  # private, like the call in its `__del__`; present in torch 2.6 to 2.13

@@ -13,9 +13,7 @@ from .logged_values import stack_numbers
 class LateNumbers:
     """Asynchronous reader of numbers that a CUDA device may still be computing.
 
-    If a number is on a CUDA device, `read` returns the numbers of an earlier call, or no numbers until the first copy
-    is complete. Reading the latest numbers at each refresh of a progress bar would wait for all work queued on the
-    device.
+    Reading the latest numbers at each refresh of a progress bar would wait for all work queued on the device.
     """
 
     def __init__(self) -> None:

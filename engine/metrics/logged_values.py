@@ -1,9 +1,4 @@
-"""Logged values, recorded without waiting for the device and reduced in bulk over steps and processes.
-
-`Metrics.log` only appends a value: it neither waits for the device nor communicates. Every ``log_every_n_steps`` steps
-and at the end of each epoch, all plain values are packed into one vector, which is exchanged once and read once. Metric
-objects exchange their own states.
-"""
+"""Store of logged values, which are reduced over steps and processes."""
 
 from __future__ import annotations
 
@@ -29,16 +24,15 @@ class Metrics:
     """Store of all values logged in one stage.
 
     Args:
-        training: Whether this is a training stage. By default, values logged during a training batch are logged per
-            step, and all other values over the epoch.
-        copies: Whether all tensors on an accelerator are copied, because CUDA graphs overwrite their results.
+        training: Whether this is a training stage.
+        copies: Whether tensors on an accelerator are copied, because CUDA graphs overwrite their results. Default:
+            False.
 
     Attributes:
-        weight: Default weight of a value in its epoch mean: the number of this process's samples in the current batch,
-            or 1 between batches.
-        suffix: Suffix that identifies the evaluation loader in logged names; empty if there is only one loader.
+        weight: Default weight of a value in its epoch mean, such as the number of samples in the current batch.
+        suffix: Suffix that identifies the evaluation loader in logged names.
         place: The current batch of an evaluation, as (loader index, batch index).
-        evaluation: The values that an evaluation within this stage logs, while the evaluation runs; else None.
+        evaluation: The values of an evaluation within this stage, or None.
 
     Example:
         >>> import treadle
@@ -63,10 +57,10 @@ class Metrics:
         self._entries = self._in_step
 
     def between_batches(self, yes: bool) -> None:
-        """Set whether values that are logged after this call belong to the epoch rather than to a batch.
+        """Set whether the following values belong to the epoch rather than to a batch.
 
         Args:
-            yes: True for the epoch, False for a batch. True also sets ``weight`` to 1.
+            yes: True for the epoch, False for a batch.
         """
         self._entries = self._in_epoch if yes else self._in_step
         if yes:
@@ -76,12 +70,11 @@ class Metrics:
         """Yield batches, and undo changes that stand-in batches make to the metric objects of ``owner``.
 
         A stand-in is a sample of another process. It fills an empty share of the last global batch, so that the
-        collectives of all processes match. In an evaluation, changes to lists, sums and counts in attributes of
-        ``owner`` are undone too. In training they are kept, because step counts must stay the same on all processes.
+        collectives of all processes match.
 
         Args:
             batches: The batches of a prepared loader.
-            cursor: The position in the loader, which identifies stand-ins.
+            cursor: The position in the loader.
             owner: The task that processes the batches.
         """
         for batch in batches:
@@ -96,7 +89,7 @@ class Metrics:
 
     @property
     def entries(self) -> list[Entry]:
-        """All entries: those of steps, then those of the epoch, each in the order in which they were first logged."""
+        """All entries: those of steps, then those of the epoch."""
         return [*self._in_step.values(), *self._in_epoch.values()]
 
     def log(
@@ -117,16 +110,16 @@ class Metrics:
             name: The name to log under.
             value: A number, a tensor with one element or a metric object.
             prog_bar: Show the value in the progress bar.
-            logger: Send the value to loggers. Default: True.
-            on_step: Log the value of each step. Default: True during a training batch, else False.
-            on_epoch: Log the value over the epoch. Default: False during a training batch, else True.
-            reduce_fx: See ``TaskModule.log``.
-            batch_size: The weight of the value in a mean; 0 for a stand-in batch. Default: the attribute ``weight``.
-            add_suffix: Append ``suffix``, which identifies the evaluation loader, to the name. Default: True.
+            logger: Send the value to loggers; None for True.
+            on_step: Log the value of each step; None for the stage's default.
+            on_epoch: Log the value over the epoch; None for the stage's default.
+            reduce_fx: The reduction.
+            batch_size: The weight of the value in a mean; None for ``weight``.
+            add_suffix: Append ``suffix`` to the name. Default: True.
 
         Raises:
-            ValueError: If arguments or calls contradict each other, or ``reduce_fx`` or a tensor's shape is not valid.
-            TypeError: If the name is not a string or the value is not a number.
+            ValueError: If an argument is invalid or contradicts an earlier call.
+            TypeError: If the name or the value has the wrong type.
         """
         if self.suffix and add_suffix:
             name += self.suffix
@@ -223,7 +216,7 @@ class Metrics:
             world: The processes to reduce over.
 
         Raises:
-            ValueError: On every rank, if the ranks have logged different names, or the names in a different order.
+            ValueError: On every rank, if the ranks have logged different names.
         """
         entries = [entry for entry in self._in_step.values() if entry.on_step and entry.last is not None]
         return self._reduce_entries(entries, [entry.step_pair() for entry in entries], world)
@@ -232,12 +225,11 @@ class Metrics:
         """Return the epoch's values, reduced over all batches and processes. Must be called on all ranks.
 
         Args:
-            world: The processes to reduce over. Plain values are reduced together; each metric object synchronizes its
-                own state.
+            world: The processes to reduce over.
 
         Raises:
-            ValueError: On every rank, if the ranks have logged different names, or the names in a different order.
-            TypeError: If the ``compute`` method of a metric object does not return one number.
+            ValueError: On every rank, if the ranks have logged different names.
+            TypeError: If a metric object does not compute one number.
         """
         entries = [entry for entry in self.entries if entry.on_epoch]
         plain = [entry for entry in entries if entry.metric is None]
@@ -251,9 +243,9 @@ class Metrics:
         return [(entry, values[entry]) for entry in entries if entry in values]
 
     def batch_values(self, world: World) -> list[tuple[Place, list[tuple[Entry, float]]]]:
-        """Return the values that an evaluation logged with ``on_step=True`` for each batch, reduced over all processes.
+        """Return the values that an evaluation logged for each batch, reduced over all processes.
 
-        Must be called on all ranks, after `epoch_values`, which checks that all ranks have logged the same names.
+        Must be called on all ranks, after `epoch_values`.
 
         Args:
             world: The processes to reduce over.
@@ -277,7 +269,7 @@ class Metrics:
         return sorted(rows.items())
 
     def bar_values(self) -> dict[str, Any]:
-        """Return this process's latest values for the progress bar, without reading them from the device."""
+        """Return this process's latest values for the progress bar, which may be on the device."""
         return {
             entry.label("step"): entry.last
             for entry in self._in_step.values()
@@ -285,7 +277,7 @@ class Metrics:
         }
 
     def latest(self) -> dict[str, Any]:
-        """Return this process's latest step values by label, without reading them from the device."""
+        """Return this process's latest step values by label, which may be on the device."""
         return {
             entry.label("step"): entry.last
             for entry in self._in_step.values()
@@ -300,7 +292,7 @@ class Metrics:
         }
 
     def step_label(self, name: str) -> str:
-        """Return the label of the step value of ``name``; ``name`` itself if no step has logged it.
+        """Return the label of the step value of ``name``.
 
         Args:
             name: The name passed to `log`.
@@ -309,7 +301,7 @@ class Metrics:
         return name if entry is None else entry.label("step")
 
     def reset(self) -> None:
-        """Discard all values and reset the logged metric objects, at the start of an epoch."""
+        """Discard all values and reset the logged metric objects."""
         for entry in self.entries:
             if entry.metric is not None:
                 entry.metric.reset()
@@ -345,17 +337,13 @@ class Metrics:
     def state_dict(
         self, world: World, owner: nn.Module | None = None, over: bool = False, *, read: bool = True
     ) -> dict[str, Any]:
-        """Return the epoch's sums, the latest step values, their display settings, and the state of metric objects.
-
-        Must be called on all ranks.
+        """Return the values of the epoch and the state of metric objects. Must be called on all ranks.
 
         Args:
             world: The processes whose values are included.
             owner: The task whose metric objects are included. Default: none are included.
-            over: Whether the epoch has ended and the next one has logged nothing yet. If True, no logged value is
-                included. Default: False.
-            read: Wait for the device and return the logged values as plain numbers. If False, they stay on the device,
-                for `read_numbers`. The states of metric objects (``"objects"``) contain tensors in both cases.
+            over: Whether the epoch has ended, so that no logged value is included. Default: False.
+            read: Return the logged values as plain numbers. If False, they stay on the device, for `read_numbers`.
                 Default: True.
         """
         objects = {} if owner is None else metric_state.find(owner)
@@ -384,7 +372,7 @@ class Metrics:
         }
 
     def load_state_dict(self, state: dict[str, Any], world: World, owner: nn.Module | None = None) -> None:
-        """Restore a state returned by `state_dict`; with another world size, rank zero continues from all sums.
+        """Restore a state returned by `state_dict`, also with another world size.
 
         Args:
             state: A state returned by `state_dict`.
@@ -392,7 +380,7 @@ class Metrics:
             owner: The task whose metric objects are restored. Default: none are restored.
 
         Raises:
-            ValueError: If the world size differs and the state of a metric object cannot be split.
+            ValueError: If the state of a metric object cannot be split.
         """
         self._in_step.clear()
         self._in_epoch.clear()
@@ -411,7 +399,7 @@ class Metrics:
 
 
 class MutedMetrics(Metrics):
-    """Subclass of `Metrics` that discards all values, for example in a Trainer with ``barebones=True``."""
+    """Subclass of `Metrics` whose `log` discards all values."""
 
     def log(self, *_: Any, **__: Any) -> None:
         """Discard the logged value."""
@@ -424,7 +412,6 @@ def _select_parts(parts: list[Any], world: World) -> list[Any]:
 
 
 def _resolve_reduction(name: str, reduce_fx: Any) -> str:
-    """Return the name of the reduction that ``reduce_fx``, a name or a function, refers to."""
     reduction = getattr(reduce_fx, "__name__", reduce_fx)
     if isinstance(reduction, str):
         reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction, reduction)
@@ -501,16 +488,13 @@ class Entry:
 
     Args:
         name: The logged name, including ``suffix``.
-        spec: The arguments passed to `Metrics.log`, to detect contradictory calls; None after a resume.
+        spec: The arguments passed to `Metrics.log`; None after a resume.
         on_step: Log the value of each step.
         on_epoch: Log the value over the epoch.
         reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
         prog_bar: Show the value in the progress bar.
         logger: Send the value to loggers.
-        suffix: The part of ``name`` that identifies the evaluation loader, if there are several.
-
-    Attributes:
-        batches: The value and weight of each batch, if the entry logs every batch of an evaluation; else None.
+        suffix: The part of ``name`` that identifies the evaluation loader.
 
     Example:
         >>> from treadle.engine import Entry
@@ -568,7 +552,7 @@ class Entry:
         self.total_weight = 0.0
 
     def fold(self) -> None:
-        """Reduce the recorded values, merge the result into the total, and discard the single values."""
+        """Merge the recorded values into the total, and discard the single values."""
         weighted_pairs = [(v, w) for v, w in zip(self.values, self.weights, strict=True) if w]
         self.values.clear()
         self.weights.clear()
@@ -592,7 +576,7 @@ class Entry:
             metric: The new object.
 
         Raises:
-            ValueError: If the epoch's value is logged, because it would lack the state of the first object.
+            ValueError: If the epoch's value is logged.
         """
         if self.on_epoch:
             raise ValueError(
@@ -603,10 +587,7 @@ class Entry:
         self.metric = metric
 
     def part(self) -> tuple[Any, float, list[Any], list[float]]:
-        """Return the total, its weight, and the values and weights that the total does not include yet.
-
-        The total and the values may be 0-d tensors on the device; see `read_numbers`.
-        """
+        """Return the total, its weight, and the values and weights that the total does not include yet."""
         return self.total, self.total_weight, list(map(_plain, self.values)), list(self.weights)
 
     def latest(self) -> tuple[Any, float]:
@@ -614,7 +595,7 @@ class Entry:
         return (0.0, 0.0) if self.last is None else (_plain(self.last), float(self.last_weight))
 
     def take_latest(self, parts: Iterable[tuple[float, float]]) -> None:
-        """Restore the latest value from the results of `latest` on one or several processes.
+        """Restore the latest value from the results of `latest`.
 
         Args:
             parts: Results of `latest`, one per process.
@@ -629,7 +610,7 @@ class Entry:
             self.last = FOLDS[self.reduction](stack_numbers([value for value, _ in weighted_pairs])).item()
 
     def take(self, parts: Iterable[Any]) -> None:
-        """Restore the values of the epoch from the results of `part` on one or several processes.
+        """Restore the values of the epoch from the results of `part`.
 
         Args:
             parts: Results of `part`, one per process.
@@ -648,7 +629,7 @@ class Entry:
         return (0.0, 0.0) if self.total is None else (self.total, self.total_weight)
 
     def step_pair(self) -> tuple[Any, float]:
-        """Return (value, weight) of the latest step; as in `epoch_pair`, a mean's value is multiplied by its weight."""
+        """Return (value, weight) of the latest step; a mean's value is multiplied by its weight."""
         if self.last is None or not self.last_weight:
             return 0.0, 0.0
         if self.reduction != "mean":
@@ -659,7 +640,7 @@ class Entry:
         return stack_numbers([self.last])[0] * self.last_weight, self.last_weight
 
     def label(self, form: str) -> str:
-        """Return the name under which loggers receive the ``"step"`` or the ``"epoch"`` value.
+        """Return the name under which loggers receive a value.
 
         Args:
             form: ``"step"`` or ``"epoch"``.
@@ -683,20 +664,14 @@ class Entry:
 
 
 class BatchValues:
-    """Values of single batches by (loader index, batch index), which stay on the device until they are read."""
+    """Values of single batches, which stay on the device until they are read."""
 
     def __init__(self) -> None:
         self._latest: dict[Place, tuple[Any, float]] = {}
         self._folded: list[tuple[list[Place], Tensor, list[float]]] = []
 
     def add(self, place: Place, value: Any, weight: float) -> None:
-        """Record a batch's value, and replace the value previously recorded for the same batch.
-
-        Args:
-            place: The batch, as (loader index, batch index).
-            value: A number or a 0-d tensor.
-            weight: The weight of the value in a mean.
-        """
+        """Record a batch's value."""
         self._latest[place] = value, weight
         if len(self._latest) > FOLD:  # 0-d tensors take 512 bytes each on a GPU
             newest = self._latest.popitem()
@@ -709,7 +684,7 @@ class BatchValues:
         self._latest.clear()
 
     def read(self) -> list[tuple[Place, float, float]]:
-        """Wait for the device, and return (place, value, weight) of each batch as plain numbers."""
+        """Return (place, value, weight) of each batch as plain numbers."""
         if self._latest:
             self._fold()
         return [
@@ -733,7 +708,7 @@ def read_numbers(value: Any) -> Any:
     """Return nested data with each 0-d tensor replaced by a number; one transfer reads all of them.
 
     Args:
-        value: Nested dicts, lists and tuples that may contain 0-d tensors.
+        value: Nested dicts, lists and tuples.
     """
     tensors: list[Tensor] = []
     _replace_tensors(value, tensors.append)
@@ -756,14 +731,7 @@ def _plain(value: Any) -> Any:
 
 
 def stack_numbers(values: list[Any]) -> Tensor:
-    """Return 0-d tensors and numbers as one float64 vector, or as float32 on MPS, which lacks float64.
-
-    The vector is on the GPU if one of the tensors is. Values in host memory are copied to the GPU in one transfer. On
-    CUDA, the host does not wait for it.
-
-    Args:
-        values: 0-d tensors and numbers. All tensors outside of host memory must be on the same accelerator.
-    """
+    """Return 0-d tensors and numbers as one float64 vector, or as float32 on MPS, which lacks float64."""
     tensors = [v for v in values if isinstance(v, Tensor)]
     device = next((v.device for v in tensors if v.device.type != "cpu"), torch.device("cpu"))
     dtype = torch.float32 if device.type == "mps" else torch.float64

@@ -1,9 +1,4 @@
-"""Functions that save and restore the state of metric objects in the middle of an epoch.
-
-Objects of torchmetrics and compatible modules are recognized by their attributes ``_defaults`` and ``_reductions``.
-Their ``_update_count`` is saved with their states. Other objects are supported if they are not modules and have the
-methods ``compute``, ``reset``, ``state_dict`` and ``load_state_dict``.
-"""
+"""Functions that save and restore the state of metric objects in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -26,11 +21,8 @@ _MOST = 256  # a longer list among a task's attributes holds data, not metrics
 def find(owner: nn.Module) -> dict[str, Any]:
     """Return a module's metric objects by place, such as ``"head.accuracy"``, including those in lists and dicts.
 
-    Lists, tuples and dicts are searched only if they are attributes of ``owner`` itself and have at most 256 items.
-    Objects that are not modules are found only in these and as attributes of ``owner`` itself.
-
-    Args:
-        owner: The module to search, usually the task.
+    Objects of torchmetrics and compatible modules are recognized by ``_defaults`` and ``_reductions``, other objects by
+    methods such as ``compute``.
     """
     metrics: dict[str, Any] = {}
     visited: set[int] = set()
@@ -78,22 +70,12 @@ def _has_states(part: Any) -> bool:
 
 
 def collect_part_ids(metrics: Iterable[Any]) -> set[int]:
-    """Return the ids of ``metrics`` and of their submodules.
-
-    Args:
-        metrics: Metric objects.
-    """
+    """Return the ids of ``metrics`` and of their submodules."""
     return {id(part) for m in metrics for part in (m.modules() if isinstance(m, nn.Module) else (m,))}
 
 
 def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Module | None) -> dict[str, str]:
-    """Return the place in ``objects`` of each logged metric, by logged name; warn about metrics without a place.
-
-    Args:
-        logged: Metric objects by their logged name.
-        objects: Metric objects by place.
-        owner: The task, which the warning names; None for no warning.
-    """
+    """Return the place in ``objects`` of each logged metric, by name; warn about metrics without a place."""
     places_by_id = {id(metric): place for place, metric in objects.items()}
     logged_places = {}
     for name, metric in logged.items():
@@ -111,10 +93,7 @@ def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Modul
 def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, list[Any] | None]:
     """Return, for each place, the list of the object's states on all processes. Must be called on all ranks.
 
-    Args:
-        objects: Metric objects by place.
-        empty: The ids of the objects whose epoch is complete; their state is None.
-        world: The processes whose states are collected.
+    Objects whose ids are in ``empty`` get None.
     """
     # On the device if they stay in this process, where no wait for them is needed.
     device = None if world.size == 1 else "cpu"
@@ -126,13 +105,8 @@ def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> di
 def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: World) -> None:
     """Restore states returned by `collect_states`, also with another world size.
 
-    Args:
-        objects: Metric objects by place.
-        saved: A result of `collect_states`.
-        world: The processes of the current run.
-
     Raises:
-        ValueError: If the world size differs and a metric's state cannot be split.
+        ValueError: If a metric's state cannot be split.
     """
     for place, states in saved.items():
         metric = objects.get(place)
@@ -152,11 +126,7 @@ def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: Wor
 
 @contextmanager
 def preserve_counts(metrics: Iterable[Any]) -> Iterator[None]:
-    """Return a context that restores the state of metric objects when it ends.
-
-    Args:
-        metrics: Metric objects, which may be updated inside the context.
-    """
+    """Return a context that restores the state of metric objects when it ends."""
     before = [(metric, copy.deepcopy(_copy_state(metric)), getattr(metric, "_computed", None)) for metric in metrics]
     try:
         yield
@@ -211,7 +181,7 @@ def _move_value(value: Any, device: Any) -> Any:
 
 
 def _share_counts(metric: Any, place: str, every: list[Any], world: World) -> Any:
-    """Return this process's share of states saved with another world size; `compute` then gives the same result."""
+    """Return this process's share of states saved with another world size."""
     if not _has_states(metric):
         if len(every) == 1:
             return every[0] if world.is_main else None

@@ -1,8 +1,4 @@
-"""Exclusion of other ranks' samples from values that a task collects in its own attributes.
-
-A rank without a share of the last batches of an evaluation processes samples of another rank, so that the collectives
-of all ranks match. Lists, sums and counts in attributes of the task would then include these samples twice.
-"""
+"""Exclusion of other ranks' samples from values that a task collects in its own attributes."""
 
 from __future__ import annotations
 
@@ -23,12 +19,8 @@ _NUMBERS = (int, float, complex, str, type(None))
 def preserve_values(owner: nn.Module) -> Iterator[None]:
     """Return a context that restores the values of a module's own attributes when it ends.
 
-    Numbers, strings, None, tensors (including buffers), lists, dicts, sets and deques are restored. Items of lists and
-    dicts are restored in the same way if the list or dict has at most 256 items. Objects of other classes, parameters
-    and submodules are not restored.
-
-    Args:
-        owner: The module whose attributes are restored.
+    In an evaluation, a rank may process a sample of another rank, so that the collectives of all ranks match. The
+    attributes must not include it. Numbers, strings, tensors, lists, dicts, sets and deques are restored.
     """
     attributes = vars(owner)
     before = {name: value for name, value in attributes.items() if name not in _UNTOUCHED and _is_plain(value)}
@@ -46,7 +38,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _remember(value: Any) -> Callable[[], Any] | None:
-    """Return a function that restores the current content of a value; None if it cannot change in place."""
+    """Return a function that restores the current content of a value, or None."""
     if isinstance(value, nn.Parameter):
         return None
     if isinstance(value, Tensor):

@@ -25,8 +25,7 @@ from . import metric_state
 def uneven_counts(owner: nn.Module, world: World) -> Iterator[None]:
     """Return a context in which ``compute()`` works if ranks have updated a metric different numbers of times.
 
-    This applies to states that are lists of tensors with the reduction ``"cat"`` or None. Metrics with such states need
-    one more small exchange in ``compute()``. Metrics with a ``process_group`` are left unchanged.
+    With list states of unequal lengths, ranks would otherwise hang or mix up items.
 
     Args:
         owner: The module whose torchmetrics objects are computed, usually the task.
@@ -50,7 +49,7 @@ def _gathers_lists(metric: Any) -> bool:
 
 @dataclass(frozen=True)
 class _ListState:
-    """Description of one rank's list: the number of tensors, and the row shape and dtype of the first one."""
+    """Description of one rank's list, from the shape and dtype of its first tensor."""
 
     length: int
     row_shape: tuple[int, ...] | None

@@ -1,4 +1,4 @@
-"""Gradient accumulation: micro-batches, and the reduction and scaling of their gradients before an optimizer step."""
+"""Gradient accumulation over the micro-batches of an optimizer step."""
 
 from __future__ import annotations
 
@@ -26,34 +26,21 @@ _NO_CONTEXT = nullcontext()
 class Accumulation:
     """Accumulator of the gradients of the micro-batches that form one optimizer step.
 
-    Several methods implement the method of `Accelerator` with the same name.
-
-    Args:
-        plugin: Settings of gradient accumulation.
-        world: All processes.
-        strategy: The strategy, which lays out the model over the processes.
-        scaler: Gradient scaler for mixed float16 precision; None if the loss is not scaled.
-        cursor: The position of the loop, with the current micro-batch.
-        models: The prepared models; a list that the Accelerator appends to.
-        optimizers: The prepared optimizers; a list that the Accelerator appends to.
+    Several methods implement the method of `Accelerator` with the same name. ``models`` and ``optimizers`` are lists
+    that the Accelerator appends to.
 
     Attributes:
         sync_gradients: Whether the current micro-batch is the last of its group, after which the optimizer steps.
         optimizer_step_was_skipped: Whether the last call of an optimizer's ``step`` at the end of a group skipped the
-            step because a loss or gradient was not finite. A step that only the device skips does not count.
+            step. A step that only the device skips does not count.
         groups_end_with_loader: Whether the end of a loader ends a group.
-        position: Number of micro-batches in the current, unfinished group. Groups that a prepared loader forms are not
-            counted. With ``sync_with_dataloader=False``, prepared loaders form no groups.
-        agreement: Votes of all processes in each step, such as stop requests and whether losses are finite.
-        always_agree: Whether `backward` and `agree` exchange votes in every step, also without a ``weight``; see
-            `agree_on_steps`.
-        watches_gradients: Whether `agree` checks that the gradients are finite.
+        position: Number of micro-batches in the current, unfinished group, if no prepared loader forms the groups.
+        always_agree: Whether votes are exchanged in every step.
         guard: Function that is called with the optimizer before each step and returns whether the step may be taken.
-            None if there is no check.
         unfinished: Whether the gradients are weighted sums that have not been divided by the total weight yet.
         unreduced: In manual optimization, the optimizers whose gradients have not been reduced over the processes yet.
-        agreed_taint: Sum of `Agreement.taint` over the processes, from the last call of `reduce_gradients`: NaN if a
-            loss or checked gradient of any process was not finite, else 0. None if nothing was exchanged.
+        agreed_taint: Sum of `Agreement.taint` over the processes, from the last call of `reduce_gradients`; may be
+            None.
     """
 
     def __init__(
@@ -131,11 +118,7 @@ class Accumulation:
         self._steps_before = value - self.steps
 
     def steps_of(self, optimizer: PreparedOptimizer) -> int:
-        """Return the number of one optimizer's steps in this process, plus the run's steps before a resume.
-
-        Args:
-            optimizer: A prepared optimizer.
-        """
+        """Return the number of one optimizer's steps in this process, plus the run's steps before a resume."""
         return self._steps_before + optimizer.steps_taken
 
     def forget_group(self) -> None:
@@ -147,7 +130,7 @@ class Accumulation:
         self._entered, self._correction = None, 1.0
 
     def reset(self) -> None:
-        """Discard the current group, the step count and the votes (see `Agreement.reset`), before a new run."""
+        """Discard the current group, the step count and the votes, before a new run."""
         self.forget_group()
         self.agreement.reset()
         self.steps = 0
@@ -155,12 +138,7 @@ class Accumulation:
     # -- one micro-batch -----------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """Begin a micro-batch, set whether its gradients are reduced, and return its context.
-
-        Args:
-            models: The prepared models whose gradients are reduced only in the last micro-batch of a group, if the
-                strategy and ``sync_each_batch`` permit this.
-        """
+        """Begin a micro-batch, set whether the gradients of ``models`` are reduced, and return its context."""
         micro = self.cursor.micro
         if micro is not None and self.groups_end_with_loader:
             last = micro.last
@@ -179,8 +157,8 @@ class Accumulation:
     def note_entered(self) -> None:
         """Record that a user-defined loop processes the current micro-batch, and correct the scale of the gradient.
 
-        The loop may skip other micro-batches of the group with ``continue``, or leave the loader in the middle of a
-        group. The gradient is then the mean over the samples of the processed micro-batches only.
+        If the loop skips other micro-batches of the group, the gradient is the mean over the samples of the processed
+        ones.
         """
         micro, before, number = self.cursor.micro, self._entered, self.cursor.number
         same = micro is before and number == self._entered_number
@@ -201,19 +179,11 @@ class Accumulation:
         return any(p.grad is not None and bool(p.grad.any()) for p in self._iter_trained_parameters())
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which gradients are not reduced over the processes.
-
-        Args:
-            model: A prepared model.
-        """
+        """Return a context in which gradients are not reduced over the processes."""
         return self.strategy.no_sync(_unwrap_compiled(model))
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which the backward pass reduces the gradients over the processes.
-
-        Args:
-            model: A prepared model.
-        """
+        """Return a context in which the backward pass reduces the gradients over the processes."""
         return self.strategy.sync_in_backward(_unwrap_compiled(model))
 
     def backward(
@@ -226,15 +196,9 @@ class Accumulation:
     ) -> None:
         """Run the backward pass with the loss weighted and scaled as this micro-batch's share of its group.
 
-        Args:
-            loss: The mean loss of the micro-batch, as a 0-d tensor.
-            args: Positional arguments of ``Tensor.backward`` or ``by``.
-            weight: Number of items that the loss averages. Default: the samples; 1 without a prepared loader.
-            by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
-            kwargs: Keyword arguments of ``Tensor.backward`` or ``by``.
-
-        Raises:
-            ValueError: If only some micro-batches of a group have a weight, or the strategy cannot reduce a gradient.
+        ``loss`` is the mean loss of the micro-batch, as a 0-d tensor. ``weight`` is the number of items that it
+        averages; the default is the number of samples, or 1 without a prepared loader. ``by`` is called instead of
+        ``Tensor.backward``.
         """
         self._latest_loss = ref(loss)
         micro = self.cursor.micro
@@ -278,7 +242,7 @@ class Accumulation:
             raise explained from error
 
     def get_latest_loss(self) -> Tensor | None:
-        """Return the loss of the last backward pass; None before the first one, or if the loss no longer exists."""
+        """Return the loss of the last backward pass, or None if it does not exist."""
         return None if self._latest_loss is None else self._latest_loss()
 
     # -- before the optimizer steps ------------------------------------------------------------------------------
@@ -289,14 +253,7 @@ class Accumulation:
             self.agree()
 
     def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
-        """Average one optimizer's gradients, which the backward pass has not reduced, over all processes.
-
-        Args:
-            optimizer: A prepared optimizer.
-
-        Raises:
-            ValueError: With several processes and `DDP`, if a gradient is sparse.
-        """
+        """Average one optimizer's gradients, which the backward pass has not reduced, over all processes."""
         self.unreduced.discard(optimizer)
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self.agreed_taint = self.strategy.reduce_gradients(parameters, self.agreement.taint())
@@ -314,10 +271,7 @@ class Accumulation:
         """Divide gradients by the group's total weight and by the float16 loss scale, unless this was already done.
 
         In manual optimization, gradients that have not been reduced over the processes are reduced too.
-
-        Args:
-            optimizer: The optimizer whose gradients are reduced and divided by the loss scale. Default: all prepared
-                optimizers.
+        ``optimizer=None`` stands for all prepared optimizers.
         """
         if self.unfinished:
             self.agree()
@@ -329,7 +283,7 @@ class Accumulation:
             self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Enable the exchange of all processes' votes (see `Agreement`) in every step, and remove the `guard`.
+        """Enable the exchange of all processes' votes in every step, and remove the `guard`.
 
         Args:
             finite: Whether to check that losses and, except with a loss scaler, gradients are finite.

@@ -30,34 +30,19 @@ _WEIGHT, _STOP, _TAINT, _LEAVE, _SIGNAL, _FULL, _ENDED = range(BALLOT_SIZE)
 class Agreement:
     """Votes of all processes in an optimizer step, summed over the processes.
 
-    The votes are summed together with the gradients if the strategy supports this, else in a separate collective. On
-    the CPU, and with ``immediate``, the result is read in the same step. Otherwise, the host reads it one step later,
-    so that it does not wait for the device. With a world size of one, a stop request takes effect in the same step.
-
-    Args:
-        world: All processes.
-        strategy: The strategy, which transports the votes.
-        cursor: The position of the loop. Its ``outlook``, if set, adds votes on an upcoming group of micro-batches.
+    On the CPU, and with ``immediate``, the result is read in the same step. Otherwise, the host reads it one step
+    later, so that it does not wait for the device.
 
     Attributes:
         stop_vote: Whether this process requests a stop. The attribute may be set at any time.
         stop: Whether some process requested a stop and all processes have agreed on it.
-        finite: Whether the losses and gradients that were checked were finite on every process, in the step that was
-            read last.
-        local_finite: Whether the losses were finite on this process.
+        finite: Whether the checked losses and gradients were finite on every process, in the step that was read last.
         bad_losses: The indices within the step of this process's micro-batches whose loss was not finite.
         micro_batches: The number of micro-batches that ``bad_losses`` covers.
-        watch_finite: Whether losses are checked. Default: False.
-        alone: Whether the world size is one.
-        immediate: Whether the votes are read in the same step. Default: True on the CPU, False on accelerators.
-        next_place: An identifier of the current step, which may be any value.
+        next_place: An identifier of the current step.
         leave_vote: Whether this process votes to leave the epoch without taking this step.
-        leaves: The number of processes that voted to leave.
-        signal_vote: Whether this process received a signal that requests the end of the run; see `signal`.
-        signaled: Whether some process received such a signal and all processes have agreed on it.
-        has_voted: Whether this process has cast its votes for the current step.
-        not_finite: Flag on the device: 1.0 if a checked value is not finite, so that the device must skip the step,
-            else 0.0. None if the host reads the result in the same step, or if nothing is checked.
+        signaled: Whether some process received a signal to end the run and all processes have agreed on it.
+        not_finite: Flag on the device: 1.0 if the device must skip the step, else 0.0. None if the host decides.
     """
 
     def __init__(self, world: World, strategy: Strategy, cursor: Cursor) -> None:
@@ -100,13 +85,9 @@ class Agreement:
         self.signaled |= self.alone
 
     def ask(self, stop: bool) -> bool:
-        """Agree on a stop and on signals in a separate collective, in a step without votes. Call it on all ranks.
+        """Agree on a stop and on signals in a separate collective, and return whether any process requests a stop.
 
-        Args:
-            stop: Whether this process requests a stop.
-
-        Returns:
-            True if any process requests a stop.
+        Call this method on all ranks, in a step without votes.
         """
         self.stop, self.signaled = stop, self.signal_vote
         if not self.alone:
@@ -117,12 +98,7 @@ class Agreement:
     def watch(self, loss: Tensor) -> bool:
         """Check whether the loss of one micro-batch is finite, if ``watch_finite`` is set.
 
-        Args:
-            loss: The loss, as a 0-d tensor.
-
-        Returns:
-            False if the check runs on the host and the loss is not finite; otherwise True. On accelerators, the check
-            runs on the device.
+        The result is False only if the check runs on the host. On accelerators, it runs on the device.
         """
         if not self.watch_finite:
             return True
@@ -139,11 +115,7 @@ class Agreement:
         return finite
 
     def watch_gradients(self, optimizers: Sequence[PreparedOptimizer]) -> None:
-        """Check whether the reduced gradients that optimizers are about to apply are finite.
-
-        Args:
-            optimizers: The prepared optimizers.
-        """
+        """Check whether the reduced gradients that optimizers are about to apply are finite."""
         if self._on_host:
             self._watched_optimizers = optimizers
             self._gradients_finite = self._are_finite(optimizers, self._strategy.sharded)
@@ -156,9 +128,7 @@ class Agreement:
     def vote(self, weight: float | Tensor | None) -> None:
         """Cast this process's votes, before or after the last backward pass of a step.
 
-        Args:
-            weight: The number of items over which this process's losses of the step are a mean; None if the loop did
-                not pass weights.
+        ``weight`` is the number of items over which this process's losses of the step are a mean, if any.
         """
         self.has_voted = True
         if self.alone:
@@ -196,10 +166,6 @@ class Agreement:
 
         With ``immediate``, the method waits for the device. Otherwise, it sets ``not_finite`` and returns the result of
         the previous step.
-
-        Args:
-            agreed_taint: The sum of `taint` over the processes, reduced together with these gradients; None if nothing
-                was exchanged.
         """
         taint = self.taint() if agreed_taint is None else self.taint() + agreed_taint.to(self._device)
         if not self.immediate:
@@ -296,13 +262,12 @@ class Ballots:
     """Values of one step that the host has not read yet: the summed votes, and this process's checks.
 
     Args:
-        votes: The votes summed over the processes, or the summed flag of a `GradientGuard`, which is NaN if a gradient
-            is not finite. None if the processes exchange neither.
+        votes: The summed votes, or the summed flag of a `GradientGuard`, or None.
         taints: A 0-d tensor for each micro-batch's loss: 0 if the loss is finite, else NaN.
         norms: Vectors with the largest absolute value of each checked gradient.
         watched: The parameters whose gradients were checked, in the order of ``norms``.
         place: An identifier of the step.
-        outlook: The votes on an upcoming group of micro-batches, or None.
+        outlook: The votes on an upcoming group, or None.
     """
 
     def __init__(
@@ -339,7 +304,7 @@ class Ballots:
         return self
 
     def read(self) -> tuple[list[float] | None, list[float], list[float]]:
-        """Return the votes (None without votes), the taints and the norms, after waiting for the copy to the host."""
+        """Return the votes, the taints and the norms, after waiting for the copy to the host."""
         if self._event is not None:
             self._event.synchronize()
         values = self._on_host.tolist()

@@ -58,9 +58,6 @@ def find_executable_batch_size(
     If ``function`` has a parameter ``gradient_accumulation_steps``, its value grows as the batch shrinks, rounded up.
     The global batch then keeps its size or grows slightly.
 
-    Processes that wait for one without memory are interrupted. A process that does not end its attempt within a minute
-    ends the run with an error.
-
     Args:
         function: The function to run, whose first parameter is the batch size. Default: return a decorator.
         starting_batch_size: The first size that every call tries. Default: 128.
@@ -71,9 +68,9 @@ def find_executable_batch_size(
         The function without its first parameter.
 
     Raises:
-        MemoryError: If a batch of one does not fit. The error is also a ``RuntimeError``.
-        ValueError: If a batch size is not a positive integer, does not shrink, or the processes cannot be reconnected.
-        TypeError: If ``function`` has no first parameter for the batch size, or a call has wrong arguments.
+        MemoryError: If no batch size fits. The error is also a ``RuntimeError``.
+        ValueError: If a batch size is invalid, or the processes cannot be reconnected.
+        TypeError: If ``function`` or a call has wrong parameters.
         RuntimeError: If ``function`` fails on another process for another reason than memory, or one does not respond.
 
     Example:
@@ -128,13 +125,7 @@ def _try_sizes(
 ) -> Any:
     """Run the function with decreasing batch sizes until one fits, and return its result.
 
-    Args:
-        body: The user's function.
-        args: The function's arguments after the batch size.
-        kwargs: The function's keyword arguments.
-        starting: The first size to try.
-        first: The function's ``gradient_accumulation_steps`` with the first size; None if it has no such parameter.
-        reduce: Function that returns the next size; None for the default.
+    ``first`` is the function's ``gradient_accumulation_steps`` with the ``starting`` size, if it has this parameter.
     """
     size, attempts = starting, Attempts()
     while True:
@@ -153,17 +144,11 @@ def _try_sizes(
 def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
     """Run one attempt, and agree with the other processes whether it fit into memory.
 
-    Args:
-        attempts: Record of the attempts, through which the processes report success or failure.
-        call: Function that runs the attempt.
-
     Returns:
         Whether the attempt fit into memory on all processes, and its result on this process (None if it failed here).
 
     Raises:
-        BaseException: The error of the attempt on this process, if neither this process nor, as far as reported,
-            another process ran out of memory.
-        RuntimeError: If the attempt succeeded here, but another process reported an error or its report cannot be read.
+        BaseException: An error of the attempt that is not a lack of memory.
     """
     try:
         result = call()
@@ -233,7 +218,6 @@ def _check_call(function: Callable[..., Any], signature: inspect.Signature) -> N
 def _read_accumulation(
     function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
 ) -> int:
-    """Return the ``gradient_accumulation_steps`` that the caller passed for the starting batch size, or the default."""
     bound = signature.bind_partial(size, *args, **kwargs)
     bound.apply_defaults()
     steps = bound.arguments.get(_ACCUMULATION, 1)

@@ -1,4 +1,4 @@
-"""Options with which a script builds its optimizers and schedules, recorded before their first step."""
+"""Options with which a script builds its optimizers and schedules."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ class BuiltSchedule:
     Attributes:
         state: A copy of its ``state_dict``.
         arguments: The script's arguments that the state contains, by dotted name.
-        effective_arguments: The arguments that checkpoints record. In a resumed run, these are the saved ones, if the
-            checkpoint contains them, unless the run was resumed with ``schedule="script"``.
-        options: The options of its optimizer's parameter groups, including those that the scheduler has added; see
-            `copy_plain_options`. Empty if the scheduler has no optimizer.
+        effective_arguments: The arguments that checkpoints record, which a resume may replace with the saved ones.
+        options: The options of its optimizer's parameter groups.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -44,11 +42,8 @@ class BuiltSchedule:
 def copy_plain_options(optimizer: Optimizer) -> list[State]:
     """Return the options of an optimizer's parameter groups, such as ``lr`` and ``weight_decay``, as plain data.
 
-    The list contains one dict for each group. Options of the implementation, such as ``fused``, and options that
-    `to_plain` does not convert to plain data are omitted.
-
-    Args:
-        optimizer: The optimizer to read.
+    The list contains one dict for each group. Options of the implementation, such as ``fused``, and options that are
+    not plain data are omitted.
     """
     return [
         {
@@ -63,13 +58,8 @@ def copy_plain_options(optimizer: Optimizer) -> list[State]:
 def choose_fused(optimizer: Optimizer, device: torch.device) -> bool:
     """Enable torch's fused ``Adam`` and ``AdamW`` kernels on CUDA, if the script did not choose an implementation.
 
-    The fused kernels are the fastest implementation, give the same results as the other ones up to rounding, and can
-    skip a step on the device. Other optimizers keep torch's default. SGD is one of them, because its fused kernel fails
-    if a parameter gets its first gradient later than other parameters (torch 2.13).
-
-    Args:
-        optimizer: The optimizer, before its first step.
-        device: The device of the process.
+    The fused kernels can skip a step on the device. SGD keeps torch's default, because its fused kernel fails if a
+    parameter gets its first gradient later than other parameters (torch 2.13).
 
     Returns:
         Whether the kernels were enabled.
@@ -91,11 +81,7 @@ def choose_fused(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Return an option as plain data: a number for a one-element tensor, None for any other, a list for a tuple.
-
-    Args:
-        value: A tensor, or a list or tuple, whose items are converted too. Any other value is returned unchanged.
-    """
+    """Return an option as plain data: a number for a one-element tensor, None for any other, a list for a tuple."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None
     return list(map(to_plain, value)) if isinstance(value, list | tuple) else value

@@ -23,15 +23,10 @@ if TYPE_CHECKING:
 class GradientGuard:
     """Guard that checks whether gradients are finite before a prepared optimizer steps; see `Accumulation.guard`.
 
-    Each rank checks its own gradients. Replicas have the same gradients after the reduction, so they make the same
-    decision without an exchange. With sharded gradients, the ranks exchange one number per step.
+    Replicas have the same gradients after the reduction, so they make the same decision without an exchange.
 
-    Args:
-        policy: ``"raise"`` or ``"skip"``; with ``"ignore"``, the Accelerator does not use the guard. On accelerators,
-            ``"raise"`` takes effect one step later, so that the host does not wait for the device. The step itself is
-            skipped on the device if the optimizer supports this.
-        loaders: The prepared loaders; a list that the Accelerator appends to.
-        on_host: Whether gradients are in host memory, so that they are checked in the same step.
+    The ``policy`` is ``"raise"`` or ``"skip"``. On accelerators, ``"raise"`` takes effect one step later, so that the
+    host does not wait for the device. The step itself is skipped on the device if the optimizer supports this.
     """
 
     def __init__(self, policy: str, loaders: Sequence[Any], *, on_host: bool) -> None:
@@ -45,12 +40,8 @@ class GradientGuard:
     def __call__(self, optimizer: PreparedOptimizer) -> bool:
         """Return whether the optimizer may step. If it may not, its gradients are discarded.
 
-        Args:
-            optimizer: A prepared optimizer.
-
         Raises:
-            ValueError: If the policy is ``"raise"`` and a gradient is not finite; with reduced or sharded gradients, on
-                every rank. On accelerators, the error concerns the optimizer's previous step.
+            ValueError: If the policy is ``"raise"`` and a gradient is not finite.
         """
         accumulation = optimizer.accumulation
         if accumulation.loss_scale is not None:  # the loss scaler skips such steps
@@ -96,8 +87,7 @@ class GradientGuard:
         """Wait for the device, and read the pending check of each optimizer's latest step.
 
         Raises:
-            ValueError: If a gradient of one of these steps was not finite; with reduced or sharded gradients, on every
-                rank.
+            ValueError: If a gradient of one of these steps was not finite.
         """
         pending = list(self._pending.items())
         self._pending.clear()

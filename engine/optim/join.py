@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 class _JoinedAgreement(Agreement):
-    """Agreement of ranks that may leave the loop at different times.
-
-    Args:
-        accelerator: The Accelerator of the loop. Its cursor shows whether batches come from a prepared loader.
-    """
+    """Agreement of ranks that may leave the loop at different times."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator.world, accelerator.strategy, accelerator.cursor)
@@ -41,16 +37,7 @@ def join_uneven_inputs(
 ) -> Iterator[None]:
     """Return a context in which ranks may have different numbers of batches; see `Accelerator.join_uneven_inputs`.
 
-    Args:
-        accelerator: The Accelerator that prepared the models.
-        joinables: Prepared models. Optimizers are accepted, but have no effect.
-        even_batches: True if all ranks have the same number of batches; the context then has no effect. Default: None,
-            which has the same meaning as False.
-
-    Raises:
-        TypeError: If an argument or one of ``joinables`` has the wrong type.
-        ValueError: With several processes, if a model in ``joinables`` is not prepared, or if ``backward(weight=...)``
-            is called on a batch that does not come from a prepared DataLoader.
+    ``even_batches=True`` means that all ranks have the same number of batches; the context then has no effect.
     """
     if even_batches is not None and not isinstance(even_batches, bool):
         raise TypeError(f"even_batches={even_batches!r} must be True, False or None.")

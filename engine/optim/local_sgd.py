@@ -26,8 +26,8 @@ class LocalSGD:
         enabled: Whether to use local SGD. With a world size of one, local SGD is always disabled. Default: True.
 
     Raises:
-        ValueError: If ``local_sgd_steps`` is not a positive integer. With several processes, the ``with`` statement
-            raises it if the strategy does not support local SGD.
+        ValueError: If ``local_sgd_steps`` is invalid. With several processes, the ``with`` statement raises it if the
+            strategy does not support local SGD.
 
     Example:
         >>> import torch, treadle
@@ -63,7 +63,7 @@ class LocalSGD:
     def step(self) -> None:
         """Count an optimizer step, and average the parameters if that is due.
 
-        Call this method after each micro-batch. Only the last micro-batch of a group counts.
+        Call this method after each micro-batch. Only the last one of a group counts.
         """
         if not self.enabled or not self._accelerator.sync_gradients:
             return

@@ -16,13 +16,8 @@ from ...strategies.distributed import local
 class LossScale:
     """Wrapper of torch's ``GradScaler`` for any number of optimizers that share a backward pass.
 
-    torch's ``update`` changes the scale and resets the record of unscaled gradients, so it must run after all
-    optimizers of a group have stepped. It is not known which optimizer steps last, so ``update`` runs before the next
-    loss is scaled or a checkpoint is saved.
-
-    Args:
-        scaler: torch's scaler.
-        strategy: The strategy, which lets the processes agree on an overflow.
+    torch's ``update`` must run after all optimizers of a group have stepped. It is not known which optimizer steps
+    last, so ``update`` runs before the next loss is scaled or a checkpoint is saved.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, strategy: Strategy) -> None:
@@ -32,11 +27,7 @@ class LossScale:
         self._unscaled: set[int] = set()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Update the scale if this is due, and return the loss multiplied by the scale.
-
-        Args:
-            loss: The loss, as a 0-d tensor.
-        """
+        """Update the scale if this is due, and return the loss multiplied by the scale."""
         self.update_scale()
         return self.scaler.scale(loss)
 
@@ -48,11 +39,7 @@ class LossScale:
             self.scaler.update()
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the optimizers' gradients by the scale, unless they have already been divided in this step.
-
-        Args:
-            optimizers: The user's optimizers.
-        """
+        """Divide the optimizers' gradients by the scale, unless they have already been divided in this step."""
         for optimizer in optimizers:
             if id(optimizer) not in self._unscaled:
                 self.scaler.unscale_(optimizer)
@@ -62,10 +49,6 @@ class LossScale:
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
         """Step the optimizer, unless a gradient has overflowed.
-
-        Args:
-            optimizer: The user's optimizer.
-            closure: The closure to pass to the optimizer's ``step``, or None.
 
         Returns:
             The return value of the optimizer's ``step`` (None if that was not called), and whether the step was
@@ -85,12 +68,8 @@ class LossScale:
 def divide_gradients(parameters: Iterable[Tensor], weight: float | Tensor, size: int) -> None:
     """Convert gradients of a weighted sum, averaged over ``size`` processes, to those of the weighted mean, in place.
 
-    If the total weight is not positive, the gradients are multiplied by zero.
-
-    Args:
-        parameters: The parameters whose gradients are converted. A parameter that occurs twice is processed once.
-        weight: The sum of the weights over all processes.
-        size: The world size.
+    ``weight`` is the sum of the weights over all processes. If it is not positive, the gradients are multiplied by
+    zero.
     """
     # Each gradient once, even if two models share a parameter.
     gradients = [local(p.grad) for p in dict.fromkeys(parameters) if p.grad is not None]

@@ -31,9 +31,8 @@ class Evidence:
     Attributes:
         batches: The numbers of the micro-batches whose loss is not finite on this rank.
         gradients: Parameters whose gradients are not finite, as `order_by_backward` returns them.
-        samples: A description of the samples that the rank has processed, or ``""``. If losses are not finite, only
-            their samples are described.
-        has_bad_input: Whether the last micro-batch contains values that are not finite. False if it was not examined.
+        samples: A description of samples that the rank has processed, or ``""``.
+        has_bad_input: Whether the last micro-batch is known to contain values that are not finite.
     """
 
     batches: list[int] = field(default_factory=list)
@@ -48,7 +47,7 @@ class Findings(NamedTuple):
     Attributes:
         problem: A phrase that names the ranks whose loss, or the parameter whose gradient, is not finite.
         batches: The numbers of the affected micro-batches, as text.
-        samples: Sentences about the ranks' samples, each preceded by a space; may be empty.
+        samples: Sentences about the ranks' samples, each preceded by a space.
         losses: True if a loss is not finite; False if only a gradient is not finite.
     """
 
@@ -61,10 +60,7 @@ class Findings(NamedTuple):
 def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings:
     """Combine the evidence of every rank into the parts of a message.
 
-    Args:
-        evidence: The `Evidence` of each rank, by rank.
-        first: The number of the first micro-batch of the step.
-        last: The number of the last micro-batch of the step.
+    ``first`` and ``last`` are the numbers of the step's first and last micro-batches.
     """
     bad_ranks = {rank: ", ".join(map(str, known.batches)) for rank, known in evidence.items() if known.batches}
     if bad_ranks:
@@ -85,13 +81,7 @@ def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings
 
 
 def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
-    """Return texts on the non-finite gradient closest to the origin and on its position among such gradients.
-
-    The second text is empty if there is only one such gradient.
-
-    Args:
-        evidence: The `Evidence` of each rank, by rank.
-    """
+    """Return texts on the non-finite gradient closest to the origin and on its position among such gradients."""
     keys = sorted(key for known in evidence.values() for key in known.gradients)
     names = list(dict.fromkeys(name for *_, name in keys))
     if not names:  # the parameter belongs to no prepared model
@@ -105,13 +95,7 @@ def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
 
 
 def list_samples(evidence: Mapping[int, Evidence]) -> str:
-    """Return a sentence for each rank whose samples are known, each preceded by a space.
-
-    At most eight ranks are listed. A last sentence contains the number of other ranks.
-
-    Args:
-        evidence: The `Evidence` of each rank, by rank.
-    """
+    """Return a sentence for each rank whose samples are known, up to a limit, each preceded by a space."""
     known = [f" On rank {rank}: {known.samples}." for rank, known in evidence.items() if known.samples]
     left_out = format_count(len(known) - _MOST_RANKS, "more rank")
     more = f" {left_out} had other samples." if len(known) > _MOST_RANKS else ""
@@ -124,16 +108,8 @@ def order_by_backward(
     """Sort the parameters whose gradients are not finite by the order in which backward computes these gradients.
 
     NaN propagates from the loss to the inputs, so the first parameter is closest to the origin of the NaN. The order
-    comes from the graph of a loss, which still exists after backward has freed the saved tensors. A parameter that is
-    used several times is ordered by its first use, where its gradient becomes complete. Parameters that the graph does
-    not contain, such as those of a module that is compiled or recomputed in the backward pass, follow in reverse order
-    of the model.
-
-    Args:
-        bad: The parameters whose gradients are not finite.
-        model: The wrapped model.
-        loss: A loss of this step, or of another step with the same model; None if none exists.
-        strategy: The strategy that wrapped the model.
+    comes from the graph of a loss of this model. Parameters that the graph does not contain follow in reverse order of
+    the model.
 
     Returns:
         For each of these parameters that belongs to the model, a sort key that ends with its name.
@@ -170,13 +146,9 @@ def _find_first_uses(loss: Tensor) -> dict[int, int]:
 def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool]:
     """Wait for the device, and describe the samples in a batch and its first tensor with values that are not finite.
 
-    Args:
-        batch: The batch that the loader yielded for one micro-batch.
-        indices: The dataset indices of the samples in the batch; None for a stream.
-
     Returns:
         A text such as ``"samples 12, 13 of the dataset; batch['x'] contains NaN in sample 13"``, and whether there is
-        such a tensor. Tensors are found in nested dicts, lists and tuples.
+        such a tensor.
     """
     parts = [f"{_name_samples(indices)} of the dataset"] if indices else []
     bad = [(path, tensor) for path, tensor in _iterate_tensors(batch, "batch") if not torch.isfinite(tensor).all()]
@@ -191,13 +163,7 @@ def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool
 
 
 def describe_group(loader: Any, batch: Any, number: int) -> tuple[str, bool]:
-    """Describe a group of micro-batches of which only the last one is still in memory; see `describe_batch`.
-
-    Args:
-        loader: The prepared loader that yielded the group.
-        batch: The last micro-batch; None if it is not available.
-        number: The index of the last micro-batch in the group, from 0.
-    """
+    """Describe a group of micro-batches of which at most the last one is still in memory; see `describe_batch`."""
     indices = batch_indices(loader)
     text, is_bad = describe_batch(batch, indices)
     if not number or not indices:

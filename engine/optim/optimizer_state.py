@@ -20,24 +20,15 @@ State = dict[str, Any]
 
 
 def list_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the optimizer's parameters in the order in which ``state_dict`` numbers them.
-
-    Args:
-        optimizer: The optimizer whose parameters are listed.
-    """
+    """Return the optimizer's parameters in the order in which ``state_dict`` numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def name_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[str]:
-    """Return a name for each of the optimizer's parameters.
+    """Return a name for each of the optimizer's parameters, in the optimizer's order.
 
-    Args:
-        optimizer: The optimizer whose parameters are named.
-        models: The models that may contain the parameters.
-
-    Returns:
-        The models' own names, in the optimizer's order. A parameter of the second model has the prefix ``1:``. A
-        parameter that belongs to no model is named after its index in the optimizer, such as ``parameter 3``.
+    The names are those of the models. A parameter of the second model has the prefix ``1:``. A parameter that belongs
+    to no model is named after its index in the optimizer, such as ``parameter 3``.
     """
     names_by_id: dict[int, str] = {}
     for number, model in enumerate(models):
@@ -49,32 +40,20 @@ def name_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[s
 
 
 def find_unowned_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the optimizer's parameters that belong to none of the models.
-
-    Args:
-        optimizer: The optimizer whose parameters are compared with those of the models.
-        models: The models that may contain the parameters.
-    """
+    """Return the optimizer's parameters that belong to none of the models."""
     model_ids = {id(parameter) for model in models for parameter in model.parameters()}
     return [parameter for parameter in list_parameters(optimizer) if id(parameter) not in model_ids]
 
 
 def name_class(optimizer: Optimizer) -> str:
-    """Return the qualified name of the optimizer's class, including its module.
-
-    Args:
-        optimizer: An optimizer; a prepared one must be unwrapped first.
-    """
+    """Return the qualified name of the optimizer's class, including its module."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def encode_by_name(state: State, optimizer: Optimizer, names: list[str]) -> OptimizerState:
     """Return an optimizer's state keyed by parameter name, with its class and the parameters' shapes and dtypes.
 
-    Args:
-        state: The result of ``state_dict``. Its tensors may be this process's shards.
-        optimizer: The optimizer that the state belongs to.
-        names: The result of `name_parameters`.
+    ``state`` is the result of ``state_dict``, whose tensors may be this process's shards.
     """
     others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     slots = state["state"]
@@ -98,11 +77,6 @@ def list_differences(saved: OptimizerState, optimizer: Optimizer, names: list[st
 
     The class and the names and shapes of the parameters are compared. If they are equal, the division of the parameters
     into groups is compared too.
-
-    Args:
-        saved: A result of `encode_by_name`, from the checkpoint.
-        optimizer: The optimizer of this run.
-        names: The result of `name_parameters`.
     """
     lines = []
     if saved["class"] != name_class(optimizer):
@@ -140,15 +114,9 @@ def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]
     """Return a state from `encode_by_name` in the form of ``optimizer.load_state_dict``, with this process's shards.
 
     Implementation options, such as fused kernels, come from the script. If the state and the optimizer differ, the
-    result contains the slots of parameters with the same name and shape; all other slots start empty. If the groups
-    differ, the options of a group come from the saved group that contained its parameters, because a schedule relies on
-    the group's last learning rate. If no saved group, or more than one, contained them, the options come from the
-    script.
-
-    Args:
-        saved: A result of `encode_by_name`, from the checkpoint.
-        optimizer: The optimizer to load the state into.
-        names: The result of `name_parameters`.
+    result contains the slots of parameters with the same name and shape. If the groups differ, a group takes the
+    options of the one saved group that contained its parameters, if any, because a schedule relies on its last learning
+    rate.
     """
     parameters = dict(zip(names, list_parameters(optimizer), strict=True))
     index = {name: i for i, name in enumerate(names)}
@@ -173,11 +141,7 @@ def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]
 def keep_formats(optimizer: Optimizer, state: State) -> None:
     """Restore the saved dtype of each slot, because ``load_state_dict`` casts slots to the parameter's dtype.
 
-    torch 2.13 exempts only the step count. NAdam, for example, keeps a float32 product even for float64 parameters.
-
-    Args:
-        optimizer: The optimizer, after ``load_state_dict``.
-        state: The state that was passed to ``load_state_dict``.
+    For example, NAdam keeps a float32 product even for float64 parameters (torch 2.13).
     """
     for index, parameter in enumerate(list_parameters(optimizer)):
         slots = optimizer.state.get(parameter, {})
@@ -190,8 +154,7 @@ def keep_formats(optimizer: Optimizer, state: State) -> None:
 def _read_tensors(value: Any, parameter: Tensor | None, saved_dtype: torch.dtype | None = None) -> Any:
     """Return a nested state with tensors read into memory; those with the parameter's shape get its sharding.
 
-    Slots whose dtype was that of the saved parameter, ``saved_dtype``, are cast to the parameter's current dtype.
-    Scalar counts and products keep their dtype, unless the parameter is a scalar too.
+    Slots whose dtype was that of the saved parameter are cast to the parameter's current dtype.
     """
     if isinstance(value, Mapping):
         return {key: _read_tensors(item, parameter, saved_dtype) for key, item in value.items()}

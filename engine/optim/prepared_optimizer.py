@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class PreparedOptimizer(Optimizer):
     """Wrapper of the user's optimizer, whose ``step`` and ``zero_grad`` take effect only at the end of a group.
 
-    A group consists of the micro-batches whose gradients are accumulated. Parameter groups, state and defaults are
-    those of the wrapped optimizer.
+    A group consists of the micro-batches whose gradients are accumulated.
 
     Args:
         optimizer: The optimizer to wrap.
@@ -32,17 +31,14 @@ class PreparedOptimizer(Optimizer):
         all_optimizers: All prepared optimizers of the Accelerator, including this one.
 
     Attributes:
-        optimizer: The wrapped optimizer.
-        accumulation: The Accelerator's gradient accumulation, which determines when a group ends.
-        built: The options with which the script built the optimizer; see `copy_plain_options`.
-        effective_options: The options that checkpoints record: those in ``built`` or, after a resume, those that the
-            checkpoint contains. Learning rates are the script's after a resume with ``schedule="script"``.
+        built: The options with which the script built the optimizer.
+        effective_options: The options that checkpoints record, which a resume may change.
         steps_taken: Number of steps taken in this process, without those counted in ``skipped``.
         skipped: Number of steps that `step` skipped because of a float16 overflow, or because a loss or gradient was
             not finite.
-        fused_by_choice: Whether `choose_fused` enabled fused kernels for the wrapped optimizer.
-        guarded: False if the device could not skip the latest step although the host had not read the check of the
-            gradients yet; otherwise True.
+        fused_by_choice: Whether Treadle enabled fused kernels for the wrapped optimizer.
+        guarded: False if the latest step was taken before the host had read the check of its gradients, and the device
+            could not skip it.
     """
 
     def __init__(
@@ -103,9 +99,8 @@ class PreparedOptimizer(Optimizer):
             The return value of the wrapped optimizer's ``step``; None if that was not called.
 
         Raises:
-            ValueError: With ``on_nonfinite="raise"``, if a gradient or, in a Trainer, a loss is not finite; see
-                `GradientGuard`. Also if a `DDP` model's gradients could not be reduced, for example because a parameter
-                was not used.
+            ValueError: With ``on_nonfinite="raise"``, if a loss or gradient is not finite. Also if gradients could not
+                be reduced.
             ReplicasDiffer: In debug mode, if the replicas differ after the step.
         """
         accumulation = self.accumulation
@@ -132,9 +127,8 @@ class PreparedOptimizer(Optimizer):
     def _step_if_finite(self, not_finite: torch.Tensor, closure: Callable[[], Any] | None) -> Any:
         """Step such that torch's fused kernels change neither weights nor state if a flag on the device is 1.
 
-        ``GradScaler`` reports an overflow to the kernels in the same way. Other optimizers step without this
-        protection. The first step of SGD with momentum is not protected either, because SGD would treat its momentum
-        as initialized after a skipped step (torch 2.13).
+        The first step of SGD with momentum is not protected, because SGD would treat its momentum as initialized after
+        a skipped step (torch 2.13).
         """
         optimizer: Any = self.optimizer
         device, groups = not_finite.device.type, optimizer.param_groups
@@ -176,8 +170,7 @@ class PreparedOptimizer(Optimizer):
         """Return a context that disables the gradients of parameters that only other prepared optimizers have.
 
         Args:
-            sync_grad: Accepted for compatibility with Lightning; unused. In manual optimization, gradients are reduced
-                once, when a step or clipping needs them, after any number of backward passes.
+            sync_grad: Accepted for compatibility with Lightning; unused.
         """
         trained = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         toggled = [
@@ -233,11 +226,9 @@ class PreparedOptimizer(Optimizer):
 class PreparedScheduler:
     """Wrapper of the user's scheduler, which advances only for optimizer steps that were applied.
 
-    A script derives the length of its schedule from the length of its loader. The processes share the batches of this
-    loader: one micro-batch consists of one batch per process. A call of `step` without arguments therefore advances the
-    schedule by the number of processes that share the batches, as in Accelerate, or by one with ``split_batches``. With
-    any world size, the learning rate then follows the number of samples seen. Such a call does not advance a schedule
-    with ``total_steps`` beyond its end.
+    A call of `step` without arguments advances the schedule by the number of processes that share the batches, as in
+    Accelerate, or by one with ``split_batches``. With any world size, the learning rate then follows the number of
+    samples seen. Such a call does not advance a schedule with ``total_steps`` beyond its end.
 
     Args:
         scheduler: The scheduler to wrap.
@@ -256,9 +247,8 @@ class PreparedScheduler:
         """Advance the schedule, unless a group is incomplete or all optimizer steps since the last call were skipped.
 
         Args:
-            args: Arguments of the wrapped scheduler's ``step``: a metric or an epoch. With arguments, the wrapped
-                ``step`` is called only once.
-            kwargs: Keyword arguments of the wrapped scheduler's ``step``. With them, too, it is called only once.
+            args: A metric or an epoch for the wrapped scheduler's ``step``, which is then called only once.
+            kwargs: Keyword arguments of the wrapped scheduler's ``step``, which is then called only once.
         """
         if not self._accumulation.sync_gradients:
             return
@@ -324,9 +314,7 @@ class PreparedScheduler:
             state: The saved state of the wrapped scheduler.
             since: The saved value of `since`.
             advances: The saved value of `advances`.
-            batch_size_unchanged: Whether an optimizer step processes as many samples as in the saved run. If so and the
-                world size differs, each process has a different batch size, and the steps of the schedule have a
-                different length.
+            batch_size_unchanged: Whether an optimizer step processes as many samples as in the saved run.
         """
         self.scheduler.load_state_dict(state)
         steps, skipped = self._count_steps()
@@ -337,8 +325,8 @@ class PreparedScheduler:
     def _convert(self, saved_advances: int) -> bool:
         """Rescale the position of a ``LambdaLR`` saved with another world size. Return False if it was not rescaled.
 
-        Functions are not saved in a checkpoint, so the script's functions are used. The position is not rescaled if the
-        saved learning rate shows that these functions do not depend on the world size.
+        The position is not rescaled if the saved learning rate shows that the functions do not depend on the world
+        size.
         """
         scheduler = self.scheduler
         if not isinstance(scheduler, LambdaLR):

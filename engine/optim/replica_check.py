@@ -28,18 +28,10 @@ class ReplicasDiffer(RuntimeError):
 def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> None:
     """Raise an error if the models of the processes differ. Must be called on all ranks.
 
-    Sharded tensors are skipped, because every process holds a different shard. Tensors on the meta device are skipped
-    too.
-
-    Args:
-        models: The user's own modules.
-        world: The processes that hold replicas.
-        buffers: Whether to compare buffers too. Default: False.
+    Sharded tensors and tensors on the meta device are skipped. Buffers are compared only on request.
 
     Raises:
-        ReplicasDiffer: On every process, if tensors differ. The error lists up to eight of their names, and the largest
-            difference in the first tensor for up to eight ranks. If names, their order, shapes or dtypes differ, the
-            error describes that instead.
+        ReplicasDiffer: On every process, if tensors differ.
     """
     if world.size == 1:
         return
@@ -75,14 +67,10 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
 
 
 def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
-    """In debug mode, compare the replicas after the first step of ``optimizer`` and then after every N steps.
+    """In debug mode, compare the replicas after the first step of ``optimizer`` and then periodically.
 
-    With one process, nothing is compared. The comparison is skipped in `join_uneven_inputs` and while
-    ``DDP(local_sgd_steps=...)`` lets each process step separately.
-
-    Args:
-        accelerator: The Accelerator. Its world contains the debug settings, such as N, which is 100 by default.
-        optimizer: The user's optimizer.
+    The comparison is skipped in `join_uneven_inputs` and while ``DDP(local_sgd_steps=...)`` lets each process step
+    separately.
     """
     debug = accelerator.world.debug
     if debug is None or not debug.replicas or accelerator.world.size == 1:
@@ -106,7 +94,7 @@ def _list_replicated(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]
 
 
 def _digest_tensors(tensors: Iterable[Tensor]) -> list[int]:
-    """Return a 64-bit digest of each tensor's bits. The digests are read in one transfer per device."""
+    """Return a 64-bit digest of each tensor's bits, read in one transfer per device."""
     # A separate generator, because a check must not change other random numbers.
     generator = torch.Generator().manual_seed(0)
     # Odd, because an even weight would lose the highest bit.

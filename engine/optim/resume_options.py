@@ -34,7 +34,7 @@ class LoadedOptimizer(NamedTuple):
     Attributes:
         optimizer: The user's optimizer.
         state: The state to pass to its ``load_state_dict``.
-        options: The saved `PreparedOptimizer.effective_options`; None if the checkpoint does not contain them.
+        options: The saved `PreparedOptimizer.effective_options`, if the checkpoint contains them.
         groups: The number of the optimizer's parameter groups in the checkpoint.
     """
 
@@ -45,7 +45,7 @@ class LoadedOptimizer(NamedTuple):
 
 
 def _to_numbers(value: Any) -> list[int | float]:
-    """Return a list of numbers as plain data, and an empty list for any other value, as in a damaged file."""
+    """Return numbers as a list of plain data, and an empty list for any other value, as in a damaged file."""
     numbers = to_plain(value)
     return numbers if isinstance(numbers, list) and all(isinstance(item, int | float) for item in numbers) else []
 
@@ -56,15 +56,9 @@ def _to_numbers(value: Any) -> list[int | float]:
 def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
     """Warn if the options of the script's optimizers or schedules differ from those at the start of the saved run.
 
-    Args:
-        accelerator: The Accelerator with the script's prepared objects.
-        path: The path of the checkpoint, for messages.
-        optimizers: The optimizers that are about to be loaded, with their states.
-        state: The training state in the checkpoint, which contains the schedulers.
-
     Raises:
-        ValueError: If there are differences and a saved ``OneCycleLR`` schedule ends before that of the script, because
-            torch would end the run with an error.
+        ValueError: If a saved ``OneCycleLR`` schedule ends before that of the script, because torch would end the run
+            with an error.
     """
     lines = _compare_options(accelerator, optimizers)
     schedules, rates = _compare_schedules(accelerator, state)
@@ -107,7 +101,6 @@ def _find_prepared(accelerator: Accelerator, optimizer: Optimizer) -> PreparedOp
 
 
 def _compare_schedules(accelerator: Accelerator, state: TrainState) -> tuple[list[str], list[str]]:
-    """Return the differences between schedules' arguments, and between learning rates that functions compute."""
     lines, rates = [], []
     for scheduler, built, saved, kind, arguments in _iter_schedulers(accelerator, state):
         new, old = built.arguments, arguments if isinstance(arguments, dict) else {}
@@ -123,7 +116,6 @@ def _compare_schedules(accelerator: Accelerator, state: TrainState) -> tuple[lis
 
 
 def _compare_rates(scheduler: LambdaLR, saved: State) -> list[str]:
-    """Compare the saved learning rates with those that the script's functions compute at the checkpoint's step."""
     step, before, bases = (
         saved.get("last_epoch"),
         _to_numbers(saved.get("_last_lr")),
@@ -177,12 +169,7 @@ def _format(value: Any) -> str:
 
 
 def is_scheduled(accelerator: Accelerator, optimizer: Optimizer) -> bool:
-    """Return whether a scheduler sets the learning rate of an optimizer.
-
-    Args:
-        accelerator: The Accelerator with the script's prepared objects.
-        optimizer: The user's optimizer.
-    """
+    """Return whether a scheduler sets the learning rate of an optimizer."""
     prepared = _find_prepared(accelerator, optimizer)
     return any(getattr(scheduler, "optimizer", None) in (optimizer, prepared) for scheduler in accelerator.schedulers)
 
@@ -193,18 +180,11 @@ def is_scheduled(accelerator: Accelerator, optimizer: Optimizer) -> bool:
 def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
     """Replace learning rates and schedules in the saved states with the script's, before these states are loaded.
 
-    A copy of each of the script's schedules is stepped as many times as the saved schedule was. The learning rate is
-    then the same as if the run had followed the script's schedule from its first step. An optimizer with a
+    A copy of each of the script's schedules is stepped as many times as the saved schedule was. An optimizer with a
     ``ReduceLROnPlateau`` keeps the saved schedule, with a warning.
 
-    Args:
-        accelerator: The Accelerator with the script's prepared objects.
-        optimizers: The optimizers that are about to be loaded, with their states. The states are changed in place.
-        state: The training state in the checkpoint, which contains the schedulers. It is changed in place.
-
     Raises:
-        ValueError: If a schedule of the script cannot be advanced to the position of the saved schedule, or if the
-            numbers of parameter groups differ.
+        ValueError: If the script's schedule cannot be applied to the saved state.
     """
     pairs = list(_iter_schedulers(accelerator, state))
     for optimizer, saved, *_ in optimizers:
@@ -290,12 +270,7 @@ def _name_class(optimizer: Optimizer) -> str:
 def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState, script: bool) -> None:
     """Record the options and arguments that are in effect after the resume, so that later checkpoints contain them.
 
-    Args:
-        accelerator: The Accelerator with the script's prepared objects.
-        optimizers: The optimizers that were loaded.
-        state: The training state in the checkpoint, which contains the schedulers.
-        script: Whether the learning rates and schedules come from the script; all other options come from the
-            checkpoint.
+    ``script`` means that the learning rates and schedules come from the script; other options come from the checkpoint.
     """
     for optimizer, _, options, _ in optimizers:
         prepared = _find_prepared(accelerator, optimizer)

@@ -1,4 +1,4 @@
-"""Suggestions that make a planned run fit into memory or run faster, based on plans of the run with other settings."""
+"""Suggestions that make a planned run fit into memory or run faster."""
 
 from __future__ import annotations
 
@@ -16,15 +16,10 @@ Again = Callable[..., Plan]
 
 
 def advise(plan: Plan, again: Again) -> list[str]:
-    """Return suggestions that make a run fit into memory or, if it fits, make it at least 2 % faster.
+    """Return suggestions that make a run fit into memory or, if it fits, make it faster.
 
-    If the run does not fit, the list has one entry, which may state that no simple change suffices. If the run fits,
-    the list may be empty. A faster setting that would not fit is included, with a note.
-
-    Args:
-        plan: The plan of the run as the user requested it.
-        again: Function that plans the same run with changes. Its keyword arguments are those of
-            `strategies.simulation.varied`, and ``micro_batch``, ``accumulate`` and ``precision``.
+    ``again`` plans the same run with changes. Its keyword arguments are those of `strategies.simulation.varied`, and
+    ``micro_batch``, ``accumulate`` and ``precision``.
     """
     if not plan.fits:
         return [_advise_fit(plan, again)]
@@ -36,7 +31,6 @@ def advise(plan: Plan, again: Again) -> list[str]:
 
 
 def _advise_fit(plan: Plan, again: Again) -> str:
-    """Return text that names changes that make the run fit into memory, or states that no simple change suffices."""
     changes: dict[str, Any] = {}
     words: list[str] = []
     candidate = plan
@@ -78,7 +72,6 @@ def _advise_fit(plan: Plan, again: Again) -> str:
 
 
 def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
-    """Return a plan with smaller micro-batches and about the same number of samples per step."""
     fixed = sum(candidate.states.values())
     room = candidate.gpu.memory / candidate.calibration.reserved - fixed
     sample_bytes = max(1, (candidate.peak - fixed) // candidate.micro_batch)
@@ -90,7 +83,6 @@ def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Pla
 
 
 def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:
-    """Suggest mixed precision for a float32 run if it is faster. Parameters and optimizer state keep their dtype."""
     if plan.precision.name != "32-true":
         return []
     name = "16-mixed" if plan.gpu.name == "v100" else "bf16-mixed"  # Volta has no bfloat16
@@ -98,7 +90,6 @@ def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:
 
 
 def _suggest_hybrid_sharding(plan: Plan, again: Again) -> list[str]:
-    """Suggest sharding within a machine and replicating across machines, to gather parameters over fast links only."""
     inside = max(1, plan.gpu.per_machine // plan.grid["tensor"])
     replicas, left = divmod(plan.world_size // plan.grid["tensor"], inside)
     if replicas < 2 or left or inside < 2 or plan.grid["replicate"] > 1:
@@ -108,7 +99,6 @@ def _suggest_hybrid_sharding(plan: Plan, again: Again) -> list[str]:
 
 
 def _suggest_half_gathering(plan: Plan, again: Again) -> list[str]:
-    """Suggest gathering parameters in the dtype of the computation, not in their storage dtype, if it is faster."""
     if plan.precision.compute is None or not plan.strategy.gathers_in_storage_dtype:
         return []
     other = again(gather=plan.precision.compute)
@@ -127,11 +117,7 @@ def _describe_gain(plan: Plan, other: Plan, words: str) -> list[str]:
 
 
 def format_size(number: float) -> str:
-    """Format a number of bytes with a binary unit, such as ``"1.5 GiB"``.
-
-    Args:
-        number: The size in bytes.
-    """
+    """Format a number of bytes with a binary unit, such as ``"1.5 GiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 1023.5 or unit == "TiB":
             break

@@ -15,33 +15,25 @@ class Event:
         self.clocks: Clocks | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Set the event to the time at which all work in ``stream`` is complete.
-
-        Args:
-            stream: The stream to record in. Default: the current stream, for an event that `Clocks.Event` has created.
-        """
+        """Set the event to the time at which all work in ``stream`` is complete."""
         if stream is None:
             assert self.clocks is not None
             stream = self.clocks.current
         self.at = stream.time
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Make subsequent work in ``stream`` wait for the event.
-
-        Args:
-            stream: The stream that waits. Default: the current stream, for an event that `Clocks.Event` has created.
-        """
+        """Make subsequent work in ``stream`` wait for the event."""
         if stream is None:
             assert self.clocks is not None
             stream = self.clocks.current
         stream.wait_event(self)
 
     def query(self) -> bool:
-        """Return True, because the host has no clock, so all work appears complete."""
+        """Return True, because all work appears complete to the host, which has no clock."""
         return True
 
     def synchronize(self) -> None:
-        """Do nothing, because the host has no clock."""
+        """Do nothing."""
 
 
 class Stream:
@@ -52,33 +44,21 @@ class Stream:
         self.device = None
 
     def wait_stream(self, other: Stream) -> None:
-        """Make subsequent work in this stream wait for the work that another stream already contains.
-
-        Args:
-            other: The stream to wait for.
-        """
+        """Make subsequent work in this stream wait for the current work of another stream."""
         self.time = max(self.time, other.time)
 
     def wait_event(self, event: Event) -> None:
-        """Make subsequent work in this stream wait for an event.
-
-        Args:
-            event: The event to wait for.
-        """
+        """Make subsequent work in this stream wait for an event."""
         self.time = max(self.time, event.at)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return an event, set to the time at which all work in this stream is complete.
-
-        Args:
-            event: The event to set. Default: a new one.
-        """
+        """Set an event to the time at which all work in this stream is complete, and return it."""
         event = Event() if event is None else event
         event.at = self.time
         return event
 
     def synchronize(self) -> None:
-        """Do nothing, because the host has no clock."""
+        """Do nothing."""
 
 
 class Clocks:
@@ -105,11 +85,7 @@ class Clocks:
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """Return a context in which ``stream`` is the current stream.
-
-        Args:
-            stream: The stream to select.
-        """
+        """Return a context in which ``stream`` is the current stream."""
         before, self.current = self.current, stream
         try:
             yield
@@ -117,23 +93,13 @@ class Clocks:
             self.current = before
 
     def spend(self, seconds: float) -> None:
-        """Add an operation of known duration to the current stream.
-
-        Args:
-            seconds: The duration of the operation.
-        """
+        """Add an operation of known duration to the current stream."""
         self.current.time += seconds
 
     def exchange(self, group: tuple[int, ...], seconds: float, *, wait: bool) -> float:
         """Add a collective, which starts after the work in the current stream and its group's earlier collectives.
 
-        Args:
-            group: The ranks that take part in the collective.
-            seconds: The duration of the collective once all ranks are ready.
-            wait: Whether the current stream waits for the end of the collective.
-
-        Returns:
-            The time at which the collective ends, in seconds.
+        Return the time at which the collective ends, in seconds. If ``wait``, the current stream waits for it.
         """
         end = max(self.current.time, self._groups.get(group, 0.0)) + seconds
         self._groups[group] = end

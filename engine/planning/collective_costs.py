@@ -1,4 +1,4 @@
-"""Estimated duration of collectives, from the constants with which NCCL chooses between rings and trees."""
+"""Estimated duration of collectives, with the constants of NCCL."""
 
 from __future__ import annotations
 
@@ -23,12 +23,8 @@ STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1,
 def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -> float:
     """Estimate the duration of a collective in seconds, from the time at which all ``ranks`` are ready.
 
-    Args:
-        kind: Kind of collective, a key of `STEPS` such as ``"all_gather"``.
-        size: Size of the full tensor in bytes: the output of an all-gather, the input of a reduce-scatter or
-            all-to-all, or the tensor of an all-reduce or broadcast.
-        ranks: The global ranks that take part. Rank ``r`` is on machine ``r // gpu.per_machine``.
-        gpu: The GPU of each rank, with the bandwidths of its link and its network.
+    Rank ``r`` is on machine ``r // gpu.per_machine``. ``size`` is the size of the full tensor in bytes, such as the
+    output of an all-gather.
     """
     count = len(ranks)
     if count == 1:
@@ -52,7 +48,7 @@ def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gp
 
 
 def _compute_network_bandwidth(size: int, machines: int, count: int, gpu: GPU) -> float:
-    """Return the bandwidth, in bytes per second, of a ring through several machines for a message of ``size`` bytes."""
+    """Return the bandwidth of a ring through several machines, in bytes per second."""
     rate = gpu.network * (_FEW_MACHINES + (1 - _FEW_MACHINES) * min(1.0, (machines - 1) / 7))
     ports = min(gpu.per_machine, math.ceil(count / machines))
     if machines > 2 and ports > 1:  # a ring with one rank per machine has one port

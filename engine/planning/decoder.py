@@ -1,4 +1,4 @@
-"""Transformer decoder of the Llama architecture in common sizes, to plan a run before its model is written."""
+"""Transformer decoder of the Llama architecture, to plan a run before its model is written."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Sizes:
     """Dimensions of a decoder.
 
     Args:
-        width: Number of features per token.
-        layers: Number of transformer blocks.
-        heads: Number of attention heads.
-        key_heads: Number of key and value heads. Each is shared by ``heads / key_heads`` query heads.
-        hidden: Number of hidden features in the feed-forward layer of a block.
-        vocabulary: Number of tokens in the vocabulary.
-        length: Sequence length, which is the number of input tokens per sample.
+        width: Features per token.
+        layers: Transformer blocks.
+        heads: Attention heads.
+        key_heads: Key and value heads.
+        hidden: Hidden features of the feed-forward layer.
+        vocabulary: Tokens in the vocabulary.
+        length: Input tokens per sample.
     """
 
     width: int
@@ -45,25 +45,14 @@ MODELS = {
 
 
 def sizes_of(name: str) -> Sizes:
-    """Return the dimensions of a model by name, such as ``llama-7b`` or, for short, ``7b``.
-
-    Args:
-        name: A key of `MODELS`, or its part after the hyphen, in lower or upper case.
-
-    Raises:
-        ValueError: If the name is unknown. The error lists the valid names.
-    """
+    """Return the dimensions of a model by name, such as ``llama-7b`` or, for short, ``7b``."""
     short = {full.partition("-")[2]: full for full in MODELS}
     chosen = choose("model", name.lower(), [*MODELS, *short])
     return MODELS[short.get(chosen, chosen)]
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary position embeddings and grouped key and value heads.
-
-    Args:
-        sizes: The dimensions of the decoder.
-    """
+    """Causal self-attention with rotary position embeddings and grouped key and value heads."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -74,11 +63,9 @@ class Attention(nn.Module):
         self.out = nn.Linear(sizes.heads * self.head, sizes.width, bias=False)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        """Let each token attend to itself and to earlier tokens.
+        """Apply attention to ``x`` of shape (batch, length, width).
 
-        Args:
-            x: Features of shape (batch, length, width).
-            turn: Cosines and sines of the rotary position embeddings, of shape (2, length, 1, width / heads / 2).
+        ``turn`` contains the cosines and sines of the rotary position embeddings; see `rotate`.
         """
         batch, length, _ = x.shape
         q, k, v = (part(x).view(batch, length, -1, self.head) for part in (self.queries, self.keys, self.values))
@@ -92,12 +79,10 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotate pairs of features by angles, one for each position and pair.
+    """Rotate pairs of features of ``x``, of shape (batch, length, heads, features).
 
-    Args:
-        x: Features of shape (batch, length, heads, features). Each feature of the first half forms a pair with one of
-            the second half.
-        turn: Cosines and sines of the angles, of shape (2, length, 1, features / 2).
+    ``turn`` contains the cosines and sines of the angles, and has the shape (2, length, 1, features / 2). Each feature
+    of the first half forms a pair with one of the second half.
     """
     first, second = x.float().chunk(2, dim=-1)
     cosine, sine = turn.unbind(0)
@@ -105,11 +90,7 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """SwiGLU feed-forward layer.
-
-    Args:
-        sizes: The dimensions of the decoder.
-    """
+    """SwiGLU feed-forward layer."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -118,20 +99,12 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to each token separately.
-
-        Args:
-            x: Features of shape (batch, length, width).
-        """
+        """Apply the layer to features of shape (batch, length, width)."""
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    """Transformer block: attention and a feed-forward layer, each with pre-normalization and a residual connection.
-
-    Args:
-        sizes: The dimensions of the decoder.
-    """
+    """Transformer block of attention and a feed-forward layer."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -141,22 +114,13 @@ class Block(nn.Module):
         self.feed = FeedForward(sizes)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        """Apply attention and then the feed-forward layer.
-
-        Args:
-            x: Features of shape (batch, length, width).
-            turn: Cosines and sines of the rotary position embeddings; see `Attention.forward`.
-        """
+        """Apply attention and then the feed-forward layer."""
         x = x + self.attention(self.attention_norm(x), turn)
         return x + self.feed(self.feed_norm(x))
 
 
 class Decoder(nn.Module):
-    """Language model that maps tokens to the logits of the next tokens.
-
-    Args:
-        sizes: The dimensions of the decoder.
-    """
+    """Language model that maps tokens to the logits of the next tokens."""
 
     turn: Tensor
 
@@ -172,11 +136,7 @@ class Decoder(nn.Module):
         self.register_buffer("turn", torch.stack([angles.cos(), angles.sin()])[:, :, None, :], persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits, of shape (batch, length, vocabulary).
-
-        Args:
-            tokens: Token indices of shape (batch, length), where ``length`` is at most that of the `Sizes`.
-        """
+        """Return the logits, of shape (batch, length, vocabulary), for token indices of shape (batch, length)."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.turn[:, : tokens.shape[1]])
@@ -184,21 +144,11 @@ class Decoder(nn.Module):
 
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Return the mean cross-entropy of predicting each next token.
-
-    Args:
-        model: Model that returns logits of shape (batch, length, vocabulary), such as a `Decoder`.
-        batch: Token indices of shape (batch, length + 1).
-    """
+    """Return the mean cross-entropy of each next token, for token indices of shape (batch, length + 1)."""
     scores = model(batch[:, :-1])
     return F.cross_entropy(scores.flatten(0, 1).float(), batch[:, 1:].flatten(0, 1))
 
 
 def tokens(sizes: Sizes, samples: int) -> Tensor:
-    """Return a batch of token indices of shape (samples, length + 1). All are 0, because a plan does not use values.
-
-    Args:
-        sizes: The dimensions of the decoder.
-        samples: The number of samples.
-    """
+    """Return a batch of zeros as token indices, of shape (samples, length + 1)."""
     return torch.zeros(samples, sizes.length + 1, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Peak performance and memory of GPUs from NVIDIA's data sheets, and typical bandwidths of their links and networks."""
+"""Peak performance and memory of GPUs, and typical bandwidths of their links and networks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ...common.validation import choose
 
 @dataclass(frozen=True, kw_only=True)
 class GPU:
-    """GPU model in a typical machine.
+    """GPU model in a typical machine. Rates are per second.
 
     Args:
-        name: Short name for reports, such as ``"h100"``. For a GPU in `GPUS`, this is its key.
-        half: FLOPs per second in matrix products in float16 or bfloat16, without sparsity.
-        tf32: FLOPs per second in matrix products in TF32; equal to ``single`` if the GPU does not support TF32.
-        single: FLOPs per second in float32.
-        bandwidth: Memory bandwidth in bytes per second.
+        name: Short name, such as ``"h100"``.
+        half: FLOPs of matrix products in float16 or bfloat16, without sparsity.
+        tf32: FLOPs of matrix products in TF32; equal to ``single`` if the GPU does not support TF32.
+        single: FLOPs in float32.
+        bandwidth: Memory bandwidth in bytes.
         memory: Memory size in bytes.
-        link: Bandwidth of a ring within a machine in each direction, in bytes per second (NCCL's bus bandwidth).
-        network: The GPU's share of the machine's network bandwidth in each direction, in bytes per second.
+        link: Bandwidth of a ring within a machine in each direction, in bytes (NCCL's bus bandwidth).
+        network: The GPU's share of the machine's network bandwidth in each direction, in bytes.
         per_machine: Number of GPUs in a machine. Default: 8.
     """
 
@@ -75,22 +75,14 @@ _OTHERS = {"laptop", "mig", "nvl", "pcie"}
 
 
 def find_gpu(name: str | GPU) -> GPU:
-    """Return a GPU by name.
-
-    Args:
-        name: A key of `GPUS`, such as ``"h100"``; upper case and underscores are accepted too. A `GPU` object is
-            returned unchanged.
-
-    Raises:
-        ValueError: If the name is unknown. The error lists the valid names.
-    """
+    """Return a GPU by name, such as ``"h100"``. Raise a ValueError if the name is unknown."""
     if isinstance(name, GPU):
         return name
     return GPUS[choose("gpu", name.lower().replace("_", "-"), GPUS)]
 
 
 def detect_gpu() -> GPU | None:
-    """Return this machine's GPU, with the memory size that the driver reports; None without a GPU that is in `GPUS`."""
+    """Return this machine's GPU, with the memory size that the driver reports; None if it is not in `GPUS`."""
     if not torch.cuda.is_available():
         return None
     gpu = match_driver_name(torch.cuda.get_device_name())
@@ -98,12 +90,7 @@ def detect_gpu() -> GPU | None:
 
 
 def match_driver_name(name: str) -> GPU | None:
-    """Return the GPU for a device name that the driver reports; None if the name is unknown.
-
-    Args:
-        name: The device name, such as ``"NVIDIA H100 80GB HBM3"``. Names of PCIe, NVL, MIG and laptop variants count as
-            unknown.
-    """
+    """Return the GPU for a driver's device name, such as ``"NVIDIA H100 80GB HBM3"``; None if it is unknown."""
     words = re.findall("[a-z0-9]+", name.lower().replace("rtx 4090", "rtx4090"))
     if _OTHERS & set(words):
         return None

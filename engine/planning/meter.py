@@ -48,12 +48,12 @@ _KINDS = {
 
 @dataclass
 class Memory:
-    """Record of the memory in use, by category.
+    """Record of the memory in use, in bytes.
 
     Attributes:
-        live: Bytes currently in use, by category.
-        peak: Bytes in use at the peak since the last `mark`, by category.
-        most: Total bytes at the peak.
+        live: Memory in use, by category.
+        peak: Memory in use at the peak since the last `mark`, by category.
+        most: Total memory at the peak.
     """
 
     live: Counter[str] = field(default_factory=Counter)
@@ -65,12 +65,7 @@ class Memory:
         self._total = 0
 
     def hold(self, tensor: Tensor, category: str) -> None:
-        """Count the memory of ``tensor`` until it is freed, unless it is already counted.
-
-        Args:
-            tensor: The tensor whose storage is counted.
-            category: The category to which the memory is added, one of `CATEGORIES`.
-        """
+        """Count the memory of ``tensor`` until it is freed, unless it is already counted."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storages:
@@ -79,12 +74,7 @@ class Memory:
             self._add(size, category)
 
     def name(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Move the memory of ``tensors`` to another category.
-
-        Args:
-            tensors: The tensors whose memory is recategorized; memory that is not counted is skipped.
-            category: The new category, one of `CATEGORIES`.
-        """
+        """Move the memory of ``tensors`` to another category; memory that is not counted is skipped."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             if key in self._storages:
@@ -94,11 +84,7 @@ class Memory:
                 self.live[category] += size
 
     def resized(self, tensor: Tensor) -> None:
-        """Update the recorded size of a tensor that sharding has resized, and move it to the category ``GATHERED``.
-
-        Args:
-            tensor: The tensor whose storage has a new size.
-        """
+        """Update the size of a tensor that sharding has resized, and move it to the category ``GATHERED``."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._storages:
@@ -110,7 +96,7 @@ class Memory:
             self.hold(tensor, GATHERED)
 
     def mark(self) -> None:
-        """Reset the recorded peak to the memory currently in use."""
+        """Reset the peak to the memory in use."""
         self.most = 0
         self._add(0, ACTIVATIONS)
 
@@ -133,21 +119,14 @@ class Traffic:
 
     Attributes:
         count: Number of collectives, by kind.
-        size: Total bytes, by kind. Each collective adds the size of its full tensor, such as the output of an
-            all-gather.
+        size: Total bytes of the full tensors, such as the outputs of all-gathers, by kind.
     """
 
     count: Counter[str] = field(default_factory=Counter)
     size: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, size: int) -> None:
-        """Count a collective.
-
-        Args:
-            kind: The kind of the collective, such as ``"all_gather"``.
-            size: The size of the full tensor in bytes, such as the output of an all-gather or the input of a
-                reduce-scatter.
-        """
+        """Count a collective, with the size of its full tensor in bytes."""
         self.count[kind] += 1
         self.size[kind] += size
 
@@ -155,17 +134,11 @@ class Traffic:
 class Meter(TorchDispatchMode):
     """Dispatch mode that records the time, memory and communication of operations on fake tensors.
 
-    Args:
-        clocks: The simulated device, to whose current stream each operation is added.
-        prices: Estimator of the durations of operations.
-        memory: Record to which allocations are added.
-
     Attributes:
         traffic: Number and size of the collectives since `begin`, by kind.
         launched: Number of operations that the host has launched on the device since `begin`.
-        spent: Seconds spent in the compute stream since `begin`, by cause, such as ``"arithmetic"``. Collectives are
-            excluded.
-        category: The memory category of subsequent allocations, one of `CATEGORIES`.
+        spent: Seconds spent in the compute stream since `begin`, without collectives, by cause.
+        category: The memory category of subsequent allocations.
     """
 
     def __init__(self, clocks: Clocks, prices: Prices, memory: Memory) -> None:
@@ -182,7 +155,7 @@ class Meter(TorchDispatchMode):
         self._members: dict[Any, tuple[int, ...]] = {}
 
     def begin(self) -> None:
-        """Reset the recorded times, counts and memory peak, to record a new step. Memory in use remains counted."""
+        """Reset the recorded times, counts and memory peak. Memory in use remains counted."""
         self.traffic = Traffic()
         self.launched = 0
         self.spent: dict[str, float] = defaultdict(float)
@@ -190,7 +163,6 @@ class Meter(TorchDispatchMode):
         self.memory.mark()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run and record one operation; see `TorchDispatchMode`."""
         if not self._plain.issuperset(types):
             return NotImplemented  # a subclass that consists of several tensors, which are counted separately
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""Duration of one operation: that of its arithmetic, its memory traffic or its launch, whichever is longest."""
+"""Estimated duration of operations on a GPU."""
 
 from __future__ import annotations
 
@@ -22,27 +22,24 @@ ARITHMETIC, TRAFFIC, LAUNCHES = "arithmetic", "memory traffic", "launches"
 class Calibration:
     """Corrections to the peak values in data sheets, and estimates of overheads and prediction errors.
 
+    Three values stand for the best, the most likely and the worst case.
+
     Args:
         arithmetic: Fraction of the peak performance that matrix products reach. ``benchmarks/plan.py`` fitted it to a
             published run on 8 H100s without compilation.
-        fused: Fraction of the memory traffic of other operations that remains in a compiled model.
-            ``benchmarks/plan.py`` fitted it to the same run with compilation.
+        fused: Fraction of the memory traffic of other operations that remains in a compiled model, fitted to the same
+            run with compilation.
         launch: Minimum duration of an operation on a GPU, in seconds.
-        host: Seconds that the host takes to launch an operation: at best, most likely, at worst. This is an estimate
-            that has not been checked on a GPU. Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a
-            kernel launch takes additional time.
-        host_compiled: Fraction of the operations that the host still launches for a compiled model: at best, most
-            likely, at worst. This is an estimate too.
+        host: Seconds that the host takes to launch an operation. This estimate has not been checked on a GPU.
+        host_compiled: Fraction of the operations that the host still launches for a compiled model. This is an estimate
+            too.
         straggler: Relative increase of the step time with each doubling of the number of processes beyond
-            ``straggler_from``. In MosaicML's published runs on 128, 256 and 512 H100 GPUs, each doubling reduced the
-            throughput per GPU by 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B) and 3.6 to 6.4 % (1B).
+            ``straggler_from``. In MosaicML's published runs on 128 to 512 H100 GPUs, each doubling reduced the
+            throughput per GPU by 2.2 to 6.4 %.
         straggler_from: Number of processes up to which the step time does not increase.
-        spread: Assumed relative error of predictions for steps like those of the published runs, for which predictions
-            deviated by up to 2.6 %.
-        spread_unchecked: Assumed relative error in all other cases: another kind of GPU, or a step that is not
-            dominated by large matrix products in half precision. This error is not derived from measurements.
-        reserved: Memory that torch's allocator reserves, as a multiple of the peak. The published 8B runs reserved 1.07
-            to 1.2 times the predicted peak.
+        spread: Assumed relative error of predictions for steps like those of the published runs.
+        spread_unchecked: Assumed relative error in all other cases. It is not derived from measurements.
+        reserved: Memory that torch's allocator reserves, as a multiple of the peak.
     """
 
     arithmetic: float = 0.528
@@ -119,11 +116,6 @@ def _get_dtype(value: Any) -> torch.dtype | None:
 class Prices:
     """Estimator of the durations and the FLOPs of operations on a GPU.
 
-    Args:
-        gpu: The GPU that runs the operations.
-        calibration: Corrections to the peak values in the GPU's data sheet.
-        compiled: Whether the model is compiled, which fuses pointwise operations.
-
     Attributes:
         flops: Total FLOPs of matrix products, convolutions and attention since the last `Meter.begin`.
     """
@@ -137,14 +129,7 @@ class Prices:
         self._free: dict[Any, bool] = {}
 
     def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, str]:
-        """Return an operation's duration in seconds, zero if it does no work, and the cause, such as ``"arithmetic"``.
-
-        Args:
-            func: The operation, as an overload of a torch operator.
-            args: The positional arguments of the operation, which may contain fake tensors.
-            kwargs: The keyword arguments of the operation.
-            out: The result of the operation.
-        """
+        """Return an operation's duration in seconds, and the cause, such as ``"arithmetic"``."""
         free = self._free.get(func)
         if free is None:
             free = self._free[func] = _is_free(func)

@@ -20,22 +20,16 @@ class Conditions:
 
     Args:
         world_size: Number of processes.
-        strategy: The strategy that distributes the model over the processes. Create a new strategy object for each
-            plan.
+        strategy: The strategy. Create a new strategy object for each plan.
         gpu: The GPU of each process, as a `GPU` or a key of `gpus.GPUS`. Default: ``"h100"``.
         micro_batch: Number of samples per forward pass. Default: 1.
         accumulate: Number of forward passes per optimizer step. Default: 1.
         precision: The precision, as for `Trainer`. Default: ``"bf16-mixed"``.
-        compiled: Whether the model is compiled, which fuses pointwise operations. Default: False.
-        clip: Maximum norm to which gradients are clipped. Default: None, for no clipping.
-        step: Name of the method of the model that the loss calls, such as ``"training_step"``. Default: None, for
-            ``forward``.
+        compiled: Whether the model is compiled. Default: False.
+        clip: Maximum norm to which gradients are clipped. Default: no clipping.
+        step: Name of the method of the model that the loss calls. Default: ``forward``.
         rank: The rank of the process to plan. Default: 0.
-        calibration: Corrections to the GPU's data sheet, and assumptions about overheads and errors.
-
-    Raises:
-        ValueError: If ``world_size``, ``micro_batch`` or ``accumulate`` is not a positive integer, if ``rank`` is
-            negative or not less than ``world_size``, or if the GPU or the precision is unknown.
+        calibration: Corrections to the GPU's data sheet.
     """
 
     world_size: int
@@ -68,15 +62,14 @@ class Plan(Conditions):
             sample (``"tensor"``).
         parameters: Number of parameters of the whole model.
         trainable: Number of trainable parameters.
-        shards: The shape of this process's shard of each parameter, by parameter name.
-        memory: Bytes in use at the peak, by category (`meter.CATEGORIES`). Unused categories are omitted.
+        shards: The shape of this process's shard of each parameter, by name.
+        memory: Bytes in use at the peak, by category.
         states: Bytes that remain in use between steps, for ``"parameters"`` (including buffers) and ``"optimizer"``.
-        checkpoint: Size of a checkpoint with the full model and optimizer state, in bytes.
+        checkpoint: Bytes of a checkpoint with the full model and optimizer state.
         traffic: Number and size of the process's collectives, by kind.
         flops: FLOPs of the process's matrix products, convolutions and attention, including recomputation.
-        seconds: Device time of the step in seconds, without delays by slower processes.
-        spent: Device time in seconds, by cause, such as ``"arithmetic"``. The key `WAITING` is for the time spent
-            waiting for communication with other processes.
+        seconds: Device time of the step, without delays by slower processes.
+        spent: Device time in seconds, by cause, such as ``"arithmetic"`` or `WAITING`.
         launched: Number of operations that the host launches on the device.
     """
 
@@ -95,7 +88,7 @@ class Plan(Conditions):
 
     @property
     def samples(self) -> int:
-        """Effective batch size: the number of samples of one step over all processes."""
+        """Number of samples of one step over all processes."""
         return self.micro_batch * self.accumulate * self.world_size // self.grid["tensor"]
 
     @property
@@ -125,7 +118,7 @@ class Plan(Conditions):
 
     @property
     def checked(self) -> bool:
-        """True if similar plans (mostly half-precision matrix products, on an H100) were compared with measurements."""
+        """True if similar plans were compared with measurements."""
         products = self.spent.get(ARITHMETIC, 0.0)
         halved = self.flops / self.gpu.half / self.calibration.arithmetic >= 0.9 * products
         return self.gpu.name.startswith("h100") and halved and 2 * products > self.seconds
@@ -137,11 +130,7 @@ class Plan(Conditions):
 
     @property
     def band(self) -> tuple[float, float, float]:
-        """Step time in seconds: at best, most likely, at worst.
-
-        The slower of the device and the host determines the time. Beyond 128 processes (by default), each doubling of
-        the world size increases the device's likely time and, more strongly, its worst one.
-        """
+        """Step time in seconds: at best, most likely, at worst."""
         spread = self.calibration.spread if self.checked else self.calibration.spread_unchecked
         late = (1 + self.calibration.straggler) ** max(0.0, log2(self.world_size / self.calibration.straggler_from))
         device = (self.seconds * (1 - spread), self.seconds * late, self.seconds * late * late * (1 + spread))

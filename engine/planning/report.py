@@ -1,4 +1,4 @@
-"""Text report of a plan, short enough for one screen."""
+"""Text report of a plan."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FURTHER = "No such runs are published for more than 512 GPUs, so the time is an 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Length and learning rate schedule of a run.
+    """Length and learning rate schedule of a run. None stands for unknown.
 
     Attributes:
-        steps: Number of optimizer steps of the run; None if unknown.
-        samples: Number of samples per epoch; None if unknown.
-        per_epoch: Number of optimizer steps per epoch, including a shorter last one; None if unknown.
-        rates: Learning rates at evenly spaced steps of the run; empty if there is no curve to draw.
-        words: Text about the learning rate, shown if ``rates`` is empty.
+        steps: Number of optimizer steps of the run.
+        samples: Number of samples per epoch.
+        per_epoch: Number of optimizer steps per epoch.
+        rates: Learning rates at evenly spaced steps of the run.
+        words: Text shown if ``rates`` is empty.
     """
 
     steps: int | None = None
@@ -44,16 +44,7 @@ class Schedule:
 def screen(
     plan: Plan, name: str, schedule: Schedule, hints: Sequence[str] = (), *, gpu_from: str = "", width: int = 100
 ) -> str:
-    """Return the report of a plan as text.
-
-    Args:
-        plan: The plan to report.
-        name: The name of the model, for the heading.
-        schedule: The length and learning rate schedule of the run.
-        hints: The suggestions of `advice.advise`.
-        gpu_from: Text that states how the GPU was determined, such as ``"this machine's"``; "" if the user named it.
-        width: Number of columns to which the rows below the heading are wrapped. Default: 100.
-    """
+    """Return the report of a plan as text. ``gpu_from`` states how the GPU was determined."""
     machines = -(-plan.world_size // plan.gpu.per_machine)
     hardware = f"{plan.world_size:,} x {plan.gpu.name}" + (f" ({machines:,} machines)" if machines > 1 else "")
     compiled = ", compiled" if plan.compiled else ""
@@ -168,7 +159,6 @@ def _describe_time(plan: Plan) -> str:
 
 
 def _describe_bound(plan: Plan) -> str:
-    """Describe how the time of a step divides into causes, or that the host limits the step."""
     if plan.host_bound:
         low, _, high = (seconds / plan.launched * 1e6 for seconds in plan.host)
         return (
@@ -180,22 +170,14 @@ def _describe_bound(plan: Plan) -> str:
 
 
 def format_rounded(number: float) -> str:
-    """Format a number with up to three significant digits, such as ``"0.0123"`` or ``"10,900"``.
-
-    Args:
-        number: The number to format.
-    """
+    """Format a number with up to three significant digits, such as ``"0.0123"`` or ``"10,900"``."""
     if number and abs(number) < 1e-3:
         return f"{number:.3g}"
     return f"{float(f'{number:.3g}'):,.6f}".rstrip("0").rstrip(".")
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration with a suitable unit, from ``us`` to ``days``, such as ``"2.5 min"``.
-
-    Args:
-        seconds: The duration in seconds.
-    """
+    """Format a duration, given in seconds, with a suitable unit, such as ``"2.5 min"``."""
     # Each unit is used up to the value that would round to the first of the next one.
     for limit, unit, unit_seconds in (
         (0.9995e-3, "us", 1e-6),
@@ -209,12 +191,7 @@ def format_duration(seconds: float) -> str:
 
 
 def draw_curve(values: Sequence[float], width: int = 40) -> str:
-    """Return a bar chart of numbers as one line of Unicode block characters; "" without numbers.
-
-    Args:
-        values: The numbers. The largest of those that are drawn has a full bar, unless it is 0 or negative.
-        width: Maximum number of bars, at least 1. If there are more values, evenly spaced ones are drawn. Default: 40.
-    """
+    """Return a bar chart of numbers as one line of at most ``width`` Unicode block characters."""
     if not values:
         return ""
     count = min(width, len(values))

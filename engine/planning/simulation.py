@@ -29,26 +29,17 @@ def simulate(
 ) -> Plan:
     """Simulate one optimizer step of one process with fake tensors, and return its plan.
 
-    With ``FSDP``, the model is sharded as in the run, and torch's FSDP2 schedules the all-gathers and reduce-scatters.
-    With ``DDP``, all-reduces follow the buckets that torch's reducer would form. The duration of the simulation
-    (usually seconds) and its memory (usually a few hundred MB) hardly depend on the world size.
-
     Args:
-        build_model: Function that creates the model. It is called on the meta device, so parameters take no memory.
+        build_model: Function that creates the model. It is called on the meta device.
         make_batch: Function that creates a batch, given the number of samples.
-        loss: Function ``loss(model, batch)`` that returns the loss. If ``step`` is set, it receives this method of the
-            model instead of the model. It must not read a tensor's value.
+        loss: Function ``loss(model, batch)``. If ``step`` is set, it receives this method of the model instead of the
+            model. It must not read a tensor's value.
         optimizer: Function that creates an optimizer, given the trainable parameters.
-        conditions: Arguments of `Conditions`, at least ``world_size`` and ``strategy``.
-
-    Returns:
-        The plan, with the time, memory and communication of the step.
+        conditions: Arguments of `Conditions`.
 
     Raises:
-        ValueError: If an argument of `Conditions` is invalid, this process is already in a process group, the strategy
-            cannot lay out the processes, a plan does not support the strategy or a collective, the step reads a
-            tensor's value, or the optimizer requires a closure.
-        TypeError: If an argument of `Conditions` is missing or unknown, or an FSDP policy has an unsupported type.
+        ValueError: If an argument is invalid, or a plan does not support the step.
+        TypeError: If an argument is missing, unknown or of the wrong type.
     """
     on = Conditions(**conditions)
     clocks, memory = Clocks(), Memory()
@@ -77,8 +68,6 @@ def simulate(
 
 
 class _Step:
-    """Simulated optimizer step of one process."""
-
     def __init__(self, called: nn.Module, on: Conditions, meter: Meter, loss: Any, optimizer: Any) -> None:
         self.called = called
         self.model = on.strategy.unwrap(called)
@@ -93,11 +82,7 @@ class _Step:
         self.spent: dict[str, float] = {}
 
     def run(self, make_batch: Any) -> None:
-        """Run the step with fake tensors, which have no values.
-
-        Args:
-            make_batch: Function that creates a batch, given the number of samples.
-        """
+        """Run the step with fake tensors."""
         from torch._subclasses.fake_tensor import (
             DataDependentOutputException,
             DynamicOutputShapeException,
@@ -128,7 +113,7 @@ class _Step:
                 raise _make_value_error(error, "numpy()") from error
 
     def _note_gradients(self) -> list[tuple[Tensor, float]]:
-        """Register hooks that record when each replicated parameter's gradient is ready; return the list they fill."""
+        """Return a list that hooks fill with each replicated parameter and the time at which its gradient is ready."""
         order: list[tuple[Tensor, float]] = []
 
         def note(parameter: Tensor) -> None:
@@ -142,7 +127,7 @@ class _Step:
         return order
 
     def _prepare_optimizer(self) -> Optimizer:
-        """Create the optimizer and, with a first step, its state; record the sizes of the state and a checkpoint."""
+        """Create the optimizer and its state, and record the sizes of the state and a checkpoint."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         optimizer: Optimizer = self.make_optimizer(trained)
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -218,14 +203,13 @@ class _Step:
         compute.time = max(compute.time, done)
 
     def _note_collective(self, kind: str, size: int) -> float:
-        """Record a collective of all processes, and return its duration in seconds."""
         ranks = tuple(range(self.on.strategy.world.size))
         self.meter.traffic.add(kind, size)
         return estimate_collective_seconds(kind, size, ranks, self.meter.prices.gpu)
 
 
 def _give_sizes(called: nn.Module) -> None:
-    """Replace a model's meta tensors with fake CPU tensors, whose size can be counted. Tied parameters remain tied."""
+    """Replace a model's meta tensors with fake CPU tensors, whose size can be counted."""
     places = [(part, name, p) for part in called.modules() for name, p in part._parameters.items() if p is not None]
     called.to_empty(device="cpu")
     first: dict[Any, Any] = {}
@@ -238,7 +222,6 @@ def _give_sizes(called: nn.Module) -> None:
 
 
 def _make_value_error(error: Exception, operation: str) -> ValueError:
-    """Return an error that names the line of user code that reads a tensor's value."""
     user_frames = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""Time limit that ends this process after a signal, even if its main thread hangs."""
+"""Time limit that ends this process after a signal."""
 
 from __future__ import annotations
 
@@ -18,14 +18,9 @@ _forks_watched: list[bool] = []
 class Deadline:
     """Time limit that begins with a signal, and ends the process even if its main thread hangs.
 
-    Python's own signal handlers would wait for the main thread. Instead, the interpreter immediately writes the number
-    of each signal that has a Python handler into a pipe (`signal.set_wakeup_fd`), which a thread reads. If another file
-    descriptor was set before, such as asyncio's, the number is also written to it. A main thread that hangs in C code
-    and holds the GIL also blocks this thread, so such a process does not end.
-
-    Args:
-        seconds: Time from the first signal, or from the call of `start`, to the end of the process, in seconds.
-        signals: The signals that start the time limit. `start` starts it without a signal.
+    Python's own signal handlers would wait for the main thread. Instead, the interpreter writes the number of each
+    handled signal into a pipe (`signal.set_wakeup_fd`), which a thread reads. A main thread that hangs in C code and
+    holds the GIL also blocks this thread.
     """
 
     def __init__(self, seconds: float, signals: Collection[int]) -> None:
@@ -41,15 +36,12 @@ class Deadline:
         self._thread.start()
 
     def start(self) -> None:
-        """Start the time limit without a signal, because another rank has received one.
-
-        Has no effect if the time limit has already started or has been canceled.
-        """
+        """Start the time limit without a signal, because another rank has received one."""
         with contextlib.suppress(OSError):  # it has ended
             os.write(self._writing, bytes([_BY_OTHER_RANK]))
 
     def cancel(self) -> None:
-        """Cancel the time limit, because the block that it covers has ended. Must be called in the main thread."""
+        """Cancel the time limit. Must be called in the main thread."""
         signal.set_wakeup_fd(self._others)
         self._over.set()
         os.write(self._writing, bytes([_OVER]))
@@ -88,6 +80,6 @@ class Deadline:
 
 
 def _stop_waking() -> None:
-    """Disable the pipe of `Deadline` in a forked child process, whose signals do not concern the parent."""
+    """Disable the pipe of `Deadline` in a forked child process."""
     with contextlib.suppress(ValueError):  # forked by a thread other than the main thread
         signal.set_wakeup_fd(-1)

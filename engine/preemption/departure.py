@@ -1,13 +1,4 @@
-"""Protocol by which all ranks leave a loop before the same batch, without a collective in each step.
-
-The ranks may be at different batches, or wait for each other within a batch. A rank must not simply stop, because a
-rank that is further ahead may wait for the stopped rank in a collective. Therefore:
-
-1. A rank that wants to leave writes a request to the store.
-2. Each rank that reads the request pledges not to begin the batch after its current batch without a decision. A thread
-does this, because the main thread may be waiting for other ranks.
-3. Rank zero chooses the furthest batch that was pledged, which no rank has begun. All ranks leave before it.
-"""
+"""Protocol by which all ranks leave a loop before the same batch, without a collective in each step."""
 
 from __future__ import annotations
 
@@ -31,12 +22,10 @@ class _Round:
 
     Attributes:
         number: The number of the stage, which is the same on all ranks; 0 without a watchdog.
-        position: The batch that this rank is processing or is about to begin. Between two loops, its number is larger
-            than that of any batch.
+        position: The loop number and the batch number. Between loops, the batch number is `_FAR`.
         asked: Whether this rank has requested to leave.
-        limit: The batch before which this rank waits for the decision; None until this rank knows of a request to
-            leave.
-        decision: The batch before which all ranks leave; None if it is not decided yet.
+        limit: The batch before which this rank waits for the decision, or None.
+        decision: The batch before which all ranks leave, or None.
     """
 
     def __init__(self) -> None:
@@ -58,9 +47,9 @@ class _Round:
 class Departure:
     """Agreement of the ranks on the batch before which they leave a loop.
 
-    Args:
-        rank: The rank of this process.
-        size: The world size.
+    A rank must not simply stop, because a rank that is further ahead may wait for it in a collective. Each rank that
+    reads a request to leave therefore pledges not to begin its next batch without a decision, and rank zero chooses the
+    furthest pledged batch.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -71,18 +60,14 @@ class Departure:
     def begin_stage(self, watchdog: Watchdog | None, on_asked: Callable[[], None]) -> None:
         """Begin a stage, and discard earlier requests. Must be called on all ranks.
 
-        Args:
-            watchdog: Watchdog whose thread calls `exchange` with the store. Without a watchdog, several ranks cannot
-                leave a loop early.
-            on_asked: Function that the watchdog's thread calls once when it learns that any rank has requested to
-                leave.
+        Without a watchdog, several ranks cannot leave a loop early. ``on_asked`` is called in the watchdog's thread.
         """
         self._round, self._on_asked = _Round(), on_asked
         if watchdog is not None:
             self._round.number = watchdog.run_errand(self.exchange)
 
     def ask(self) -> None:
-        """Request that all ranks leave their loop before the same batch. A signal handler may call this at any time."""
+        """Request that all ranks leave their loop before the same batch. A signal handler may call this."""
         self._round.asked = True
 
     def begin_loop(self) -> None:
@@ -96,8 +81,7 @@ class Departure:
     def must_leave(self, batch: int) -> bool:
         """Return whether all ranks leave the loop before a batch. After a request, one call waits for the other ranks.
 
-        Args:
-            batch: The batch that this rank is about to begin, as its number within the loop.
+        ``batch`` is the number of the next batch within the loop.
         """
         state = self._round
         state.position = position = (state.position[0], batch)
@@ -119,14 +103,7 @@ class Departure:
         self._round.decision = self._round.limit
 
     def exchange(self, store: Any) -> bool:
-        """Exchange requests and pledges through the store. The watchdog's thread calls this method periodically.
-
-        Args:
-            store: Torch's store of the process group.
-
-        Returns:
-            True if the decision is pending, so the method must be called again soon.
-        """
+        """Exchange requests and pledges through the store. Return True if the decision is pending."""
         state = self._round
         asking, deciding = f"leave {state.number}", f"leave {state.number} at"
         if state.decision is not None or not state.number:

@@ -1,4 +1,4 @@
-"""Handling of signals that request the end of a run: preemption, the time limit of a job, or Ctrl-C."""
+"""Handling of signals that request the end of a run."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class Preempted(SystemExit):
     """``SystemExit`` that ends the program after a signal, such as SIGTERM.
 
     During the steps of ``fit``, the Trainer first saves a checkpoint if it has a ModelCheckpoint that saves full
-    checkpoints. The exit status is the same as if the signal had ended the program: 143 for SIGTERM, 129 for SIGHUP. It
-    is also 143 for SIGUSR1, which schedulers send some time before SIGTERM.
+    checkpoints. The exit status is 143 for SIGTERM and SIGUSR1, and 129 for SIGHUP.
 
     Example:
         >>> from treadle.engine import Preempted
@@ -56,32 +55,21 @@ class Preempted(SystemExit):
 class Preemption:
     """Handler of SIGTERM, SIGUSR1 and SIGHUP that lets a loop complete its step and save before the process ends.
 
-    The handler sets a flag, so a signal does not interrupt a step or a save, even if it is sent repeatedly. If another
-    rank has ended, however, the step raises `PeerFailed`, because it cannot finish. All ranks leave after the same
-    step, no matter which one received the signal. In the Trainer's training loop, the ranks exchange the flag in each
-    optimizer step. In a user-defined loop and in evaluations, they agree through the store, which usually takes up to
-    two seconds. If the store does not support this, the Trainer completes an evaluation first. SLURM's
-    ``--signal=USR1@90`` sends SIGUSR1 90 seconds before the time limit of a job; `leave` then requeues the job.
+    A signal does not interrupt a step or a save. If another rank has ended, however, the step raises `PeerFailed`,
+    because it cannot finish. All ranks leave after the same step. In the context of `leaving_at_once`, a rank leaves
+    immediately. After SIGUSR1 (SLURM's ``--signal=USR1@90``), `leave` asks SLURM to requeue the job.
 
-    Before the first step, nothing has to be saved. In the context of `leaving_at_once`, a rank that receives a signal
-    therefore leaves without waiting for the other ranks. Its launcher then sends SIGTERM to them.
-
-    Ctrl-C (SIGINT) raises KeyboardInterrupt or calls the script's own handler immediately, with two exceptions. If
-    ``interrupts`` is set, Ctrl-C is handled like the other signals. Inside `holding_interrupts`, the save completes
-    first. A second Ctrl-C is not delayed; with several processes, it must arrive more than a second after the first.
+    By default, Ctrl-C (SIGINT) raises KeyboardInterrupt or calls the script's own handler immediately, except inside
+    `holding_interrupts`, where the save completes first. If ``interrupts`` is set, Ctrl-C is handled like the other
+    signals. A second Ctrl-C is not delayed.
 
     Args:
         accelerator: The Accelerator of the run, whose ranks agree to leave.
-        grace: Time limit in seconds. On each rank, it begins when the rank receives a signal, or learns that another
-            rank has received one. When it expires, the rank ends, even if it hangs, except in C code that holds the
-            GIL. Default: no limit.
+        grace: Time from the signal to the end of each rank, in seconds. Default: no limit.
 
     Attributes:
-        caught: The first signal with which this process was asked to end; None if there is none. Ctrl-C counts only if
-            ``interrupts`` is set.
-        interrupts: Whether Ctrl-C is handled like the other signals.
+        caught: The first signal with which this process was asked to end, or None.
         abandoned: Whether a second Ctrl-C arrived, so nothing more is saved.
-        departure: Agreement of the ranks on the batch before which they leave a user-defined loop or an evaluation.
 
     Example:
         >>> import treadle
@@ -111,11 +99,9 @@ class Preemption:
     def watching(self) -> Iterator[Preemption]:
         """Return a context in which SIGTERM, SIGUSR1, SIGHUP and Ctrl-C (SIGINT) are handled.
 
-        If the script has set a handler for a signal, this handler is called too. Where Ctrl-C would raise
-        KeyboardInterrupt, only the script's handler is called. Ignored signals remain ignored, and handlers that were
-        not set from Python stay in place. Outside the main thread, where Python cannot set handlers, no signal is
-        handled. A signal after the last step raises `Preempted` at the end of the context, after all cleanup, unless
-        the script has set a handler for it.
+        If the script has set a handler for a signal, this handler is called too. Outside the main thread, no signal is
+        handled. A signal after the last step raises `Preempted` at the end of the context, unless the script has set a
+        handler for it.
         """
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = self._at_once = self._failing = False
@@ -153,7 +139,7 @@ class Preemption:
     def catching_interrupts(self) -> Iterator[None]:
         """Return a context that handles Ctrl-C like other signals.
 
-        After Ctrl-C, the end of the context raises KeyboardInterrupt, unless the script has set a handler for Ctrl-C.
+        After Ctrl-C, its end raises KeyboardInterrupt, unless the script has set a handler for Ctrl-C.
         """
         self.interrupts = True
         try:
@@ -165,9 +151,9 @@ class Preemption:
 
     @contextmanager
     def leaving_at_once(self) -> Iterator[None]:
-        """Return a context in which a signal raises `Preempted` immediately, because nothing has to be saved.
+        """Return a context in which a signal, such as SIGTERM, raises `Preempted` immediately.
 
-        Ctrl-C raises KeyboardInterrupt or calls the script's own handler.
+        It is used while nothing has to be saved.
         """
         self._at_once = True
         try:
@@ -194,11 +180,10 @@ class Preemption:
             self._raise_delayed_interrupt()
 
     def note_failure(self) -> None:
-        """Record that an exception ends the run, so that `PeerFailed` does not replace it if another rank ends."""
+        """Record that an exception ends the run, so that `PeerFailed` does not replace it."""
         self._failing = True
 
     def _start_deadline(self) -> None:
-        """Start the deadline, if any, because a rank has received a signal. The watchdog's thread calls this."""
         if (deadline := self._deadline) is not None:
             deadline.start()
 
@@ -242,10 +227,7 @@ class Preemption:
         return watchdog.ended if watchdog is not None and watchdog.interruptible else None
 
     def _raise_interruption(self) -> None:
-        """Raise `PeerFailed` if another rank has ended while this rank waits to leave, so its step cannot finish.
-
-        During a save and after a failure of this rank, nothing is raised.
-        """
+        """Raise `PeerFailed` if another rank has ended while this rank waits to leave, so its step cannot finish."""
         rank, watchdog = self._interruption(), self._accelerator.watchdog
         if rank is None or watchdog is None:
             return
@@ -257,7 +239,6 @@ class Preemption:
             )
 
     def _leave_if_caught(self) -> None:
-        """Inside `leaving_at_once`, leave if a signal has arrived, unless a save is in progress."""
         if not self._at_once or self._held or self.caught is None:
             return
         self._at_once = False  # another signal must not interrupt the cleanup
@@ -311,9 +292,8 @@ class Preemption:
     def should_stop(self) -> bool:
         """Return whether the loop must save and leave now. The result is the same on every rank.
 
-        Every rank must call this method the same number of times, ideally once per batch. Within a gradient
-        accumulation (``accelerator.sync_gradients`` is False), the result is always False, without an exchange, because
-        accumulated gradients are not saved.
+        Every rank must call this method the same number of times, ideally once per batch. While
+        ``accelerator.sync_gradients`` is False, the result is False, because accumulated gradients are not saved.
         """
         if not self._accelerator.sync_gradients:
             return False
@@ -334,9 +314,7 @@ class Preemption:
         return self._agreed
 
     def leave(self) -> NoReturn:
-        """Requeue the SLURM job after SIGUSR1, and end the process. Call it on all ranks, after saving.
-
-        A rank must have received a signal, as `should_stop` or `agree` reports.
+        """End the process; after SIGUSR1, first ask SLURM to requeue the job. Call it on all ranks, after saving.
 
         Raises:
             Preempted: After any signal except Ctrl-C.
@@ -365,18 +343,7 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
 
 @contextmanager
 def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Iterator[Preemption]:
-    """Return a context that handles signals in a user-defined loop; see `Accelerator.preemptible`.
-
-    Args:
-        accelerator: The Accelerator of the loop.
-        grace: Time from the signal to the end of all ranks, as accepted by `parse_duration`; None for no limit.
-        interrupts: Handle Ctrl-C like the other signals; see `Preemption.catching_interrupts`.
-
-    Raises:
-        ValueError: If several processes have no store over which they can agree. They need a process group over TCP, or
-            torch 2.8 or newer.
-        TypeError, ValueError: If ``grace`` is not a valid duration; see `parse_duration`.
-    """
+    """Return a context that handles signals in a user-defined loop; see `Accelerator.preemptible`."""
     if accelerator.num_processes > 1 and accelerator.watchdog is None:
         raise ValueError(
             f"preemptible() with {accelerator.num_processes} processes needs a process group over TCP, or torch 2.8 or "
@@ -394,7 +361,7 @@ def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Itera
 
 
 def requeue_job() -> None:
-    """Ask SLURM to requeue this job, if the process runs in a SLURM job, and print the result to stderr."""
+    """Ask SLURM to requeue this job, if there is one, and print the result to stderr."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return

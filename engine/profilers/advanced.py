@@ -13,20 +13,17 @@ from .profiler import Profiler
 class AdvancedProfiler(Profiler):
     """Profiler that records every function that an action calls, with Python's ``cProfile``.
 
-    Functions called in a nested action count only for the inner action. The profiler makes Python code several times
-    slower, so use `SimpleProfiler` first to find the slow actions.
+    The profiler makes Python code several times slower, so use `SimpleProfiler` first to find the slow actions.
 
     Args:
         dirpath: See `Profiler`.
         filename: See `Profiler`.
         line_count_restriction: Functions to show for each action, by cumulative time: their number as an int, or their
             fraction as a float from 0.0 to 1.0. Default: 1.0.
-        dump_stats: Let `summary` write each action's statistics to a file, for ``python -m pstats`` and viewers such as
-            snakeviz.
+        dump_stats: Let `summary` write each action's statistics to a file, for ``python -m pstats``. Default: False.
 
     Raises:
-        TypeError: If ``line_count_restriction`` is neither an int nor a float, or is a bool. If ``dirpath`` or
-            ``filename`` is neither a string nor a path.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``line_count_restriction`` is negative, or a float above 1.0.
 
     Example:
@@ -67,12 +64,12 @@ class AdvancedProfiler(Profiler):
         return self.dump_stats or self.filename is not None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Prepare for a stage, and discard the measurements of the previous one; see `Profiler.setup`.
+        """Prepare for a stage, and discard earlier measurements; see `Profiler.setup`.
 
         Args:
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            local_rank: This process's global rank; None with a world size of one.
-            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
+            stage: The stage.
+            local_rank: The rank in file names, or None.
+            log_dir: Default of ``dirpath``.
         """
         super().setup(stage, local_rank, log_dir)
         self.profiled_actions.clear()
@@ -82,7 +79,7 @@ class AdvancedProfiler(Profiler):
         """Begin recording an action; see `Profiler.start`.
 
         Args:
-            action_name: The name of the action, such as ``"forward"``.
+            action_name: The name of the action.
         """
         if self._running:
             self.profiled_actions[self._running[-1]].disable()
@@ -90,7 +87,7 @@ class AdvancedProfiler(Profiler):
         self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
 
     def stop(self, action_name: str) -> None:
-        """End the recording of an action, and continue that of the enclosing action; see `Profiler.stop`.
+        """End the recording of an action; see `Profiler.stop`.
 
         Args:
             action_name: The name that `start` received.
@@ -110,10 +107,7 @@ class AdvancedProfiler(Profiler):
             self.profiled_actions[self._running[-1]].enable()
 
     def summary(self) -> str:
-        """Return the report as text, and write the statistics if ``dump_stats`` is True; see `Profiler.summary`.
-
-        A call while an action is running interrupts the recording of that action.
-        """
+        """Return the report as text. If ``dump_stats`` is True, also write the statistics."""
         parts = []
         for name, profile in self.profiled_actions.items():
             profile.create_stats()

@@ -15,8 +15,8 @@ def choose_profiler(profiler: Any) -> Profiler:
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"``, a `Profiler` object, or None for a `PassThroughProfiler`.
 
     Raises:
-        ValueError: If the name is unknown. The error lists the valid names.
-        TypeError: If ``profiler`` is not a name, a `Profiler` or None.
+        ValueError: If the name is unknown.
+        TypeError: If ``profiler`` has the wrong type.
     """
     if profiler is None:
         return PassThroughProfiler()

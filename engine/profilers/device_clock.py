@@ -1,4 +1,4 @@
-"""Measurement of the time that a device takes for actions, which the process only launches."""
+"""Measurement of the time that a device takes for actions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,7 @@ _PENDING = 4096  # marks waiting to be read; far more than a device can lag behi
 
 
 class Span:
-    """Interval between two marks, such as CUDA events, in the queue of a device.
-
-    Args:
-        name: The name of the measured action.
-        start: The mark at the beginning of the span.
-        outer: The enclosing span, or None.
-
-    Attributes:
-        inner: Total duration of the spans directly inside this span that were read, in milliseconds.
-        repeats: Whether the span lies within another span of the same name.
-    """
+    """Interval between two marks, such as CUDA events, in the queue of a device."""
 
     __slots__ = ("inner", "name", "outer", "repeats", "start", "stop")
 
@@ -40,16 +30,9 @@ class Span:
 class DeviceClock:
     """Clock that marks the beginning and end of actions in a device's queue, and reads the marks without waiting.
 
-    The device reaches a mark when all work before it is complete. The time between two marks therefore includes the
-    work launched in between, and the time in which the device was idle because no work was launched. The time for
-    earlier work is excluded. Only ``read(wait=True)`` waits for the device.
-
-    Args:
-        new_mark: Function that creates a mark, such as ``torch.cuda.Event(enable_timing=True)``, with ``record()``,
-            ``query()``, ``synchronize()`` and ``elapsed_time(other)`` in milliseconds.
-        take: Function that is called for each span, in the order in which spans end. Its arguments are the name, the
-            duration in seconds (0 within another span of the same name, which includes it), and the seconds that no
-            inner span covers.
+    The device reaches a mark when all work before it is complete. ``take`` is called for each span, in the order in
+    which spans end. Its arguments are the name, the duration in seconds (0 within another span of the same name), and
+    the seconds that no inner span covers.
     """
 
     def __init__(self, new_mark: Callable[[], Any], take: Callable[[str, float, float], None]) -> None:
@@ -59,34 +42,18 @@ class DeviceClock:
         self._pending: deque[Span] = deque()
 
     def start(self, name: str, outer: Span | None) -> Span:
-        """Mark the beginning of an action.
-
-        Args:
-            name: The name of the action.
-            outer: The enclosing span, or None.
-
-        Returns:
-            The span of the action, to pass to `stop`.
-        """
+        """Mark the beginning of an action, and return its span."""
         return Span(name, self._mark(), outer)
 
     def stop(self, span: Span) -> None:
-        """Mark the end of an action.
-
-        Args:
-            span: The span that `start` returned.
-        """
+        """Mark the end of an action."""
         span.stop = self._mark()
         self._pending.append(span)
         if len(self._pending) >= _PENDING:
             self.read(wait=False)
 
     def read(self, wait: bool) -> None:
-        """Read the marks that the device has reached, and pass the spans that have ended to ``take``.
-
-        Args:
-            wait: Wait until the device has reached all marks.
-        """
+        """Pass the spans that have ended to ``take``. If ``wait``, first wait for the device."""
         pending = self._pending
         if wait and pending:
             pending[-1].stop.synchronize()
@@ -106,12 +73,7 @@ class DeviceClock:
 
 
 def device_clock(device: torch.device | None, take: Callable[[str, float, float], None]) -> DeviceClock | None:
-    """Return a clock for a device; None if it is not a CUDA device.
-
-    Args:
-        device: The device to measure; may be None.
-        take: See `DeviceClock`.
-    """
+    """Return a clock for a device; None if it is not a CUDA device."""
     if device is None or device.type != "cuda":
         return None
     return DeviceClock(lambda: torch.cuda.Event(enable_timing=True), take)

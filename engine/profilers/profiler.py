@@ -18,22 +18,19 @@ from ...common.validation import check_path
 class Profiler:
     """Base class of profilers, which measure named actions. Subclasses implement `start` and `stop`.
 
-    The Trainer measures the actions of its loop: ``"data"``, ``"transfer"``, ``"forward"``, ``"backward"``,
-    ``"optimizer"``, ``"validation"``, ``"checkpoint"``, each hook (``"hook EMA.on_train_batch_end"``), and more; see
-    docs/profiling.md. Actions may be nested. In a step, ``with self.trainer.profiler.profile("attention"):`` adds an
-    action.
+    The Trainer measures the actions of its loop, such as ``"forward"`` and each hook; see docs/profiling.md. Actions
+    may be nested. In a step, ``with self.trainer.profiler.profile("attention"):`` adds an action.
 
     Args:
         dirpath: Directory of the profiler's files. Default: the run's log directory or, without a Trainer, the current
             directory.
-        filename: Word in the names of the profiler's files, such as ``fit-FILENAME-0.txt``; see `path_for`. If it is
-            set, each process writes its report to a file. Default: rank zero logs its report.
+        filename: Word in the names of the profiler's files, such as ``fit-FILENAME-0.txt``. If it is set, each process
+            writes its report to a file. Default: rank zero logs its report.
 
     Attributes:
-        device: The device of the run; None until a Trainer begins a stage.
-        model: The task of the Trainer, a ``torch.nn.Module``; None outside of a stage.
-        advice: Suggestions on how to make actions faster, by name of the action. The Trainer adds advice on its
-            dataloaders.
+        device: The device of the run, or None.
+        model: The task of the Trainer, or None.
+        advice: Suggestions on how to make actions faster, by name of the action.
 
     Raises:
         TypeError: If ``dirpath`` or ``filename`` is neither a string nor a path.
@@ -71,7 +68,7 @@ class Profiler:
         """Begin measuring an action. The base class does nothing.
 
         Args:
-            action_name: The name of the action, such as ``"forward"``.
+            action_name: The name of the action.
         """
 
     def stop(self, action_name: str) -> None:
@@ -82,10 +79,7 @@ class Profiler:
         """
 
     def step(self) -> None:
-        """Mark the end of an optimizer step, after its callbacks, logging and validation. The base class does nothing.
-
-        In the stages ``"validate"``, ``"test"`` and ``"predict"``, mark the end of a batch.
-        """
+        """Mark the end of an optimizer step or, outside of ``fit``, of a batch. The base class does nothing."""
 
     def summary(self) -> str:
         """Return the report as text; "" if there is nothing to report."""
@@ -114,7 +108,7 @@ class Profiler:
 
         Args:
             iterable: The iterable to measure.
-            action_name: The name of the action under which the waiting time is recorded.
+            action_name: The name of the action.
 
         Yields:
             The items of ``iterable``, unchanged.
@@ -131,10 +125,7 @@ class Profiler:
             yield item
 
     def describe(self) -> None:
-        """Log the report on rank zero or, if ``filename`` is set, append each process's report to its own file.
-
-        An empty report is neither logged nor written.
-        """
+        """Log the report on rank zero or, if ``filename`` is set, append each process's report to its own file."""
         text = self.summary()
         if not text:
             return
@@ -157,8 +148,7 @@ class Profiler:
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            local_rank: The rank of this process, which becomes part of file names. The Trainer passes the global rank,
-                so that no two processes write to the same file; None with a world size of one.
+            local_rank: The rank in file names. The Trainer passes the global rank, or None with a world size of one.
             log_dir: Directory of the profiler's files if ``dirpath`` is not set.
         """
         self._stage, self._rank = stage, local_rank
@@ -168,7 +158,7 @@ class Profiler:
         """Clean up at the end of a stage, after `describe`. The base class does nothing.
 
         Args:
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            stage: The stage.
         """
 
     @property
@@ -179,12 +169,11 @@ class Profiler:
     def path_for(self, ending: str, part: str = "") -> Path:
         """Return a path such as ``dirpath/STAGE-FILENAME-RANK-PART.txt``, and create its directory.
 
-        Words that are not set are omitted, as is the rank with a world size of one. Without any word, the name is
-        ``profile``. A sequence of characters other than letters, digits and ``_.+-`` is replaced with one ``_``.
+        Words that are not set are omitted.
 
         Args:
             ending: The suffix of the file name, with its dot.
-            part: A word for the content of the file, if a process writes several files.
+            part: A word for the content of the file.
         """
         words = [self._stage, self.filename, None if self._rank is None else str(self._rank), part]
         name = re.sub(r"[^\w.+-]+", "_", "-".join(str(word) for word in words if word)) or "profile"
@@ -194,7 +183,7 @@ class Profiler:
 
 
 class PassThroughProfiler(Profiler):
-    """Profiler that measures nothing. The Trainer uses this class by default.
+    """Profiler that measures nothing, which the Trainer uses by default.
 
     Example:
         >>> from treadle.profilers import PassThroughProfiler
@@ -207,7 +196,7 @@ class PassThroughProfiler(Profiler):
         """Return a context that measures nothing; see `Profiler.profile`.
 
         Args:
-            action_name: The name of the action, which the context also yields.
+            action_name: The name, which the context yields.
         """
         return nullcontext(action_name)
 
@@ -216,7 +205,7 @@ class PassThroughProfiler(Profiler):
 
         Args:
             iterable: The iterable to iterate over.
-            action_name: The name of the action; unused.
+            action_name: Unused.
         """
         return iter(iterable)
 

@@ -21,16 +21,14 @@ from .profiler import Profiler
 class PyTorchProfiler(Profiler):
     """Profiler that records the operations of selected steps with ``torch.profiler``, and writes a trace per process.
 
-    Open a trace, such as ``fit-0.pt.trace.json``, in https://ui.perfetto.dev or in TensorBoard. It contains a range for
-    every action of the Trainer in the recorded steps.
+    Open a trace, such as ``fit-0.pt.trace.json``, in https://ui.perfetto.dev or in TensorBoard.
 
     Args:
-        dirpath: See `Profiler`; traces are written to the same directory.
+        dirpath: See `Profiler`.
         filename: See `Profiler`.
-        group_by_input_shapes: Show a separate row of the table for each combination of an operation's input shapes.
-            This implies ``record_shapes=True``.
-        emit_nvtx: Emit ranges for Nsight Systems (``nsys profile python train.py``) instead of recording operations.
-            This needs a CUDA device.
+        group_by_input_shapes: Show a separate row of the table for each combination of input shapes. Default: False.
+        emit_nvtx: Emit ranges for Nsight Systems instead of recording operations. This needs a CUDA device. Default:
+            False.
         export_to_chrome: Write a trace of each recorded cycle in Chrome's format. Default: True.
         row_limit: Maximum number of rows in the table; -1 for all. Default: 20.
         sort_by_key: Column by which the table is sorted, one of `AVAILABLE_SORT_KEYS`. Default: the device time, or the
@@ -38,13 +36,12 @@ class PyTorchProfiler(Profiler):
         record_module_names: Create a range for each call of a submodule, except within compiled code. Default: True.
         table_kwargs: Further arguments of torch's ``EventList.table``.
         profiler_kwargs: Arguments of ``torch.profiler.profile``, such as ``schedule`` (default: record steps 3 to 5;
-            None records all steps, in memory), ``activities``, ``on_trace_ready`` (called instead of writing traces),
-            ``record_shapes``, ``profile_memory``, ``with_stack``, ``with_flops`` and ``with_modules``.
+            None records all steps, in memory), ``activities`` and ``on_trace_ready`` (called instead of writing
+            traces).
 
     Raises:
-        ValueError: If a sort key or an argument is unknown. The error names the closest match or the valid names.
-        TypeError: If ``schedule`` is neither None nor a function from a step number to a ``ProfilerAction``, such as a
-            result of ``torch.profiler.schedule``. If ``dirpath`` or ``filename`` is neither a string nor a path.
+        ValueError: If a sort key or an argument is unknown.
+        TypeError: If ``schedule``, ``dirpath`` or ``filename`` has the wrong type.
 
     Example:
         >>> import treadle
@@ -113,9 +110,9 @@ class PyTorchProfiler(Profiler):
         """Prepare for a stage, and begin recording; see `Profiler.setup`.
 
         Args:
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            local_rank: This process's global rank; None with a world size of one.
-            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
+            stage: The stage.
+            local_rank: The rank in file names, or None.
+            log_dir: Default of ``dirpath``.
 
         Raises:
             ValueError: If ``emit_nvtx`` is set without a CUDA device.
@@ -140,7 +137,7 @@ class PyTorchProfiler(Profiler):
         """Begin the range of an action in the trace; see `Profiler.start`.
 
         Args:
-            action_name: The name of the action, such as ``"forward"``.
+            action_name: The name of the action.
         """
         record = record_function(f"[treadle]{action_name}")
         record.__enter__()
@@ -184,7 +181,7 @@ class PyTorchProfiler(Profiler):
         """End the recording; see `Profiler.teardown`.
 
         Args:
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            stage: The stage.
         """
         self._end()
 
@@ -206,7 +203,6 @@ class PyTorchProfiler(Profiler):
             )
 
     def _export_cycle(self, profiler: Any) -> None:
-        """Store the table of a recorded schedule cycle, and write its trace or pass it to ``on_trace_ready``."""
         rows = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
         on_device = any(activity.name != "CPU" for activity in profiler.activities)
         key = self.sort_by_key or ("device_time_total" if on_device else "cpu_time_total")
@@ -224,10 +220,7 @@ class PyTorchProfiler(Profiler):
 class ModuleNames:
     """Set of hooks that create a named range for each call of a submodule, until `remove` is called.
 
-    Compiled submodules and the modules inside them are excluded, because a range would break their graphs.
-
-    Args:
-        model: The model whose submodules get hooks.
+    Compiled submodules are excluded, because a range would break their graphs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -266,5 +259,4 @@ def _check_names(owner: str, options: dict[str, Any], function: Any, reserved: t
 
 
 def _select_nvtx_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``torch.profiler.profile`` that ``emit_nvtx`` also accepts."""
     return {name: value for name, value in options.items() if name == "record_shapes"}

@@ -1,4 +1,4 @@
-"""Profiler that measures the duration of each action, and reports the bottleneck of the run."""
+"""Profiler that measures the duration of each action."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from .verdict import Action, verdict
 class SimpleProfiler(Profiler):
     """Profiler that measures the number and duration of each action's calls, and reports the bottleneck of the run.
 
-    An action's share of the time excludes nested actions, so the shares add up to the total. On CUDA devices, a process
-    runs ahead of the work that it launches. The profiler therefore also records CUDA events, and computes the shares
-    from device time. It waits for the device only when it reports. On other devices, the shares are computed from the
-    process's time.
+    An action's share of the time excludes nested actions. On CUDA devices, the shares are computed from device time,
+    because a process runs ahead of the work that it launches.
 
     Args:
         dirpath: See `Profiler`.
@@ -25,7 +23,7 @@ class SimpleProfiler(Profiler):
         extended: Also show the number of calls, the longest call and the share of the time. Default: True.
 
     Attributes:
-        actions: The measurements of the current stage (see `verdict.Action`), by name of the action.
+        actions: The measurements of the current stage, by name of the action.
 
     Raises:
         TypeError: If ``dirpath`` or ``filename`` is neither a string nor a path.
@@ -58,12 +56,12 @@ class SimpleProfiler(Profiler):
         return self.filename is not None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Prepare for a stage, and discard the measurements of the previous one; see `Profiler.setup`.
+        """Prepare for a stage, and discard earlier measurements; see `Profiler.setup`.
 
         Args:
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            local_rank: This process's global rank; None with a world size of one.
-            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
+            stage: The stage.
+            local_rank: The rank in file names, or None.
+            log_dir: Default of ``dirpath``.
         """
         super().setup(stage, local_rank, log_dir)
         self._forget()
@@ -72,7 +70,7 @@ class SimpleProfiler(Profiler):
         """Begin measuring an action; see `Profiler.start`.
 
         Args:
-            action_name: The name of the action, such as ``"forward"``.
+            action_name: The name of the action.
         """
         span = None
         if self._clock is not None:
@@ -125,10 +123,7 @@ class SimpleProfiler(Profiler):
             action.device_first = exclusive
 
     def summary(self) -> str:
-        """Return the table of actions and, if computation was measured, the verdict on the bottleneck.
-
-        Without actions, return "".
-        """
+        """Return the table of actions and, if computation was measured, the verdict; "" without actions."""
         elapsed = time.perf_counter() - self._started
         if self._clock is not None:
             self._clock.read(wait=True)
@@ -147,17 +142,7 @@ class SimpleProfiler(Profiler):
 
 
 def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_device: bool) -> list[str]:
-    """Return the lines of the table of actions, largest share first, below a line with the names of the columns.
-
-    The last line is the time outside of all actions.
-
-    Args:
-        actions: The measurements of each action, by its name.
-        elapsed: Duration of the stage in seconds; shares are relative to this time.
-        extended: Show all columns; otherwise only the action, its mean times and its total time.
-        on_device: Compute the shares from device time instead of the process's time, and add a column with mean device
-            times.
-    """
+    """Return the lines of the table of actions, for a stage of ``elapsed`` seconds."""
     exclusive = {name: a.device_exclusive if on_device else a.exclusive for name, a in actions.items()}
     rest = max(0.0, elapsed - sum(exclusive.values()))
     share = {name: f"{100 * seconds / elapsed:.1f} %" for name, seconds in exclusive.items()}
@@ -180,7 +165,6 @@ def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_devi
 
 
 def _format_seconds(value: float) -> str:
-    """Format a duration, given in seconds, with the unit s, ms or us."""
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"

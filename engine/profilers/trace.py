@@ -1,4 +1,4 @@
-"""Profiling of a block of code with ``torch.profiler``, with a trace of each process."""
+"""Profiling of a block of code with ``torch.profiler``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pro
     """Return a context that profiles a block with ``torch.profiler``, and writes traces if a directory is set.
 
     Args:
-        handler: Settings of the profiler. If ``output_trace_dir`` is set, each process writes its trace to this
-            directory.
-        world: The ranks of the run. If traces are written, each rank waits for the other ranks at the end of the block.
+        handler: Settings of the profiler.
+        world: The ranks of the run, which wait for each other if a directory is set.
 
     Yields:
         The running ``torch.profiler.profile``.
 
     Raises:
-        ValueError: If one of the handler's activities is unknown. The error lists the valid names.
-        TypeError, AssertionError: If ``torch.profiler.schedule`` rejects the handler's ``schedule_option``.
+        ValueError, TypeError, AssertionError: If a setting of the handler is invalid.
     """
     profiler = _build_profiler(handler, world.rank)
     with profiler:

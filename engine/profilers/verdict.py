@@ -18,17 +18,15 @@ _KINDS = {
 
 
 class Action:
-    """Measurements of all calls of one action.
+    """Measurements of all calls of one action, in seconds.
 
     Attributes:
         calls: Number of completed calls.
-        total: Seconds spent in the action; in a recursion, only the outermost call counts.
-        exclusive: Seconds spent in the action outside of nested actions.
-        longest: Duration of the longest call in seconds.
-        first: ``exclusive`` of the first call, which may take longer because it starts workers, compiles or allocates
-            memory.
-        device_total, device_exclusive, device_first: ``total``, ``exclusive`` and ``first`` in device time. Without a
-            CUDA device: 0.0, 0.0 and None.
+        total: Time spent in the action; in a recursion, only the outermost call counts.
+        exclusive: Time spent in the action outside of nested actions.
+        longest: Duration of the longest call.
+        first: ``exclusive`` of the first call, which often takes longer.
+        device_total, device_exclusive, device_first: The same in device time, if it is measured.
     """
 
     __slots__ = ("calls", "device_exclusive", "device_first", "device_total", "exclusive", "first", "longest", "total")
@@ -41,11 +39,9 @@ class Action:
 
 
 def kind_of(name: str, alone: bool = False) -> str:
-    """Return the category of an action, such as ``"computing"`` or ``"data"``; without a category, its name.
+    """Return the category of an action, such as ``"computing"``, or its name.
 
-    Args:
-        name: The name of the action.
-        alone: Whether the run does not train, so validation steps count as computing.
+    If ``alone``, the run does not train, so validation steps count as computing.
     """
     if name in COMPUTING or (alone and name == "validation_step"):
         return "computing"
@@ -55,19 +51,9 @@ def kind_of(name: str, alone: bool = False) -> str:
 
 
 def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device: bool) -> str:
-    """Return a sentence that states which work other than computation takes the most time, and advice in some cases.
+    """Return a sentence about the bottleneck of the run; "" if no computation was measured.
 
-    The first call of an action is excluded if there are further calls, because it often takes longer. Time outside of
-    all actions is excluded too.
-
-    Args:
-        actions: The measurements of each action, by its name.
-        advice: Advice that replaces the default advice, by name of the action.
-        on_device: Use device time instead of the process's time.
-
-    Returns:
-        The verdict; "" if no computation was measured. It includes advice if the slowest category besides computation
-        has default advice, such as ``"data"``, and takes at least 20 % of the time.
+    ``advice`` replaces the default advice, by name of the action.
     """
     spent: dict[str, float] = {}
     slowest: dict[str, tuple[float, str]] = {}  # the action of each kind that takes the most time

@@ -1,9 +1,4 @@
-"""Import and export of weights in the file formats of other programs. Loading never runs code in a file.
-
-`sources` recognizes a source by its content. `torch_files` reads files of ``torch.save`` with `pickle_reader`, which
-parses a pickle without executing it, and `pickle_types`, which converts the result to data. `download` fetches URLs.
-`load` loads weights into a model, and `save` writes them.
-"""
+"""Import and export of weights in the file formats of other programs. Loading never runs code in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Download of weights from a URL: a file on the web, whose digest is verified, or files in an object store."""
+"""Download of weights from the web or from an object store."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ _WEB = ("http", "https", "file")
 
 
 def is_url(source: object) -> bool:
-    """Return whether a source of weights is a URL rather than a path.
-
-    Args:
-        source: A path or URL; see `load_weights`.
-    """
+    """Return whether a source of weights is a URL rather than a path."""
     return isinstance(source, str) and _SCHEME.match(source) is not None
 
 
@@ -32,12 +28,6 @@ def find_in_store(source: object) -> RemotePath | None:
     """Return the location of a source in an object store; None for a path, or for an http, https or file URL.
 
     A source in an object store needs no digest, because the store controls who can write to it.
-
-    Args:
-        source: A path or URL; see `load_weights`.
-
-    Raises:
-        ValueError: If `RemotePath` rejects the URL, for example because its scheme is read-only.
     """
     if not is_url(source) or str(source).partition("://")[0].lower() in _WEB:
         return None
@@ -45,20 +35,11 @@ def find_in_store(source: object) -> RemotePath | None:
 
 
 def fetch_from_store(source: RemotePath, folder: Path) -> Path:
-    """Download an object, or the objects in a folder without its subfolders, from an object store.
-
-    Args:
-        source: The URL of the object or folder.
-        folder: The local folder to download to.
-
-    Returns:
-        The path of the local file or folder.
+    """Download an object, or the objects in a folder without its subfolders, and return the local path.
 
     Raises:
-        ValueError: If the source does not exist, the folder contains no objects, or the scheme of the URL is not
-            supported.
-        ModuleNotFoundError: If the package for the scheme is not installed.
-        OSError: If the object store reports an error, or the local file cannot be written.
+        ValueError: If the source does not exist or is not supported.
+        OSError: If the object store reports an error.
     """
     if source.is_file():
         source.download(folder / source.name)
@@ -72,36 +53,18 @@ def fetch_from_store(source: RemotePath, folder: Path) -> Path:
 
 
 def check_digest(path: Path, sha256: str) -> None:
-    """Raise an error if the SHA-256 digest of a file differs from the expected digest.
-
-    Args:
-        path: The path of the file.
-        sha256: The expected digest, as 64 hexadecimal digits.
-
-    Raises:
-        ValueError: If the digest differs, or if ``sha256`` is not a valid digest.
-        OSError: If the file cannot be read.
-    """
+    """Raise a ValueError if the SHA-256 digest of a file differs from the expected digest, or if that is malformed."""
     expected = _parse_digest(sha256)
     with path.open("rb") as file:
         _compare(path, hashlib.file_digest(file, "sha256").hexdigest(), expected)
 
 
 def fetch(url: str, sha256: str | None, folder: Path) -> Path:
-    """Download a file from the web and verify its digest.
-
-    Args:
-        url: A URL that begins with ``https://``, ``http://`` or ``file://``.
-        sha256: The expected SHA-256 digest, as 64 hexadecimal digits. None raises an error.
-        folder: The local folder to download to. A ``file://`` URL is not copied.
-
-    Returns:
-        The path of the local file.
+    """Download a file from the web, verify its digest, and return the local path. A ``file://`` URL is not copied.
 
     Raises:
-        ValueError: If the digest is missing, malformed or different, or if a ``file://`` URL does not name a local
-            file. If the download is larger than 256 GiB or than the free space on the disk of ``folder``.
-        OSError: If the download failed, or if the scheme of the URL is not supported.
+        ValueError: If the digest is missing or different, or if the file cannot be used.
+        OSError: If the download failed.
     """
     scheme = _SCHEME.match(url)[1].lower()  # type: ignore[index]
     if sha256 is None:

@@ -60,21 +60,20 @@ def load_weights(
 
     Args:
         model: The model, prepared or not. If it is sharded, each process loads its own shards.
-        source: A path or URL. The supported formats are a Treadle checkpoint; a safetensors file; a file of
-            ``torch.save``, such as Lightning's ``.ckpt``; an index of several such files (``.index.json``); a folder in
-            Hugging Face's format; and any other folder with a single index or weights file. A file of ``torch.save``
-            contains a state dict, at the top level or under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``. An
-            ``http``, ``https`` or ``file`` URL must name a single file and requires ``sha256``. For an index in an
-            object store, such as ``s3://``, pass the URL of its folder. Each process reads or downloads the source
-            separately.
+        source: A path or URL of a Treadle checkpoint; a safetensors file; a file of ``torch.save``, such as Lightning's
+            ``.ckpt``; an index of several such files (``.index.json``); a folder in Hugging Face's format; or any other
+            folder with a single index or weights file. A file of ``torch.save`` contains a state dict, at the top level
+            or under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``. An ``http``, ``https`` or ``file`` URL
+            must name a single file and requires ``sha256``. For an index in an object store, such as ``s3://``, pass
+            the URL of its folder.
         strict: Require that the source and the model have the same names and shapes. One name of a tied parameter is
             sufficient. If False, the weights that fit are loaded, and a warning describes the differences. Default:
             True.
         prefix: Load only weights whose names begin with this prefix, and remove it from the names. Default: the
             prefixes of common wrappers, such as DDP, are removed if the model's names do not have them.
-        rename: A function that maps a name in the source to the name in the model, or to None to skip the weight. The
-            name is passed without ``prefix``. Alternatively, a mapping of names. A key that is empty or ends with
-            ``"."`` applies to all names with this prefix; the longest matching key is used. Default: keep the names.
+        rename: A function that maps a name in the source, without ``prefix``, to the name in the model, or to None to
+            skip the weight. Alternatively, a mapping of names. A key that is empty or ends with ``"."`` applies to all
+            names with this prefix. Default: keep the names.
         sha256: The SHA-256 digest of the file, which is verified before the content is parsed. The digest of an index
             does not cover the files that the index names. Required for an ``http``, ``https`` or ``file`` URL.
 
@@ -82,15 +81,10 @@ def load_weights(
         The names of the weights that were loaded, and of the weights that were not.
 
     Raises:
-        ValueError: If the source is missing, damaged, harmful or in an unsupported format, or its digest is missing or
-            different. If ``prefix`` matches no name, or ``rename`` maps two weights to one name. If the model is
-            dispatched over several devices, offloaded, or on device ``meta``. With ``strict=True``, if names or shapes
-            differ from those of the model, or the model has other values for frozen weights that a Treadle checkpoint
-            omits. With ``strict=False``, if no weight fits. The error may suggest a ``prefix`` or ``rename``. The model
-            is then unchanged, unless it has a custom ``load_state_dict`` or ``set_extra_state``, or hooks that change
-            names: torch may then have loaded the weights that fit.
-        TypeError: If ``model``, ``source``, ``prefix`` or ``rename`` has the wrong type, or if ``rename`` returns
-            anything other than a string or None.
+        ValueError: If the source, its digest or another argument is invalid, or if the weights do not fit the model.
+            The model is then unchanged, unless it has a custom ``load_state_dict`` or ``set_extra_state``, or hooks
+            that change names.
+        TypeError: If an argument has the wrong type.
         ModuleNotFoundError: If the package for the scheme of the URL is not installed.
         OSError: If the source cannot be downloaded.
     """
@@ -106,15 +100,7 @@ def load_weights(
 def load_opened(
     model: nn.Module, source: Opened, strict: bool = True, prefix: str | None = None, rename: Rename | None = None
 ) -> Loaded:
-    """Load the weights of an opened source into a model; see `load_weights`.
-
-    Args:
-        model: The model, prepared or not.
-        source: The result of `open_source`.
-        strict: See `load_weights`.
-        prefix: See `load_weights`.
-        rename: See `load_weights`.
-    """
+    """Load the weights of an opened source into a model; see `load_weights`."""
     unwrapped = _unwrap_model(model)
     state = unwrapped.state_dict()
     targets = {strip_compile_prefix(name): name for name in state}
@@ -287,7 +273,6 @@ def _make_renaming(rename: Rename | None) -> Callable[[str], str | None]:
 
 
 def _strip_wrappers(values: dict[str, Any], model_names: set[str]) -> dict[str, Any]:
-    """Remove the prefixes of wrappers, such as DDP, from names, unless the model's own names contain them."""
     values = {strip_compile_prefix(name): value for name, value in values.items()}
     for inside in _INSIDE:
         if any(inside in name for name in values) and not any(inside in name for name in model_names):

@@ -54,11 +54,9 @@ class UnbuiltCall:
 
     Attributes:
         name: The name of the called class or function; ``"persistent"`` for data stored outside the pickle, such as the
-            memory of tensors; ``"a call of a call"`` if the pickle calls something other than a class or function.
-        args: The positional arguments.
-        state: The state that the pickle would set on the result, or the keyword arguments of the call. None if the
-            pickle contains neither.
-        pairs: The key-value pairs that the pickle would set on the result, in order.
+            memory of tensors.
+        state: The state that the pickle would set on the result, or the keyword arguments of the call, if any.
+        pairs: The key-value pairs that the pickle would set on the result.
         items: The items that the pickle would append to the result.
     """
 
@@ -72,16 +70,11 @@ class UnbuiltCall:
 def read(stream: Any) -> Any:
     """Read one pickle from a binary stream. Data after the end of the pickle is not read.
 
-    Args:
-        stream: An open file with at most `MAX_BYTES` bytes.
-
     Returns:
-        The object in the pickle, which consists of lists, dicts, tuples, sets, frozensets, text, bytes, bytearrays,
-        numbers, booleans, None, `Name` and `UnbuiltCall`. Containers may contain themselves.
+        The object in the pickle, which consists of built-in data types, `Name` and `UnbuiltCall`.
 
     Raises:
-        ValueError: If the pickle is damaged or too large, contains instructions or keys that files of weights do not
-            have, or contains names that only an attack would use.
+        ValueError: If the pickle is damaged, harmful or too large.
     """
     machine = _Machine()
     count = 0

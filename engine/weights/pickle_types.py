@@ -1,8 +1,4 @@
-"""Conversion of the names in other programs' files to data: torch, NumPy and path types, and common containers.
-
-Names without a conversion raise `Unknown`. A name never runs code of another program, because Treadle defines the
-conversion of each name.
-"""
+"""Conversion of the names in other programs' files to data."""
 
 from __future__ import annotations
 
@@ -30,11 +26,10 @@ class Reader:
     """Converter that turns results of `pickle_reader.read` into plain data, such as numbers, arrays and containers.
 
     Args:
-        persistent: Function that converts a persistent id, the pickle's reference to data stored outside it, to data.
-        calls: Functions that convert the arguments of a call to data, by name of the called function. They extend the
-            built-in table.
-        budget: The maximum number of bytes to copy. Without a limit, a file that refers to one long text a million
-            times would fill the memory. Default: 256 MiB.
+        persistent: Function that converts the pickle's reference to data stored outside it.
+        calls: Functions that convert the arguments of a call to data, by name of the called function.
+        budget: The maximum number of bytes to copy, because a file may refer to one long text a million times. Default:
+            256 MiB.
 
     Attributes:
         dropped: The types or descriptions of the items that `mapping` omitted because they are not data, by place.
@@ -55,13 +50,8 @@ class Reader:
 
         Items whose key is a class or function are skipped and not recorded.
 
-        Args:
-            value: A dict, or a recorded call that builds a dict; see `container`.
-            place: The place of the dict in the file, for errors and as the beginning of keys in ``dropped``.
-
         Raises:
-            ValueError: If ``value`` is not a dict, or if an item is invalid; see `data`.
-            Unknown: See `container`.
+            ValueError: If ``value`` is not a dict, or if an item is invalid.
         """
         value = self.container(value)
         if not isinstance(value, dict):
@@ -79,16 +69,7 @@ class Reader:
     def container(self, value: Any) -> Any:
         """Convert a recorded dict, such as an ``OrderedDict``, to a plain dict with unconverted items.
 
-        The supported classes are ``OrderedDict``, ``defaultdict``, ``Namespace``, Lightning's ``AttributeDict``,
-        OmegaConf's ``DictConfig``, and subclasses of dict in pickles of protocol 0 or 1. Any other value is returned
-        unchanged.
-
-        Args:
-            value: A result of `pickle_reader.read`, or a part of it.
-
-        Raises:
-            Unknown: If an ``OrderedDict`` in the form of Python 2 has contents that are not pairs with plain keys.
-            ValueError: If the budget is exceeded.
+        Any other value is returned unchanged.
         """
         if isinstance(value, UnbuiltCall):
             name = value.name
@@ -107,14 +88,9 @@ class Reader:
     def data(self, value: Any, depth: int = 0) -> Any:
         """Return a value converted to data, including all nested values.
 
-        Args:
-            value: A result of `pickle_reader.read`, or a part of it.
-            depth: The nesting level of the value.
-
         Raises:
             Unknown: If the value, or a nested value, is not data.
-            ValueError: If the value contains itself, is nested too deeply, has invalid arguments, or requests far more
-                memory than its data needs.
+            ValueError: If the value is invalid or requests far more memory than its data needs.
         """
         if isinstance(value, Name):
             return self._resolve_name(value)
@@ -134,9 +110,6 @@ class Reader:
 
     def charge(self, size: int) -> None:
         """Reduce the budget by the number of bytes that a conversion is about to copy.
-
-        Args:
-            size: The number of bytes.
 
         Raises:
             ValueError: If the budget is exceeded.
@@ -183,12 +156,8 @@ class Reader:
 def check_extent(value: Any, limit: int = 1_000_000) -> None:
     """Raise an error if data refers to the same objects so often that a traversal would take too long.
 
-    Args:
-        value: The data to traverse.
-        limit: The maximum number of items in a traversal. Default: 1,000,000.
-
     Raises:
-        ValueError: If the traversal has more items.
+        ValueError: If a traversal has more than ``limit`` items.
         RecursionError: If the data contains itself or is nested too deeply.
     """
     extents: dict[int, int] = {}

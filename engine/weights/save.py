@@ -1,4 +1,4 @@
-"""Atomic writing of weights and data to files that other tools read. Large weights are split into indexed shards."""
+"""Atomic writing of weights and data to files that other tools read."""
 
 from __future__ import annotations
 
@@ -31,14 +31,7 @@ _KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 
 
 def parse_shard_size(max_shard_size: int | str) -> int:
-    """Return the maximum size of a shard in bytes.
-
-    Args:
-        max_shard_size: A number of bytes, or text such as ``"500MB"``, ``"2GiB"`` or ``"2gb"``.
-
-    Raises:
-        ValueError: If it is not a positive size.
-    """
+    """Return the maximum size of a shard in bytes, from a number or from text such as ``"500MB"`` or ``"2GiB"``."""
     return parse_bytes(max_shard_size, "max_shard_size", minimum=1, small_b=True)
 
 
@@ -53,11 +46,8 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
             lists the names of the others.
 
     Raises:
-        TypeError: If ``obj`` contains a value that cannot be saved, such as an object of a custom class, a sparse
-            tensor, a tensor on device ``meta``, a tensor with a dtype that safetensors does not support, or one
-            process's shard of a tensor. For safetensors, if ``obj`` is not a dict of tensors. If ``f`` is neither a
-            path, a URL nor an open file.
-        ValueError: If ``obj`` contains itself or is nested more than 100 levels deep, or if the URL is invalid.
+        TypeError: If ``obj`` cannot be saved in this format, or if ``f`` has the wrong type.
+        ValueError: If ``obj`` contains itself or is nested too deeply, or if the URL is invalid.
         OSError, RuntimeError: If the file cannot be written.
     """
     write: Callable[[Any], None]
@@ -98,11 +88,8 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
 def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
     """Write a file next to ``path``, flush it to disk, and rename it to ``path`` once it is complete.
 
-    For an object store, the file is written to the folder for temporary files and uploaded from there.
-
-    Args:
-        path: The final path or URL of the file.
-        write: Function that is called with a local path, to which it writes the file.
+    ``write`` is called with a local path. For an object store, the file is uploaded from the folder for temporary
+    files.
     """
     if isinstance(path, RemotePath):
         with tempfile.TemporaryDirectory(prefix="treadle-") as folder:
@@ -123,11 +110,7 @@ def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
 
 
 def make_parent(path: AnyPath) -> None:
-    """Create the parent folder of a file and flush it to disk. URLs are ignored: object stores need no folders.
-
-    Args:
-        path: The path or URL of the file.
-    """
+    """Create the parent folder of a file and flush it to disk. URLs are ignored: object stores need no folders."""
     if isinstance(path, Path):
         filesystem.make_directory(path.absolute().parent)
 
@@ -149,22 +132,13 @@ def _delete(path: AnyPath) -> None:
 def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, safe: bool) -> None:
     """Write weights as one file, or as several files with an index, under Hugging Face's file names.
 
-    At any time, the folder contains the complete old or the complete new weights. Several new files get unused
-    names, which contain ``-v1``, ``-v2`` or a higher number if the usual names exist. The new index replaces the old
-    index in one rename. Then the old files are deleted.
-
-    Args:
-        weights: Tensors by name. In a safetensors file, only the first of several tied tensors is written, and the
-            header lists the names of the others.
-        directory: The path or URL of the folder.
-        limit: The maximum total size of the tensors in a file, in bytes. A larger tensor gets a file of its own.
-        safe: Write safetensors files. If False, write files of ``torch.save``.
+    At any time, the folder contains the complete old or the complete new weights. Several new files get unused names,
+    the new index replaces the old one in one rename, and then the old files are deleted. See `write_weights` for the
+    arguments.
 
     Raises:
-        TypeError: If a value is not a tensor, is one process's shard of a tensor, or is a tensor that cannot be stored,
-            such as a sparse one or one on device ``meta``.
+        TypeError: If a value cannot be exported.
         ValueError: If the directory is a Treadle checkpoint.
-        OSError, RuntimeError: If a file cannot be written.
     """
     others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if others:
@@ -186,11 +160,11 @@ def write_weights(
         aliases: Further names of tied tensors, each with the name of the tensor in ``tensors``.
         directory: The path or URL of the folder.
         limit: The maximum total size of the tensors in a file, in bytes. A larger tensor gets a file of its own.
-        safe: Write safetensors files. If False, write files of ``torch.save``, in which a tied tensor is listed under
-            all its names.
+        safe: Write safetensors files, with the aliases in the header. If False, write files of ``torch.save``, in which
+            a tied tensor is listed under all its names.
 
     Raises:
-        ValueError: If the directory is a checkpoint, whose files would be replaced. No file is written then.
+        ValueError: If the directory is a Treadle checkpoint.
         OSError, RuntimeError: If a file cannot be written.
     """
     directory = absolute(directory)
@@ -222,14 +196,7 @@ def write_weights(
 
 
 def refuse_checkpoint(directory: AnyPath) -> None:
-    """Raise an error if a directory is a Treadle checkpoint, because exported weights would overwrite its files.
-
-    Args:
-        directory: The path or URL of the folder.
-
-    Raises:
-        ValueError: If the directory is a checkpoint.
-    """
+    """Raise a ValueError if a directory is a Treadle checkpoint, because exported weights would overwrite its files."""
     if (directory / MANIFEST).is_file():
         raise ValueError(
             f"{directory} is a checkpoint (it has a {MANIFEST}), and files written into it would destroy it. Choose "
@@ -248,11 +215,7 @@ def _check(tensors: Mapping[str, Tensor], any_dtype: bool) -> None:
 
 
 def nbytes(tensor: Whole) -> int:
-    """Return the size of a tensor's values in bytes.
-
-    Args:
-        tensor: A tensor, or a reference to an unread tensor.
-    """
+    """Return the size of a tensor's values in bytes."""
     return tensor.shape.numel() * tensor.dtype.itemsize
 
 
@@ -290,13 +253,7 @@ def _write(path: str, tensors: Mapping[str, Whole], aliases: Mapping[str, str], 
 
 
 def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, str]) -> None:
-    """Write one safetensors file.
-
-    Args:
-        path: The path of the file.
-        tensors: Tensors by name.
-        aliases: Further names of tied tensors, each with the name of the tensor, for the header.
-    """
+    """Write one safetensors file, whose header lists the ``aliases`` of tied tensors."""
     # Header entries in the form that safetensors' `save_model` writes and its `load_model` reads.
     notes = {alias: name for alias, name in aliases.items() if name in tensors}
     filesystem.write_tensors(path, tensors, {"format": "pt", **notes})
@@ -339,13 +296,8 @@ def make_readable(value: Any, place: str) -> Any:
 
     NumPy scalars become Python values, and a ``defaultdict`` becomes a dict.
 
-    Args:
-        value: Anything that `json_codec.encode` accepts. Values that need no conversion are returned as the same
-            object.
-        place: The position of the value in the saved object, such as ``"obj.name"``, for errors.
-
     Raises:
-        TypeError: If a value is not supported. The error names the value's position and a fix.
+        TypeError: If a value is not supported. The error names its position, of which ``place`` is the beginning.
     """
     kind = type(value)
     if isinstance(value, np.generic):

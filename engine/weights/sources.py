@@ -1,8 +1,4 @@
-"""Sources of weights in all supported formats, which are recognized by their content and read on demand.
-
-`torch_files` reads files of ``torch.save``, including Lightning's. This package uses neither an unpickler nor
-``torch.load``, so no setting can make it trust a file.
-"""
+"""Sources of weights in all supported formats, which are recognized by their content and read on demand."""
 
 from __future__ import annotations
 
@@ -53,8 +49,8 @@ class Opened:
         place: The path or URL of the source, for errors.
         weights: The unread tensors by name.
         others: Values of the state dict that are not tensors, by name, such as extra state of modules.
-        file: The file of ``torch.save``, if it alone contains the weights; otherwise None.
-        checkpoint: The Treadle checkpoint that contains the weights; None for other sources.
+        file: The file of ``torch.save``, if it alone contains the weights.
+        checkpoint: The Treadle checkpoint that contains the weights, if any.
         frozen: The digests, by name, of weights that a checkpoint omits because they were not trained.
     """
 
@@ -68,20 +64,12 @@ class Opened:
 
 @contextmanager
 def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
-    """Return a context in which a source of weights is open. Downloads are deleted after the context ends.
+    """Return a context in which a source of weights is open; see `load_weights`.
 
-    Args:
-        source: A path or URL; see `load_weights`.
-        sha256: The expected SHA-256 digest of the file; see `load_weights`.
-
-    Yields:
-        The opened source.
+    Downloads are deleted after the context ends.
 
     Raises:
-        TypeError: If the source is neither a path nor a URL.
-        ValueError: If the source does not exist, is damaged or is not in a supported format, or if ``sha256`` is
-            missing, invalid or not the digest of the file.
-        ModuleNotFoundError: If the package for the scheme of the URL is not installed.
+        ValueError: If the source or ``sha256`` is missing, damaged or not supported.
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(source, str | os.PathLike):
@@ -103,20 +91,17 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
 
 
 def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
-    """Return the weights of a checkpoint as unread tensors, by name.
+    """Return the weights of a checkpoint as unread tensors, by name. No code in a file is run.
 
-    For a Treadle checkpoint on disk, only the sizes of the files are checked and not their digests, so that the files
-    are not read in full.
+    For a Treadle checkpoint on disk, only the sizes of the files are checked and not their digests.
 
     Args:
-        checkpoint: A path, or a URL of an object store, whose files are kept locally until the process ends. The
-            supported formats are a safetensors file, a file of ``torch.save``, a ``.index.json`` that names several
-            files, a folder that contains one of these, and a Treadle checkpoint. For an index in an object store, pass
-            the URL of its folder. No code in a file is run. A file may be a symbolic link, as in Hugging Face's cache.
+        checkpoint: A path, or a URL of an object store, of a safetensors file, a file of ``torch.save``, a
+            ``.index.json`` that names several files, a folder that contains one of these, or a Treadle checkpoint. For
+            an index in an object store, pass the URL of its folder.
 
     Raises:
-        ValueError: If the format is not supported, if the checkpoint does not exist, is damaged or lacks a file, or if
-            it is an ``http``, ``https`` or ``file`` URL.
+        ValueError: If the checkpoint does not exist, is damaged or has an unsupported format or URL.
         TypeError: If ``checkpoint`` is neither a path nor a URL.
         ModuleNotFoundError: If the package for the scheme of the URL is not installed.
         OSError: If the object store reports an error.
@@ -254,12 +239,8 @@ def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | 
 def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the unread tensors of the state dict in a file of ``torch.save``, and its other values, each by name.
 
-    Args:
-        file: The parsed file of ``torch.save``.
-
     Raises:
-        ValueError: If the file does not contain a state dict or is damaged, or if the state dict contains values other
-            than tensors and extra state.
+        ValueError: If the file does not contain a valid state dict.
     """
     document = file.reader.container(file.document)
     if not isinstance(document, dict):

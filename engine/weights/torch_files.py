@@ -1,8 +1,4 @@
-"""Reader of ``torch.save`` files that returns plain data and unread tensors without using ``torch.load``.
-
-`pickle_reader` reads the pickle in the file as data, so no code in it can run. Tensors are read only when they are
-requested.
-"""
+"""Reader of ``torch.save`` files that returns plain data and unread tensors without using ``torch.load``."""
 
 from __future__ import annotations
 
@@ -68,35 +64,23 @@ class Strided:
         return self.base.dtype
 
     def get(self, exact: bool = True) -> Tensor:
-        """Return the tensor as a strided view of its memory, which may be mapped onto the file.
-
-        Args:
-            exact: See `FilePiece.get`.
-        """
+        """Return the tensor as a strided view of its memory, which may be mapped onto the file."""
         return self.base.get(exact).as_strided(self.shape, self.stride)
 
     def fill(self, out: Tensor) -> None:
-        """Copy the tensor into ``out``.
-
-        Args:
-            out: The target, a tensor of the same shape.
-        """
+        """Copy the tensor into ``out``, a tensor of the same shape."""
         out.copy_(self.get(exact=False))
 
 
 class TorchFile:
     """File of ``torch.save`` whose pickle is parsed and whose tensors are read on demand.
 
-    Args:
-        path: The path of the file, which is reopened whenever a tensor is read.
-
     Attributes:
         document: The content of the file, as returned by `pickle_reader.read`.
         reader: Converter of parts of the document to data. It converts tensors to `View`.
 
     Raises:
-        ValueError: If the file is damaged, harmful or too large, was written on a big-endian machine, or was not
-            written by ``torch.save``.
+        ValueError: If the file is damaged or not supported.
         OSError: If the file cannot be opened.
     """
 
@@ -114,13 +98,10 @@ class TorchFile:
                 self.document = self._read_legacy(file, size)
 
     def piece(self, view: Any) -> Piece | Strided:
-        """Return an unread tensor for a `View`.
-
-        Args:
-            view: A view from this file.
+        """Return an unread tensor for a `View` from this file.
 
         Raises:
-            ValueError: If the view reaches beyond its storage, or if its storage is missing or too short.
+            ValueError: If the storage of the view is damaged or too short.
         """
         start, nbytes = self._places.get(view.storage.key, (0, -1))
         size = view.dtype.itemsize

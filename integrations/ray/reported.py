@@ -1,4 +1,4 @@
-"""Base class of callbacks that report checkpoints and metrics to Ray."""
+"""Base of the callbacks that report to Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ReportedCheckpoint(Checkpoint):
         self._in_use = ExitStack()
 
     def resume_path(self) -> str | None:
-        """Return the path of the checkpoint to resume from, or None. Ray downloads a remote one once per machine."""
+        """Return the path of the checkpoint to resume from, or None."""
         self._in_use.close()
         checkpoint = self._get_checkpoint()
         if checkpoint is None:
@@ -41,19 +41,15 @@ class ReportedCheckpoint(Checkpoint):
         self._in_use.close()
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Delete a downloaded checkpoint after another stage, or after a failure."""
+        """Delete a downloaded checkpoint."""
         self._in_use.close()
 
     def _get_checkpoint(self) -> Any:
-        """Return the ``ray.train.Checkpoint`` to resume from; None for a fresh start."""
+        """Return the ``ray.train.Checkpoint`` to resume from, or None."""
         raise NotImplementedError
 
 
 def collect_metrics(trainer: Trainer) -> dict[str, float]:
-    """Return all logged values as floats, with the epoch's index as ``epoch`` and the optimizer step as ``step``.
-
-    Args:
-        trainer: Trainer whose logged values are collected.
-    """
+    """Return all logged values as floats, with the epoch's index as ``epoch`` and the optimizer step as ``step``."""
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return values | {"epoch": trainer.current_epoch, "step": trainer.global_step}

@@ -1,4 +1,4 @@
-"""`RayTrainReportCallback`: metrics and checkpoints for Ray Train."""
+"""`RayTrainReportCallback`, which reports metrics and checkpoints to Ray Train."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class RayTrainReportCallback(ReportedCheckpoint):
     ``CheckpointConfig`` decides which checkpoints are kept. Ray's checkpoint contains Treadle's checkpoint as
     ``checkpoint.ckpt``.
 
-    By default, all ranks write their shards directly to Ray's storage: a disk that the machines share, S3 (with the
-    extra ``s3``) or Google Cloud Storage (with the extra ``gs``). A checkpoint is reported once it is committed, so a
-    killed worker never leaves a partial checkpoint that Ray would resume from.
+    By default, all ranks write their shards directly to Ray's storage if it is a disk that the machines share, S3 (with
+    the extra ``s3``) or Google Cloud Storage (with the extra ``gs``). A checkpoint is reported once it is complete.
 
     Args:
         checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``. With SYNC and ASYNC, the checkpoint is saved to a
             temporary folder, which Ray copies; all workers must be on one machine. Default: ranks write directly to the
-            storages listed above; SYNC is used for other kinds of storage, and if the storage's extra is not installed.
-        validation: Whether Ray validates each checkpoint, or a ``ray.train.ValidationTaskConfig`` for the validation;
-            see ``ray.train.report``. Default: False.
+            storages listed above; otherwise SYNC.
+        validation: Whether Ray validates each checkpoint, or a ``ray.train.ValidationTaskConfig``; see
+            ``ray.train.report``. Default: False.
         every_n_train_steps: Number of optimizer steps between additional reports within an epoch. Default: None, no
             additional reports.
 
     Raises:
         ModuleNotFoundError: If Ray or pyarrow is not installed.
-        RuntimeError: If the process is not a Ray Train worker, or if ``num_workers=0`` disables Ray's storage.
+        RuntimeError: If the process is not a Ray Train worker with storage.
         ValueError: If ``every_n_train_steps`` is not a positive integer.
+
 
     Example:
         >>> from treadle.integrations import RayTrainReportCallback
@@ -78,23 +78,23 @@ class RayTrainReportCallback(ReportedCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """Name that includes ``every_n_train_steps``. See `Callback.state_key`."""
+        """See `Callback.state_key`."""
         return f"RayTrainReportCallback(every_n_train_steps={self.every_n_train_steps})"
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Remove complete and partial checkpoints that workers saved to Ray's storage but did not report."""
+        """Remove checkpoints that workers saved to Ray's storage but did not report."""
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
             _remove_unreported(self._storage)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report every ``every_n_train_steps`` steps. The last step of an epoch is reported at the end of the epoch."""
+        """Report every ``every_n_train_steps`` steps, except in the last step of an epoch."""
         every = self.every_n_train_steps
         if every and trainer.global_step % every == 0 and not trainer.progress.epoch_is_trained:
             self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report metrics and a checkpoint at the end of the epoch."""
+        """Report metrics and a checkpoint."""
         self._report(trainer)
 
     @property
@@ -113,7 +113,6 @@ class RayTrainReportCallback(ReportedCheckpoint):
         return ray.train.get_checkpoint()
 
     def _report(self, trainer: Trainer) -> None:
-        """Save a checkpoint and report it with the metrics."""
         from pyarrow.fs import LocalFileSystem
         from ray.train import CheckpointUploadMode
 
@@ -151,7 +150,6 @@ class RayTrainReportCallback(ReportedCheckpoint):
         )
 
     def _choose_name(self, trainer: Trainer) -> str:
-        """Return an unused name for Ray's checkpoint. An earlier fit in the same function may have used some names."""
         from pyarrow.fs import FileType
 
         storage = self._storage
@@ -165,11 +163,6 @@ class RayTrainReportCallback(ReportedCheckpoint):
 
 
 def _get_storage() -> Any:
-    """Return the storage context that Ray uses for the run's checkpoints.
-
-    Raises:
-        RuntimeError: If this is not a Ray Train worker, or if ``num_workers=0`` disables the storage.
-    """
     import ray.train
 
     try:
@@ -188,7 +181,7 @@ def _get_storage() -> Any:
 
 
 def _remove_unreported(storage: Any) -> None:
-    """Remove the checkpoints that this callback wrote to the run's folder but did not report to Ray."""
+    """Remove the checkpoints that this callback wrote but did not report to Ray."""
     import ray.train
     from pyarrow.fs import FileSelector
     from ray.train import CheckpointConsistencyMode

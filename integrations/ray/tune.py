@@ -1,4 +1,4 @@
-"""`TuneReportCheckpointCallback`: metrics and checkpoints for Ray Tune."""
+"""`TuneReportCheckpointCallback`, which reports metrics and checkpoints to Ray Tune."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
     configuration.
 
     A report after a validation or a step is made at the end of the optimizer step, or at the end of the epoch if the
-    step is its last. Training therefore resumes exactly from the report's checkpoint.
+    step is its last, so that training resumes exactly from its checkpoint.
 
     Args:
         metrics: Name or names of the logged values to report, or a dict that maps reported names to logged names.
             Default: all logged values, ``epoch`` and ``step``.
         filename: Name of Treadle's checkpoint inside Ray's checkpoint. Default: ``"checkpoint"``.
         save_checkpoints: Whether each report includes a checkpoint. Default: True.
-        on: One or several of ``"validation_end"``, ``"train_epoch_end"``, ``"train_batch_end"`` (each optimizer step)
-            and ``"train_end"``. Default: ``"validation_end"``.
+        on: One or several of ``"validation_end"`` (default), ``"train_epoch_end"``, ``"train_batch_end"`` (each
+            optimizer step) and ``"train_end"``.
 
     Raises:
         ModuleNotFoundError: If Ray or pyarrow is not installed.
-        ValueError: If ``on`` contains an unknown name.
-        TypeError: If an argument has the wrong type.
+        ValueError, TypeError: If an argument is invalid.
         RuntimeError: When a stage begins, if the process does not run a Ray Tune trial.
+
 
     Example:
         >>> from treadle.integrations import TuneReportCheckpointCallback
@@ -79,15 +79,11 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """Name that includes ``filename`` and ``on``. See `Callback.state_key`."""
+        """See `Callback.state_key`."""
         return f"TuneReportCheckpointCallback(filename={self._filename!r}, on={sorted(self._on)})"
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Check that this process runs a Ray Tune trial.
-
-        Raises:
-            RuntimeError: If the process does not run a trial.
-        """
+        """Check that this process runs a Ray Tune trial."""
         from ray.tune import get_context
 
         if get_context().get_trial_id() is None:
@@ -98,12 +94,12 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
         self._due = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Request a report after a validation during training if ``on`` contains ``"validation_end"``."""
+        """Request a report if ``on`` contains ``"validation_end"``."""
         if trainer.stage == "fit" and not trainer.sanity_checking:
             self._due |= "validation_end" in self._on
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Make a report that is due. After the last step of an epoch, the report is made at the end of the epoch."""
+        """Make a report that is due, except in the last step of an epoch."""
         self._due |= "train_batch_end" in self._on
         if not trainer.progress.epoch_is_trained:
             self._report_if_due(trainer)
@@ -124,7 +120,6 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
         return get_checkpoint()
 
     def _report_if_due(self, trainer: Trainer) -> None:
-        """Report metrics if a report is due, with a checkpoint unless ``save_checkpoints=False``."""
         from ray.tune import Checkpoint, report
 
         metrics = self._select(collect_metrics(trainer)) if self._due else {}
@@ -138,7 +133,6 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
             report(metrics, checkpoint=Checkpoint.from_directory(folder) if self._saves else None)
 
     def _select(self, values: dict[str, float]) -> dict[str, float]:
-        """Return the metrics to report, keyed by their reported names."""
         if not self._metrics:
             return values
         for name in sorted(set(self._metrics.values()) - set(values)):

@@ -24,8 +24,7 @@ def check_options(function: str, options: Mapping[str, Any], also: Iterable[str]
     """Raise a TypeError for options that a function of a service does not accept.
 
     Args:
-        function: Full name of the function, such as ``"trackio.init"``. Its package is imported only if there are
-            options.
+        function: Full name of the function, such as ``"trackio.init"``.
         options: Keyword arguments of the function by name.
         also: Names that the function accepts although its signature does not list them.
     """
@@ -43,7 +42,7 @@ def check_names(function: str, options: Iterable[str], valid: Sequence[str]) -> 
     """Raise a TypeError for the first option that is not a valid name. The error does not show values such as tokens.
 
     Args:
-        function: Name of the function that gets the options, for the error message.
+        function: Name of the function, for the error message.
         options: Names of the options.
         valid: Names of the function's arguments.
     """

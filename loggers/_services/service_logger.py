@@ -22,19 +22,18 @@ _open_runs: WeakValueDictionary[tuple[type, str | None, Any], Any] = WeakValueDi
 class ServiceLogger(Logger):
     """Base class of loggers that write to one run of a tracking service, opened on first use and reopened by its ID.
 
-    A subclass implements the six methods from `_open` to `_close`, and does not store objects of the service. Only rank
-    zero opens the run.
+    A subclass implements the abstract methods, and does not store objects of the service. Only rank zero opens the run.
 
     Args:
         name: Name of the experiment or project; None for the service's default.
-        version: ID of the run to continue; None for a new run, whose ID then becomes the ``version``.
+        version: ID of the run to continue; None for a new run.
         prefix: Text before every metric's name; None for no prefix.
         separator: Text between the prefix and the name. Default: ``"-"``.
-        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit; ``"all"`` uploads each one
-            as soon as it is saved, as does True with ``ModelCheckpoint(save_top_k=-1)``; False uploads none.
-            Checkpoints at a URL are skipped.
-        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
-            continues without this logger.
+        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit, or each one when it is
+            saved with ``ModelCheckpoint(save_top_k=-1)``; ``"all"`` uploads each one when it is saved; False uploads
+            none. Checkpoints at a URL are skipped.
+        strict: Raise the logger's errors. If False, the first error becomes a warning, and the run continues without
+            this logger.
         texts: Additional arguments to check, by name. Each must be a string or None.
     """
 
@@ -63,7 +62,6 @@ class ServiceLogger(Logger):
         self._forget()
 
     def _forget(self) -> None:
-        """Reset the state that copies of this object do not share."""
         self._run: Any = None  # keeps the run in `_open_runs`
         self._uploads = Uploads(self._log_model)
 
@@ -135,7 +133,7 @@ class ServiceLogger(Logger):
             step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:
-            TypeError: If a name is empty or not a string, a value is not a number, or the step is not an integer.
+            TypeError: If ``metrics`` or ``step`` has the wrong type.
             ValueError: If a tensor does not have exactly one element, or the step is negative.
         """
         row = dict(flatten(as_metrics(metrics, self._prefix)))
@@ -153,12 +151,11 @@ class ServiceLogger(Logger):
         """Record hyperparameters and, if passed, metrics at step 0.
 
         Args:
-            params: Settings by name, nested or not. Values are converted to plain data; see `plain`.
-            metrics: Initial values of the metrics by which runs are compared. Default: none.
+            params: Settings by name, nested or not.
+            metrics: Initial values of the metrics. Default: none.
 
         Raises:
-            TypeError: If ``params`` is not a mapping, a namespace, a dataclass or None, or ``metrics`` is not a dict of
-                numbers by name.
+            TypeError: If an argument has the wrong type.
             ValueError: If a metric is a tensor that does not have exactly one element.
         """
         values = plain(as_mapping(params))
@@ -189,7 +186,7 @@ class ServiceLogger(Logger):
     def finalize(self, status: str = "success") -> None:
         """Upload the pending checkpoints. Close the run if the stage failed or `closes_with_stage` is True.
 
-        If the run stays open, `save` is called. Later logging continues the run.
+        Later logging continues the run.
 
         Args:
             status: ``"success"`` or ``"failed"``. Default: ``"success"``.

@@ -14,15 +14,11 @@ from contextlib import contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore the RNG states of Python, NumPy and PyTorch (CPU) and the signal handlers when the block ends.
 
-    The state of NumPy or PyTorch is restored only if the package was imported before the block. The handlers are
-    restored only if the block runs in the main thread.
+    NumPy and PyTorch must be imported before the block, and the handlers are restored only in the main thread.
 
-    Importing comet_ml, swanlab or trackio, or opening a run with most services, draws from Python's RNG. Training would
-    then no longer be reproducible. ClearML and SwanLab install signal handlers that end their run. These would replace
-    Treadle's handlers, which save a checkpoint first.
-
-    Within the block, Python's RNG is seeded by the system. Otherwise, two runs with the same seed would draw the same
-    random names, and the offline Comet archive of the second run would replace that of the first.
+    Opening a run with most services draws from Python's RNG, so training would not be reproducible. ClearML and SwanLab
+    install signal handlers, which would replace Treadle's. Within the block, Python's RNG is seeded by the system, so
+    that two runs with the same seed do not draw the same random names.
     """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     python_state = random.getstate()

@@ -17,8 +17,8 @@ class Uploads:
     """Queue of the checkpoints to upload to a tracking service.
 
     Args:
-        mode: True uploads the kept checkpoints at the end of a fit; ``"all"`` uploads each one as soon as it is saved,
-            as does True with ``ModelCheckpoint(save_top_k=-1)``; False uploads none. Checkpoints at a URL are skipped.
+        mode: True uploads the kept checkpoints at the end of a fit, or each one when it is saved with
+            ``ModelCheckpoint(save_top_k=-1)``; ``"all"`` uploads each one when it is saved; False uploads none.
     """
 
     def __init__(self, mode: bool | str) -> None:

@@ -31,14 +31,6 @@ def synchronize(module: nn.Module, world: World) -> None:
     """Replace the BatchNorm layers within ``module`` with synchronized ones.
 
     The new layers have the same parameters, buffers and hooks, under the same names.
-
-    Args:
-        module: The user's model.
-        world: Processes over whose samples the statistics are computed.
-
-    Raises:
-        ValueError: If ``module`` itself is a BatchNorm layer, or if it contains a BatchNorm layer of an unsupported
-            class, such as a lazy or custom one.
     """
     # torch's SyncBatchNorm does not support the CPU, at least up to 2.13.
     kind: type[_BatchNorm] = GlobalBatchNorm if world.device.type == "cpu" else nn.SyncBatchNorm
@@ -83,14 +75,9 @@ class GlobalBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize the input. In training mode, the statistics cover the samples of all processes.
+        """Normalize an input of shape (samples, channels, ...).
 
-        Args:
-            input: Tensor of shape (samples, channels, ...).
-
-        Raises:
-            ValueError: If the input has fewer than two dimensions, or if statistics would be computed from too few
-                values per channel.
+        In training mode, the statistics cover the samples of all processes.
         """
         if not self.training or not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
             return super().forward(input)

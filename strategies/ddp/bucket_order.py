@@ -21,13 +21,12 @@ from torch import Tensor
 class ReadyOrder:
     """Order in which the gradients of one replica become ready.
 
-    Args:
-        replica: The ``DistributedDataParallel`` module.
-        fixed: Whether torch never changes the grouping, in which case no order is recorded.
+    torch regroups the gradients in this order after the first backward pass. With three or more processes, the grouping
+    affects the last bit of the sums. A resumed run therefore rehearses the order of its checkpoint. If ``fixed`` is
+    set, torch never changes the grouping, and no order is recorded.
 
     Attributes:
-        order: Indices of the trained parameters, in the order in which their gradients became ready, or in the order
-            passed to `rehearse`. Empty before one of the two has happened, and always if ``fixed`` is set.
+        order: Indices of the trained parameters in this order; empty if it is unknown.
     """
 
     def __init__(self, replica: Any, fixed: bool) -> None:
@@ -46,7 +45,7 @@ class ReadyOrder:
 
     @property
     def watching(self) -> bool:
-        """True while hooks record the order. Always False if ``fixed`` is set."""
+        """True while hooks record the order."""
         return bool(self._handles)
 
     def finish_recording(self) -> None:
@@ -61,9 +60,6 @@ class ReadyOrder:
 
         Must be called on all ranks. Existing gradients are discarded. An order that does not match this model is
         ignored.
-
-        Args:
-            order: Indices of the trained parameters, in the order in which their gradients become ready.
         """
         order, replica = list(order), self._replica()
         if replica is None or not order or sorted(order) != list(range(len(self._parameters))):

@@ -13,12 +13,7 @@ BUCKET_BYTES = 25 * 2**20  # torch's default for DDP; larger buckets only need m
 
 
 def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors that share a dtype and device. Only a list of one tensor may exceed ``limit`` bytes.
-
-    Args:
-        tensors: Tensors of any shape, dtype and device.
-        limit: Maximum size of a list in bytes. Default: 25 MiB.
-    """
+    """Yield lists of tensors that share a dtype and device. Only a list of one tensor may exceed ``limit`` bytes."""
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         kind = tensor.dtype, tensor.device
@@ -44,13 +39,7 @@ def average(tensors: Iterable[Tensor], world: World) -> None:
 
 
 def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
-    """Overwrite the tensors with those of rank ``source``, in place.
-
-    Args:
-        tensors: Tensors with the same shapes and dtypes on every rank.
-        world: Ranks that receive the tensors.
-        source: Rank that sends its tensors.
-    """
+    """Overwrite the tensors with those of rank ``source``, in place."""
     for bucket in buckets(tensors):
         _scatter(world.broadcast_tensor(_flatten(bucket), source), bucket)
 
@@ -58,20 +47,11 @@ def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
 def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor | None = None) -> Tensor | None:
     """Replace each gradient with its mean over several ranks. A missing gradient counts as zero.
 
-    Apart from rounding, averaging does not change gradients that are already equal on all ranks. Averaged gradients may
-    therefore be averaged again after further gradients have been added to them. A gradient that no rank has stays None.
-    Must be called on all ranks with the same parameters.
-
-    Args:
-        parameters: Parameters whose gradients are averaged.
-        world: Ranks over which the mean is taken.
-        note: 0-d tensor to sum over the ranks in the same exchange.
+    Apart from rounding, averaging does not change gradients that are already equal on all ranks. A gradient that no
+    rank has stays None. Must be called on all ranks with the same parameters.
 
     Returns:
-        The sum of ``note`` (0 if it is None); None with a world size of one.
-
-    Raises:
-        ValueError: With several ranks, if a gradient is sparse.
+        The sum of ``note``, a 0-d tensor, over the ranks (0 if it is None); None with a world size of one.
     """
     if world.size == 1:
         return None

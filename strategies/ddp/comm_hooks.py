@@ -18,17 +18,7 @@ _NAMES = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
 class CommHook:
     """Communication hook, validated when it is created and applied when a model is wrapped.
 
-    Args:
-        hook: ``"fp16"``, ``"bf16"``, ``"power_sgd"``, or a function for torch's ``register_comm_hook``; ``"no"`` or
-            None for no hook.
-        state: The first argument of a function passed as ``hook``. For PowerSGD, torch's ``PowerSGDState`` or a dict of
-            its arguments.
-        wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``hook`` runs, and from which
-            they are cast back afterwards. A function instead receives the hook and returns a new one. ``"no"`` or None
-            for no wrapper.
-
-    Raises:
-        ValueError: If a name is unknown, the arguments contradict each other, or the hook is not supported.
+    The arguments are ``comm_hook``, ``comm_state`` and ``comm_wrapper`` of `DDP`.
 
     Source: PowerSGD (Vogels et al., 2019), https://arxiv.org/abs/1905.13727
     """
@@ -61,12 +51,7 @@ class CommHook:
         return self.hook is not None
 
     def register(self, module: torch.nn.parallel.DistributedDataParallel, world: World) -> None:
-        """Register the hook with a replica.
-
-        Args:
-            module: The ``DistributedDataParallel`` module.
-            world: Processes over which the hook averages gradients.
-        """
+        """Register the hook with a replica."""
         hook, state = self._resolve_hook(world)
         if callable(self.wrapper):
             hook = self.wrapper(hook)
@@ -101,10 +86,6 @@ def scaled_fp16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
     """Average a bucket of gradients in float16, scaled by the largest absolute value on any process.
 
     torch's hook does not scale, so a gradient multiplied by a number of tokens can exceed float16's maximum, 65504.
-
-    Args:
-        group: Process group over which gradients are averaged.
-        bucket: Torch's bucket of gradients, which are overwritten with the mean.
     """
     buffer = bucket.buffer()
     if not buffer.numel():

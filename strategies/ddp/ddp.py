@@ -1,4 +1,4 @@
-"""Replicas that average their gradients: torch's DistributedDataParallel."""
+"""Strategy with a full copy of the model on every process."""
 
 from __future__ import annotations
 
@@ -39,18 +39,7 @@ _ALIASES = {  # Lightning's and Accelerate's names
 
 
 class _Replica(DistributedDataParallel):
-    """DDP module that exposes the attributes of the user's model.
-
-    Args:
-        router: Module that runs the user's model.
-        advance: Function that is called before each forward pass of a training step, because that pass may wait for
-            other ranks.
-        options: Arguments of torch's DDP.
-
-    Attributes:
-        apart: Number of active `DDP.no_sync` contexts, in which gradients are not reduced.
-        ready: Order in which the gradients become ready; None until `DDP.wrap` has set it.
-    """
+    """DDP module that exposes the attributes of the user's model."""
 
     def __init__(self, router: Router, advance: Callable[[], None], **options: Any) -> None:
         super().__init__(router, **options)
@@ -87,11 +76,7 @@ class _Replica(DistributedDataParallel):
             raise better from error
 
     def check(self) -> None:
-        """Check that the reduction is complete, because torch would raise an error only in the next forward pass.
-
-        Raises:
-            ValueError: If parameters received no gradient. The error lists their names as far as torch reports them.
-        """
+        """Check that the reduction is complete, because torch would raise an error only in the next forward pass."""
         if self.ready is not None and self.ready.watching:
             self.ready.finish_recording()
         try:
@@ -100,11 +85,7 @@ class _Replica(DistributedDataParallel):
             raise (self.explain(error) or error) from error
 
     def explain(self, error: BaseException) -> ValueError | None:
-        """Return the error to raise instead of an error of torch's reducer, or None for any other error.
-
-        Args:
-            error: Error that a forward or backward pass raised.
-        """
+        """Return the error to raise instead of an error of torch's reducer, or None for any other error."""
         return explain_reducer_error(error, self._names, self.find_unused_parameters)
 
     def __getattr__(self, name: str) -> Any:
@@ -119,39 +100,30 @@ class DDP(Strategy):
 
     Args:
         find_unused_parameters: Permit parameters that are not used in a step, at the cost of a traversal of the graph.
-        static_graph: Assume that every step computes the same graph and leaves the same parameters unused, so the graph
-            need not be traversed. A gradient may then also become ready more than once, as with reentrant
-            checkpointing.
-        gradient_as_bucket_view: Store gradients in the buffers in which they are sent, so no second copy of them is
-            needed.
+        static_graph: Assume that every step computes the same graph and leaves the same parameters unused.
+        gradient_as_bucket_view: Store gradients in the buffers in which they are sent, without a second copy.
         bucket_cap_mb: Size in MiB of the buffers in which gradients are sent. Default: 25, as in torch.
-        broadcast_buffers: Broadcast rank zero's buffers (BatchNorm's statistics) to every process before forward
-            passes.
+        broadcast_buffers: Broadcast rank zero's buffers to every process before forward passes.
         comm_hook: Compression of gradients: ``"fp16"``, ``"bf16"``, ``"power_sgd"`` or a function for torch's
-            ``register_comm_hook``. None or ``"no"`` disables compression. Values that the processes exchange to agree
-            on a step are never compressed.
+            ``register_comm_hook``. None or ``"no"`` disables compression.
         comm_state: First argument of a function passed as ``comm_hook``. For PowerSGD, torch's ``PowerSGDState`` or a
-            dict of its arguments (``{"matrix_approximation_rank": 2, "start_powerSGD_iter": 10}``).
+            dict of its arguments.
         comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``comm_hook`` runs, or a
             function that receives the hook and returns a new one. None or ``"no"`` disables the cast.
         sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes, even on the CPU.
         zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). For optimizers that update each
             parameter separately, the results are bit-identical to those of ``zero=False``.
         local_sgd_steps: Number of optimizer steps between two averages of the parameters. After ``local_sgd_start``
-            steps, gradients are no longer reduced, and each process steps separately. Parameters are also averaged
-            before an evaluation or a checkpoint. Default: None, which reduces gradients in every step.
-        local_sgd_start: Number of optimizer steps before local steps begin. Until then, gradients are reduced in every
-            step. Default: 0.
+            steps, the averages replace gradient reduction. Default: None, no local steps.
+        local_sgd_start: Number of optimizer steps before local steps begin. Default: 0.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: 30
             minutes, unless the Accelerator or an existing process group sets another limit.
         process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: NCCL for GPUs and gloo for host
             memory.
-        other: Aliases from Lightning and Accelerate: ``ddp_comm_hook``, ``ddp_comm_state``, ``ddp_comm_wrapper``,
-            ``comm_state_option``, ``model_averaging_period``.
+        other: Lightning's and Accelerate's names for these arguments, such as ``ddp_comm_hook``.
 
     Raises:
-        TypeError: If an argument does not exist, or if ``timeout`` has the wrong type or wrong entries.
-        ValueError: If an argument has an invalid value, or if arguments contradict each other.
+        TypeError, ValueError: If an argument is invalid, or if arguments contradict each other.
 
     Example:
         >>> import treadle
@@ -216,11 +188,7 @@ class DDP(Strategy):
                 )
 
     def attach(self, world: World, precision: Precision) -> None:
-        """See `Strategy.attach`.
-
-        Raises:
-            ValueError: If ``local_sgd_steps`` is set for a precision with a loss scaler (``"16-mixed"``).
-        """
+        """See `Strategy.attach`."""
         super().attach(world, precision)
         self.delays_sync = world.size > 1
         self._ballot: Ballot | None = None
@@ -243,15 +211,11 @@ class DDP(Strategy):
 
     @property
     def replicas_equal(self) -> bool:
-        """False while each rank steps separately because of ``local_sgd_steps`` or `LocalSGD`, otherwise True."""
+        """False while each rank steps separately, otherwise True."""
         return not self._steps_apart and (self.local_steps is None or not self.local_steps.alone)
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
-        """See `Strategy.wrap`. With ``step`` and no ``comm_hook``, replicas reduce votes together with the gradients.
-
-        Raises:
-            ValueError: If parameters of the model are sharded, or if ``sync_batchnorm`` does not support a layer.
-        """
+        """See `Strategy.wrap`."""
         if self.world.size == 1 or not (step or any(p.requires_grad for p in module.parameters())):
             return super().wrap(module)
         self.place(module)
@@ -282,12 +246,7 @@ class DDP(Strategy):
         return replica
 
     def replicate(self, module: nn.Module) -> nn.Module:
-        """See `Strategy.replicate`. The backward pass does not reduce gradients.
-
-        Raises:
-            ValueError: If parameters of the model are sharded. With several processes, also if ``comm_hook`` or
-                ``local_sgd_steps`` is set, or if ``sync_batchnorm`` does not support a layer.
-        """
+        """See `Strategy.replicate`."""
         if self.world.size == 1:
             return super().wrap(module)
         if self.comm_hook or self.local_steps is not None:
@@ -309,11 +268,10 @@ class DDP(Strategy):
         return average_gradients(parameters, self.world, note)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """See `Strategy.wrap_optimizer`. The same object is returned; with several processes, hooks run in its step.
+        """See `Strategy.wrap_optimizer`. The same object is returned.
 
         Raises:
-            ValueError: If ``zero=True`` does not support the optimizer, or if ``local_sgd_steps`` is set and another
-                optimizer has already been wrapped.
+            ValueError: If the settings do not support the optimizer.
         """
         super().wrap_optimizer(optimizer)
         if self.world.size == 1:
@@ -349,18 +307,14 @@ class DDP(Strategy):
             self.set_gradient_sync(replica, True)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return a clearer error for an error of torch's reducer in a backward pass; return any other error unchanged.
-
-        Args:
-            error: Error that the backward pass raised.
-        """
+        """See `Strategy.explain`."""
         explanations = (replica.explain(error) for replica in self._replicas)
         return next((better for better in explanations if better is not None), error)
 
     # -- reduction of gradients ----------------------------------------------------------------------------------
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
-        """See `Strategy.set_gradient_sync`. This sets the same flag as torch's ``no_sync``."""
+        """See `Strategy.set_gradient_sync`."""
         replica = _find_replica(module)
         if replica is None:
             return
@@ -424,12 +378,7 @@ class DDP(Strategy):
 
     @contextmanager
     def steps_apart(self, module: nn.Module) -> Iterator[None]:
-        """See `Strategy.steps_apart`.
-
-        Raises:
-            ValueError: If ``zero`` or ``local_sgd_steps`` is set. On entry, the context may raise the error of
-                `no_sync`.
-        """
+        """See `Strategy.steps_apart`."""
         if self.zero or self.local_steps is not None:
             option = "zero=True" if self.local_steps is None else f"local_sgd_steps={self.local_steps.every}"
             raise ValueError(
@@ -445,8 +394,7 @@ class DDP(Strategy):
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """See `Strategy.join`.
 
-        With ``comm_hook``, ``sync_batchnorm``, ``zero`` or ``local_sgd_steps``, ranks cannot continue without another
-        rank. Without them, the context raises a ValueError on entry if a trained model does not reduce gradients.
+        ``comm_hook``, ``sync_batchnorm``, ``zero`` and ``local_sgd_steps`` do not support this.
         """
         exchanges = {
             "comm_hook": self.comm_hook,  # it divides by the world size, not by the number of remaining ranks
@@ -461,7 +409,7 @@ class DDP(Strategy):
 
     @property
     def votes_in_backward(self) -> bool:
-        """See `Strategy.votes_in_backward`. True if votes are part of the reduction and the backward pass reduces."""
+        """See `Strategy.votes_in_backward`."""
         replica = self._ballot_replica
         return self._ballot is not None and replica is not None and replica.require_backward_grad_sync
 
@@ -516,7 +464,7 @@ class DDP(Strategy):
             replica.ready.rehearse(order)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See `Strategy.optimizer_state`. With local steps on several processes, the state includes the step count."""
+        """See `Strategy.optimizer_state`."""
         if self.local_steps is not None and self.world.size > 1:
             return self.local_steps.state_dict(optimizer, self.world)
         return super().optimizer_state(optimizer)
@@ -539,7 +487,7 @@ class DDP(Strategy):
     # -- for plans -----------------------------------------------------------------------------------------------
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """See `Strategy.reduction_buckets`. torch itself computes the buckets."""
+        """See `Strategy.reduction_buckets`."""
         if self.world.size == 1:
             return None
         settings = {
@@ -573,7 +521,7 @@ class DDP(Strategy):
         return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
     def buffer_broadcast_bytes(self, module: nn.Module) -> list[int]:
-        """See `Strategy.buffer_broadcast_bytes`. torch sends the buffers of one dtype together."""
+        """See `Strategy.buffer_broadcast_bytes`."""
         if self.world.size == 1 or not self.options["broadcast_buffers"]:
             return []
         sizes: dict[torch.dtype, int] = {}

@@ -1,4 +1,4 @@
-"""Explanations of errors that torch's gradient reducer raises, with the parameters, the rule and the fix."""
+"""Explanations of errors that torch's gradient reducer raises."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ _MAX_NAMES = 30
 def explain_reducer_error(error: BaseException, names: list[str], finds_unused: bool = False) -> ValueError | None:
     """Return an error that explains ``error`` if a gradient was missing or was ready twice, otherwise None.
 
-    Args:
-        error: Error that a forward or backward pass raised.
-        names: The parameters' names in the reducer's order.
-        finds_unused: Whether ``find_unused_parameters`` is already set.
+    ``names`` contains the parameters' names in the reducer's order.
     """
     text = str(error)
     if text.startswith(_UNFINISHED):

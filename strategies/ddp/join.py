@@ -15,12 +15,6 @@ def joined(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     Each reduction is the mean over the ranks that still have a batch. All ranks leave the block together, with the
     parameters and buffers of a rank that had the most batches.
-
-    Args:
-        modules: Modules that a strategy's ``wrap`` returned.
-
-    Raises:
-        ValueError: If a module with trained parameters does not reduce gradients.
     """
     from torch.distributed.algorithms.join import Join, Joinable
 

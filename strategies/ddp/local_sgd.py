@@ -1,4 +1,4 @@
-"""Post-local SGD: gradients are averaged at first. Later, processes step separately, and parameters are averaged."""
+"""Post-local SGD: after some steps with reduced gradients, processes step separately and average their parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LocalSteps:
 
     Args:
         every: Number of optimizer steps between two averages of the parameters.
-        start: Number of optimizer steps before local steps begin. Until then, gradients are averaged as usual.
+        start: Number of optimizer steps before local steps begin.
 
     Attributes:
         count: Number of completed optimizer steps.
@@ -37,37 +37,22 @@ class LocalSteps:
         return self.count >= self.start
 
     def stepped(self, optimizer: Optimizer, world: World) -> None:
-        """Count a step of ``optimizer``. Average its parameters if the count of local steps is a multiple of ``every``.
-
-        Args:
-            optimizer: The user's optimizer.
-            world: Processes over which parameters are averaged.
-        """
+        """Count a step of ``optimizer``, and average its parameters if they are due by the schedule."""
         self._apart = self.alone
         self.count += 1
         if self._apart and (self.count - self.start) % self.every == 0:
             self.meet(optimizer, world)
 
     def meet(self, optimizer: Optimizer, world: World) -> None:
-        """Average the parameters if the processes have stepped separately since the last average.
-
-        Args:
-            optimizer: The user's optimizer.
-            world: Processes over which parameters are averaged.
-        """
+        """Average the parameters if the processes have stepped separately since the last average."""
         if self._apart:
             average(_list_trained_parameters(optimizer), world)
             self._apart = False
 
     def state_dict(self, optimizer: Optimizer, world: World) -> dict[str, Any]:
-        """Return the optimizer's state. During local steps, parameters and state tensors are averaged first.
+        """Return the optimizer's state and the number of completed steps.
 
-        Args:
-            optimizer: The user's optimizer.
-            world: Processes over which parameters and optimizer state are averaged.
-
-        Returns:
-            ``optimizer.state_dict()``, and the number of completed steps under ``"local_sgd_count"``.
+        During local steps, parameters and optimizer state are averaged first.
         """
         self.meet(optimizer, world)
         if self.alone:
@@ -78,11 +63,7 @@ class LocalSteps:
         return {**optimizer.state_dict(), "local_sgd_count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the number of completed steps. The number is zero if the state was saved without local steps.
-
-        Args:
-            state: A state returned by `state_dict`.
-        """
+        """Restore the number of completed steps, which is zero if the state was saved without local steps."""
         self.count = state.get("local_sgd_count", 0)
         self._apart = False
 
@@ -102,15 +83,7 @@ def _list_slots(optimizer: Optimizer) -> list[tuple[tuple[int, str], Tensor]]:
 
 
 def parse_local_steps(every: Any, start: Any) -> LocalSteps | None:
-    """Return the `LocalSteps` for ``local_sgd_steps`` and ``local_sgd_start``, or None if local steps are disabled.
-
-    Args:
-        every: Value of ``local_sgd_steps``: an integer of at least 1, or None.
-        start: Value of ``local_sgd_start``: an integer of at least 0, or None for 0.
-
-    Raises:
-        ValueError: If a value is not an integer in its range, or if ``start`` is set without ``every``.
-    """
+    """Return the `LocalSteps` for ``local_sgd_steps`` and ``local_sgd_start``, or None if local steps are disabled."""
     for name, value, least in (("local_sgd_steps", every, 1), ("local_sgd_start", start, 0)):
         if value is not None:
             check_int(name, value, least)

@@ -23,12 +23,7 @@ from .coalesced import broadcast
 class Shards:
     """Assignment of an optimizer's parameters and their state to processes.
 
-    Args:
-        optimizer: The user's optimizer. The state of parameters that belong to other processes is deleted.
-        world: Processes among which the parameters are divided.
-
-    Raises:
-        ValueError: If the optimizer is LBFGS, which treats all its parameters as one vector.
+    The state of parameters that belong to other processes is deleted.
     """
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
@@ -84,12 +79,7 @@ class Shards:
             broadcast([p for p in trained if self.owner[p] == source], self.world, source)
 
     def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load this process's share of an optimizer state that covers all parameters.
-
-        Args:
-            optimizer: The user's optimizer.
-            state: Optimizer state of all parameters, in the form of ``state_dict()``.
-        """
+        """Load this process's share of an optimizer state that covers all parameters."""
         self._assign(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         remote_indices = {i for i, p in enumerate(parameters) if self.owner[p] != self.world.rank}

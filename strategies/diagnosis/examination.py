@@ -43,15 +43,8 @@ def examine(
 ) -> Report | None:
     """Examine the ranks that a launcher started. Must be called on all ranks; one of them publishes the report.
 
-    Args:
-        launched: Values that the launcher has set for this rank.
-        run_folder: Folder into which the run would write.
-        limit: Seconds to wait for other ranks. The reports of all ranks, and then the measurements, may each take twice
-            as long, plus `MARGIN`. A process that takes longer exits with status 1.
-        publish: Function that is called with the report on one rank: rank zero, or the lowest rank that reported. The
-            other ranks wait at most ``limit`` seconds for it to return. A rank that cannot connect or exceeds a time
-            limit publishes a report of its own failure.
-        accelerator: Device type of the ranks. Default: ``"auto"``, the available devices.
+    A rank that fails may publish a report of its failure. ``limit`` is the number of seconds to wait for other ranks. A
+    process that exceeds the time limit of a part exits with status 1.
 
     Returns:
         The report on each rank that published one, None on the other ranks.
@@ -77,9 +70,7 @@ def examine(
 def examine_without_ranks(run_folder: str | Path, errors: list[str]) -> Report:
     """Return a report on this process alone, for use if no ranks report.
 
-    Args:
-        run_folder: Folder into which the run would write.
-        errors: Reasons why there is no report of ranks.
+    ``errors`` contains the reasons why there is no report of ranks.
     """
     facts = inspect_process(run_folder) | {"rank": 0}
     return make_report([facts], judge([facts], size=1, launched=None, missing=[], errors=errors, measured={}))
@@ -88,9 +79,7 @@ def examine_without_ranks(run_folder: str | Path, errors: list[str]) -> Report:
 def make_report(ranks: list[Facts], findings: list[Finding]) -> Report:
     """Return the report that `treadle doctor --json` prints.
 
-    Args:
-        ranks: Result of `inspect_process` for each rank, plus the key ``"rank"``.
-        findings: Result of `judge`.
+    ``ranks`` contains the result of `inspect_process` for each rank, plus the key ``"rank"``.
     """
     return {
         "result": find_worst(finding.mark for finding in findings),
@@ -121,12 +110,7 @@ class _Examination:
         self._ending = threading.Lock()
 
     def start_timer(self, purpose: str, seconds: float) -> None:
-        """Start the timer for the next part. When it expires, this rank reports the available results and exits.
-
-        Args:
-            purpose: Name of the part, for the error message.
-            seconds: Time limit in seconds, to which `MARGIN` is added.
-        """
+        """Start the timer for the next part. When it expires, this rank reports the available results and exits."""
         self._cancel_timer()
         self._timer = threading.Timer(seconds + MARGIN, self._time_out, (purpose, seconds))
         self._timer.daemon = True
@@ -144,15 +128,7 @@ class _Examination:
         os._exit(1)
 
     def meet(self, environment: Mapping[str, str]) -> dist.Store:
-        """Return a store that all ranks of this examination share.
-
-        Args:
-            environment: Environment variables of the launcher.
-
-        Raises:
-            ValueError: If MASTER_ADDR cannot be resolved, or MASTER_PORT is not a valid port.
-            RuntimeError: If rank zero or the launcher does not answer.
-        """
+        """Return a store that all ranks of this examination share."""
         launched = self.launched
         address = launched.address
         host = address[0] if address else environment["MASTER_ADDR"]
@@ -175,19 +151,7 @@ class _Examination:
         return self._store
 
     def call_roll(self, store: dist.Store, facts: Facts) -> None:
-        """Report this rank's inspection. Determine which ranks are missing and whether this rank publishes the report.
-
-        Rank zero decides which ranks are missing. If rank zero does not report, the lowest rank that reported decides.
-
-        Args:
-            store: Result of `meet`.
-            facts: Result of `inspect_process` for this rank.
-
-        Raises:
-            ValueError: If another process has the same rank.
-            RuntimeError: If the rank that decides does not state in time which ranks are missing, or if the store does
-                not respond.
-        """
+        """Report this rank's inspection, and determine which ranks are missing and which rank publishes the report."""
         rank, size = self.launched.rank, self.launched.world_size
         if store.add(f"arrivals of {rank}", 1) > 1:
             raise ValueError(f"another process is also rank {rank} of {size}. Set a different RANK for each process.")
@@ -213,21 +177,14 @@ class _Examination:
         return [store.check([name]) for name in names]
 
     def _await(self, store: dist.Store, name: str) -> bool:
-        """Wait for a key up to the limit, and return whether it is set.
-
-        The store may end with the rank that hosts it, in which case the key counts as not set.
-        """
+        """Wait for a key up to the limit, and return whether it is set."""
         with suppress(*_STORE_ERRORS):
             store.wait([name], timedelta(seconds=self.limit))
             return True
         return False
 
     def measure(self, accelerator: str) -> None:
-        """Connect the ranks and run the measurements. If a rank fails, the failure becomes part of the report.
-
-        Args:
-            accelerator: Device type of the ranks, as in `examine`.
-        """
+        """Connect the ranks and run the measurements. If a rank fails, the failure becomes part of the report."""
         assert self._store is not None
         error = ""
         try:
@@ -267,12 +224,7 @@ class _Examination:
         return errors
 
     def end(self, error: str, facts: Facts) -> None:
-        """Publish a report if this rank has to publish or has failed; otherwise wait until another rank has published.
-
-        Args:
-            error: Failure of the examination; "" if there is none.
-            facts: Result of `inspect_process` for this rank.
-        """
+        """Publish a report if this rank has to publish or has failed; otherwise wait for the publishing rank."""
         with self._ending:  # the timer may expire while the report is being sent
             if self.report is not None:
                 return

@@ -51,11 +51,7 @@ class Finding:
 
 
 def find_worst(marks: Iterable[str]) -> str:
-    """Return the worst of the marks; ``"good"`` if there are none.
-
-    Args:
-        marks: Any number of ``"good"``, ``"note"`` and ``"fault"``.
-    """
+    """Return the worst of the marks; ``"good"`` if there are none."""
     return max(marks, key=_MARKS.index, default=GOOD)
 
 
@@ -70,13 +66,8 @@ def judge(
 ) -> list[Finding]:
     """Return the findings about a job in printing order.
 
-    Args:
-        ranks: Result of `inspect_process` for each rank that reported, plus the key ``"rank"``.
-        size: Expected number of ranks.
-        launched: Values that the launcher has set for the rank that publishes the report; None without a launcher.
-        missing: Ranks that did not report.
-        errors: Failures that occurred while the ranks connected or ran the measurements.
-        measured: Measurements under ``"clocks"`` and ``"all-reduce"``, if they exist.
+    ``ranks`` contains the result of `inspect_process` for each rank that reported, plus the key ``"rank"``.
+    ``launched`` is None without a launcher.
     """
     return [
         _judge_presence(ranks, size, launched, missing),
@@ -278,11 +269,7 @@ def _judge_environment(ranks: list[Facts], launched: LaunchEnvironment | None) -
 
 
 def _list_contradictions(facts: Facts, launched: LaunchEnvironment | None) -> Iterator[tuple[str, str]]:
-    """Yield the problems with environment variables, such as contradictions between launchers and users.
-
-    Yields:
-        The mark and the text of each problem.
-    """
+    """Yield the mark and the text of each problem with environment variables."""
     env = facts["environment"]
     by_torchrun = "TORCHELASTIC_RUN_ID" in env
     if "RANK" in env and not by_torchrun:
@@ -348,10 +335,6 @@ def _judge_measurements(measured: Facts) -> Iterator[Finding]:
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Format ranks as "rank 1" or "ranks 1, 2". If there are more than eight, only the first eight are listed.
-
-    Args:
-        ranks: Rank numbers, in the order in which they are listed.
-    """
+    """Format ranks as "rank 1" or "ranks 1, 2". If there are more than eight, only the first eight are listed."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"

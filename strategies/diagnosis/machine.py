@@ -43,11 +43,7 @@ _UNLIMITED = 1 << 60  # bytes; version 1 of control groups reports about this mu
 
 
 def inspect_process(run_folder: str | Path = ".") -> Facts:
-    """Return the properties of this process that affect a run: versions, hardware, limits, folders and environment.
-
-    Args:
-        run_folder: Folder into which the run would write. Default: the current one.
-    """
+    """Return the properties of this process that affect a run: versions, hardware, limits, folders and environment."""
     interfaces = [name for _, name in socket.if_nameindex()]
     return {
         "host": socket.gethostname(),
@@ -198,11 +194,7 @@ def _list_backends() -> dict[str, str]:
 def inspect_folder(folder: str | Path) -> Facts:
     """Return a folder's path, its free and total bytes, and the error that writing a file to it raises, if any.
 
-    After an error, the numbers of bytes are None. If the folder does not exist yet, its nearest existing parent is
-    inspected instead.
-
-    Args:
-        folder: Folder to inspect.
+    If the folder does not exist yet, its nearest existing parent is inspected instead.
     """
     path = Path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -238,11 +230,7 @@ def _read(path: str | Path) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Format a number of bytes in a short form, such as "7.8 GB".
-
-    Args:
-        size: Size in bytes.
-    """
+    """Format a number of bytes in a short form, such as "7.8 GB"."""
     if size < 1000:
         return f"{size:.0f} B"
     power = min(4, int(math.log(size, 1000)))

@@ -20,11 +20,7 @@ _QUICK = 0.1  # seconds for the medium tensor; if it takes longer, the large one
 def measure_clocks(world: World) -> list[float]:
     """Return the number of seconds by which each rank's clock is ahead of rank zero's.
 
-    Each rank reads its clock as it leaves a barrier. The median of several rounds is returned. Ranks do not leave a
-    barrier at exactly the same time, which limits the accuracy.
-
-    Args:
-        world: Processes whose clocks are compared.
+    Ranks do not leave a barrier at exactly the same time, which limits the accuracy.
     """
     rounds = []
     for _ in range(_ROUNDS):
@@ -49,15 +45,9 @@ def measure_all_reduce(world: World) -> dict[str, Any]:
     Bus bandwidth is the data rate of each link in a ring: 2 (n - 1) / n times the tensor's bytes per second, where n is
     the world size.
 
-    Args:
-        world: Processes that take part in the all-reduce.
-
     Returns:
         A dict with ``"backend"``, ``"latency"``, ``"bandwidth"`` and ``"bytes"``, the size of the tensor used to
         measure the bandwidth.
-
-    Raises:
-        ArithmeticError: If a result is not the sum of all ranks' values.
     """
     _check_sum(world)
     latency = _time_all_reduce(world, _SMALL, repeats=20)

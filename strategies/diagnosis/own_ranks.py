@@ -1,4 +1,4 @@
-"""Examination without a launcher. Treadle starts the ranks for it on this machine."""
+"""Examination of ranks that Treadle starts for it on this machine."""
 
 from __future__ import annotations
 
@@ -29,12 +29,8 @@ def examine_own_ranks(
 ) -> Report:
     """Start ranks that examine themselves, and return their report, or a report on this process if they write none.
 
-    Args:
-        nproc: Number of ranks to start.
-        build_command: Function that returns the command of a rank. The rank writes its report as JSON to the path that
-            the function receives.
-        run_folder: Folder into which the run would write.
-        limit: Time limit in seconds for each part of the examination in the ranks.
+    ``build_command`` returns the command of a rank, which writes its report as JSON to the path that the function
+    receives. ``limit`` is the time limit in seconds for each part of the examination.
     """
     with tempfile.TemporaryDirectory(prefix="treadle-doctor-") as folder:
         path = Path(folder) / "report.json"

@@ -1,4 +1,4 @@
-"""Comparison of the processes' calls before every collective of `World`, with ``TREADLE_DEBUG=1``."""
+"""Comparison of the processes' calls before the collectives of `World`, with ``TREADLE_DEBUG=1``."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ class Call:
 
     Attributes:
         operation: Name of the `World` method and its arguments, such as ``"all_reduce sum"``.
-        value: Dtype, shape and device type of the tensor; empty if the call has no tensor.
+        value: Dtype, shape and device type of the tensor, if any.
         name: Name of the function that the user called, such as ``"gather"`` or ``"fit"``.
-        inside: Treadle's inner function that makes the call, with its file and line; empty if there is none or it is
-            ``name`` itself.
-        path: Path of the user's file that makes the call, relative to the working directory if the file is below it.
+        inside: Treadle's inner function that makes the call, with its file and line, if it differs from ``name``.
+        path: Path of the user's file that makes the call.
         line: Line number in the user's file, and the function that contains the line.
     """
 
@@ -67,19 +66,13 @@ class Call:
     def location_key(self) -> tuple[str, ...]:
         """Key by which locations are compared.
 
-        The folder is not part of the key, because machines may have the same file in different folders. Line numbers in
-        Treadle's own files are not part of it either, because a function may have different branches for rank zero.
+        Folders and the line numbers in Treadle's files are not part of the key, because they may differ between ranks.
         """
         return (Path(self.path).name, self.line, re.sub(r":\d+", "", self.inside))
 
     @classmethod
     def from_stack(cls, operation: str, value: torch.Tensor | None = None) -> Call:
-        """Return the current call, read from the stack.
-
-        Args:
-            operation: The collective, with its arguments.
-            value: The tensor of the call; None if the call has none, such as a barrier or an exchange of objects.
-        """
+        """Return the current call, read from the stack."""
         form = "" if value is None else f"{str(value.dtype)[6:]} {list(value.shape)} on {value.device.type}"
         frame: FrameType | None = sys._getframe(1)
         outer = inner = None
@@ -108,15 +101,8 @@ def _describe_frame(frame: FrameType, file: str = "") -> str:
 class Meeting:
     """Comparison of calls through torch's store, which responds even if some processes are missing.
 
-    Calls are counted in the store, per process, so that the calls of several Worlds over one group form one sequence.
-    The last process to arrive, or one that has waited too long, compares the calls and stores the verdict. Each call
-    has one verdict, which applies to all processes.
-
-    Args:
-        store: Torch store that all processes share.
-        ranks: Global ranks of the group's processes.
-        position: Index of this process in ``ranks``.
-        timeout: Seconds to wait for the other processes.
+    Each call has one verdict, which applies to all processes. ``position`` is the index of this process in ``ranks``,
+    the global ranks of the group, and ``timeout`` is in seconds.
     """
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], position: int, timeout: float) -> None:
@@ -132,13 +118,10 @@ class Meeting:
     def arrive(self, call: Call) -> None:
         """Report this process's call, and wait until it has been compared with the calls of the other processes.
 
-        Args:
-            call: Call that this process is about to make.
+        A difference that may be intended, such as a barrier in two branches, only causes a warning.
 
         Raises:
-            DistributedOperationException: If a process makes a different call, has ended, or does not arrive within the
-                timeout, or if the store is not available. A difference that may be intended, such as a barrier in two
-                branches, only causes a warning.
+            DistributedOperationException: If the calls do not match or cannot be compared.
         """
         if self._broken:
             raise DistributedOperationException(self._broken)
@@ -225,15 +208,7 @@ class Meeting:
 
 
 def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> str:
-    """Return the verdict on the calls. It begins with "=" (match), "~" (note), "!" (different) or "?" (missing).
-
-    Except for a match, a message follows.
-
-    Args:
-        calls: The calls, in the order of ``ranks``.
-        ranks: Global ranks of the processes.
-        note: Note on an earlier call, which is repeated in an error.
-    """
+    """Return the verdict on the calls: "=" (match), or a message after "~" (note), "!" (different) or "?" (missing)."""
     listed = describe_calls({rank: str(call) for rank, call in zip(ranks, calls, strict=True)})
     ended_ranks = [rank for rank, call in zip(ranks, calls, strict=True) if call.operation.startswith(_ENDED)]
     if len(ended_ranks) == len(calls):
@@ -270,13 +245,7 @@ def _quote_note(note: str) -> str:
 
 
 class DebugWorld(World):
-    """World whose processes compare each collective before it starts; `make_world` creates it with ``TREADLE_DEBUG=1``.
-
-    Args:
-        debug: Debug settings. Default: those in the environment variables or, without them, the defaults of
-            `DebugEnvironment`.
-        place: See `World`.
-    """
+    """World whose processes compare each collective before it starts, for ``TREADLE_DEBUG=1``."""
 
     def __init__(self, *, debug: DebugEnvironment | None = None, **place: Any) -> None:
         super().__init__(**place)
@@ -300,11 +269,7 @@ class DebugWorld(World):
         return super().mesh(**dimensions)
 
     def meet(self, call: str) -> None:
-        """Compare the call as if it were a collective, so that an error shows the last calls of the missing ranks.
-
-        Args:
-            call: Ignored, because the name is read from the stack.
-        """
+        """Compare the call as if it were a collective, so that an error shows the last calls of the missing ranks."""
         self._compare("meet")
 
     def barrier(self) -> None:

@@ -1,4 +1,4 @@
-"""World of the current processes, from torch's process group, for functions without a `World` argument."""
+"""Access to the current process group and its `World`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def current_world(accelerator: str = "auto") -> World:
     """Return the world of the process group, else that of the launcher's processes, else that of this process alone.
 
     Args:
-        accelerator: One of `ACCELERATORS`, used if there is no process group. An existing group determines the device.
-            Default: ``"auto"``.
+        accelerator: One of `ACCELERATORS`, used if there is no process group. Default: ``"auto"``.
 
     Raises:
         ValueError: If ``accelerator`` or the launch variables are invalid.
@@ -56,11 +55,7 @@ def _find_device() -> torch.device:
 
 
 def backend_of(world: World) -> str | None:
-    """Return the name of the backend that transfers tensors on the world's device; None with a world size of one.
-
-    Args:
-        world: Processes of the run.
-    """
+    """Return the name of the backend that transfers tensors on the world's device; None with a world size of one."""
     if world.size == 1:
         return None
     backends = dict(part.split(":") for part in dist.get_backend_config(world.group).split(","))
@@ -68,10 +63,7 @@ def backend_of(world: World) -> str | None:
 
 
 def disconnect() -> None:
-    """Stop the watchdog and destroy the process group, if there is one.
-
-    A later World of several processes creates a new group.
-    """
+    """Stop the watchdog and destroy the process group, if there is one."""
     dismiss()
     process_group.spare_lines.clear()
     if dist.is_initialized():

@@ -19,13 +19,9 @@ class Layout:
     """Sizes of a mesh of processes.
 
     Args:
-        data: Number of processes over which the data is sharded; ``"auto"``, the default, means the world size divided
-            by ``tensor``.
-        replicate: Number of replicas. Each is sharded over ``data / replicate`` processes. Default: 1.
-        tensor: Number of processes that share the work on one sample. Default: 1.
-
-    Raises:
-        ValueError: If a size is not a positive integer (or ``"auto"`` for ``data``).
+        data: Number of processes over which the data is sharded; ``"auto"`` means the world size divided by ``tensor``.
+        replicate: Number of replicas.
+        tensor: Number of processes that share the work on one sample.
     """
 
     data: int | str = "auto"
@@ -40,14 +36,7 @@ class Layout:
             check_int(flag, value, 1)
 
     def sizes(self, world_size: int) -> dict[str, int]:
-        """Return the sizes of the mesh by dimension. Dimensions of size 1, except ``"data_parallel"``, are omitted.
-
-        Args:
-            world_size: Number of processes to arrange.
-
-        Raises:
-            ValueError: If the sizes do not fit the world size.
-        """
+        """Return the sizes of the mesh by dimension. Dimensions of size 1, except ``"data_parallel"``, are omitted."""
         data, left = divmod(world_size, self.tensor)
         if left:
             raise ValueError(
@@ -70,32 +59,17 @@ class Layout:
         return {name: size for name, size in sizes.items() if name == SHARD or size > 1}
 
     def mesh(self, world: World) -> DeviceMesh:
-        """Return the mesh of all processes.
-
-        Args:
-            world: Processes to arrange.
-
-        Raises:
-            ValueError: If the sizes do not fit the world size.
-        """
+        """Return the mesh of all processes."""
         return world.mesh(**self.sizes(world.size))
 
     def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the submesh over which this process's parameters are sharded and replicated.
-
-        Args:
-            mesh: Result of `mesh`.
-        """
+        """Return the submesh over which this process's parameters are sharded and replicated."""
         if self.tensor == 1:
             return mesh
         return mesh[REPLICATE, SHARD] if self.replicate > 1 else mesh[SHARD]
 
     def data_world(self, world: World) -> World:
-        """Return the world of this process and one process for each other share of the data.
-
-        Args:
-            world: Processes to select from.
-        """
+        """Return the world of this process and one process for each other share of the data."""
         if self.tensor == 1:
             return world
         return world.part(world.mesh(data=world.size // self.tensor, tensor=self.tensor)["data"])

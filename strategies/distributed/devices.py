@@ -14,14 +14,7 @@ ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
 
 
 def device_type(accelerator: str) -> str:
-    """Return the kind of device for a value of ``accelerator``: ``"cpu"``, ``"cuda"`` or ``"mps"``.
-
-    Args:
-        accelerator: One of `ACCELERATORS`.
-
-    Raises:
-        ValueError: If the name is unknown, or if torch sees no device of this kind.
-    """
+    """Return the kind of device for a value of ``accelerator``: ``"cpu"``, ``"cuda"`` or ``"mps"``."""
     choose("accelerator", accelerator, ACCELERATORS)
     if accelerator == "auto":
         if torch.cuda.is_available():
@@ -36,26 +29,14 @@ def device_type(accelerator: str) -> str:
 
 
 def device_of(kind: str, index: int) -> torch.device:
-    """Return the torch device of this kind and index.
-
-    Args:
-        kind: ``"cpu"``, ``"cuda"`` or ``"mps"``.
-        index: The index of a CUDA device; ignored for other kinds.
-    """
+    """Return the torch device of a kind. The index is ignored for kinds other than CUDA."""
     return torch.device("cuda", index) if kind == "cuda" else torch.device(kind)
 
 
 def parse_devices(kind: str, devices: Devices) -> list[int] | None:
     """Return the device index of each process of this machine, or None for ``"auto"``.
 
-    Args:
-        kind: ``"cpu"``, ``"cuda"`` or ``"mps"``.
-        devices: A number of devices, a sequence of indices, a string such as ``"0,2"``, or ``"auto"``. A string without
-            a comma is a number of devices. -1 means all GPUs, and one device for the other kinds.
-
-    Raises:
-        ValueError: If the value is invalid, or if torch does not see the devices.
-        TypeError: If the value is a bool, or neither an integer, a string nor a sequence.
+    A string without a comma is a number of devices. -1 means all GPUs, or one device of another kind.
     """
     rule = "must be a number of at least 1, -1 for all, a list of indices, a string such as '0,2', or 'auto'"
     requested = devices

@@ -16,30 +16,18 @@ Group = list[Tensor]
 
 
 def is_sharded(value: Any) -> bool:
-    """Return whether ``value`` is a ``DTensor``, torch's class for sharded tensors.
-
-    Args:
-        value: Any object.
-    """
+    """Return whether ``value`` is a ``DTensor``, torch's class for sharded tensors."""
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
 def get_original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the original class of a module, which FSDP replaces with a generated class.
-
-    Args:
-        module: A sharded or plain module.
-    """
+    """Return the original class of a module, which FSDP replaces with a generated class."""
     kind = type(module)
     return kind.__bases__[-1] if hasattr(module, "_get_fsdp_state") else kind
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard as a plain tensor with the same memory. A plain tensor is returned unchanged.
-
-    Args:
-        tensor: A sharded or plain tensor.
-    """
+    """Return this process's shard as a plain tensor with the same memory. A plain tensor is returned unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -48,8 +36,7 @@ def whole(value: Any, keep: bool) -> Any:
 
     Args:
         value: Nested dicts, lists and tuples. Tensors that are not sharded are kept.
-        keep: Whether this process needs the result. If False, the process only contributes its shards, one tensor after
-            another, and gets None for each sharded tensor.
+        keep: Whether this process needs the result. If False, it gets None for each sharded tensor.
     """
     if is_sharded(value):
         full = value.detach().full_tensor()
@@ -66,10 +53,7 @@ def keep_random_state(mesh: DeviceMesh) -> None:
     """Let the GPU of each process keep its own RNG state when random numbers are drawn for shards.
 
     Otherwise, the first random operation would copy rank zero's state to all processes (torch 2.13), and dropout would
-    use the same masks everywhere. Ranks that hold shards of one sample's activations are seeded identically beforehand.
-
-    Args:
-        mesh: Mesh over which parameters are sharded.
+    use the same masks everywhere.
     """
     from torch.distributed.tensor import _random
 
@@ -88,14 +72,7 @@ class Piece(NamedTuple):
 
 
 def piece_of(tensor: Any) -> Piece:
-    """Return this process's shard of a tensor as a `Piece`.
-
-    Args:
-        tensor: A sharded tensor.
-
-    Raises:
-        TypeError: If the local tensor is a partial result, such as a partial sum, which has to be reduced first.
-    """
+    """Return this process's shard of a tensor as a `Piece`."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise TypeError(
             f"a tensor is placed as {tensor.placements}, so each process has only a partial result. Redistribute the "
@@ -133,10 +110,7 @@ class Whole(Protocol):
 def cut_like(full: Whole, like: Any) -> Tensor:
     """Return ``full`` sharded like another tensor. Each process copies its own shard, without communication.
 
-    Args:
-        full: Full tensor, in memory or in a file.
-        like: The tensor whose sharding is used. If it is not sharded, the result is all of ``full``; a tensor in memory
-            is not copied.
+    If ``like`` is not sharded, the result is all of ``full``.
     """
     if not is_sharded(like):
         return full[...]
@@ -153,23 +127,13 @@ def cut_like(full: Whole, like: Any) -> Tensor:
 
 
 def fill(part: Tensor, full: Whole, like: Any) -> None:
-    """Copy this process's shard of ``full`` into ``part``.
-
-    Args:
-        part: Tensor to overwrite, with the shape of the shard.
-        full: Full tensor, in memory or in a file.
-        like: The tensor whose sharding is used.
-    """
+    """Copy this process's shard of ``full`` into ``part``."""
     shape, offset = _place(like)
     part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[Group]:
-    """Group tensors that one operation can process together: the plain tensors, and the sharded tensors of each mesh.
-
-    Args:
-        tensors: Sharded and plain tensors.
-    """
+    """Group tensors that one operation can process together: plain tensors, and the sharded tensors of each mesh."""
     groups: dict[Any, Group] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if is_sharded(tensor) else None, []).append(tensor)  # type: ignore
@@ -179,16 +143,11 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[Group]:
 def clip_to_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
     """Scale gradients down so that their total norm, over all processes, is at most ``max_norm``.
 
-    `torch.nn.utils.clip_grad_norm_` supports neither a mixture of sharded and plain tensors nor several meshes (torch
-    2.13). A NaN norm leaves the gradients unchanged, so that the parameter with the NaN can still be found.
-
-    Args:
-        parameters: Parameters whose gradients are scaled, or a single one. Parameters without a gradient are skipped.
-        max_norm: Maximum total norm of the gradients.
-        norm_type: The p of the p-norm.
+    torch's function supports neither a mixture of sharded and plain tensors nor several meshes (torch 2.13). A NaN norm
+    leaves the gradients unchanged, so that the parameter with the NaN can still be found.
 
     Returns:
-        The norm before clipping (0-d tensor, the same on every process); 0 if there are no gradients.
+        The norm before clipping (0-d tensor); 0 if there are no gradients.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     gradients = [p.grad for p in parameters if p.grad is not None]

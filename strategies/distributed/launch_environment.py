@@ -1,4 +1,4 @@
-"""Launch environment of a process: its rank, the world size and its machine, from the variables of launchers."""
+"""Settings of a process that launchers and users pass in environment variables."""
 
 from __future__ import annotations
 
@@ -36,22 +36,14 @@ def is_forked() -> bool:
 def is_ray_worker(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether Ray started this process to run tasks, actors, trials or the ranks of a `TorchTrainer`.
 
-    The result is False for a process that a worker starts. Such a process inherits the worker's variables but is not a
-    child of Ray's node process.
-
-    Args:
-        environ: The environment. Default: that of this process.
+    A process that a worker starts is not a worker, but inherits the worker's variables.
     """
     env = os.environ if environ is None else environ
     return env.get("RAY_RAYLET_PID") == str(os.getppid())
 
 
 def without_launch_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without launch variables, for a process that is not a rank.
-
-    Args:
-        env: The environment of this process.
-    """
+    """Return an environment without launch variables, for a process that is not a rank."""
     return {
         name: value
         for name, value in env.items()
@@ -70,13 +62,11 @@ class LaunchEnvironment:
         local_world_size: Number of processes on this machine.
         node_rank: Index of this machine.
         nodes: Number of machines; None if the launcher does not report it.
-        supervisor: Process ID of Treadle's supervisor, or of the session whose notebook launcher forked this process;
-            None without them.
-        launcher: ``"torchrun"`` (or another launcher that sets its variables), ``"ray"``, ``"srun"`` or ``"mpirun"``.
-        gpu: Index of the GPU that the launcher has assigned; None if the local rank determines the GPU.
+        supervisor: Process ID of Treadle's supervisor or of the notebook session, or None.
+        launcher: ``"torchrun"`` (also for launchers that set its variables), ``"ray"``, ``"srun"`` or ``"mpirun"``.
+        gpu: Index of the GPU that the launcher has assigned, or None.
         address: Host and port on which rank 0 listens; None if torch's own variables contain it.
-        run_id: Identifier that distinguishes this run from others that might use the same address; "" unless srun
-            started the processes.
+        run_id: Identifier that distinguishes this run from others that might use the same address, or "".
 
     Example:
         >>> from treadle.strategies import LaunchEnvironment
@@ -102,18 +92,13 @@ class LaunchEnvironment:
     def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
         """Read the launch variables. Return None if no launcher has started this process as a rank.
 
-        A process that srun started as the only task of its step does not count as a rank.
-
-        torchrun's variables, which Ray also sets, have priority, because torchrun itself may be started by srun or
-        mpirun. MPI's variables come next, because mpirun starts its helpers with srun. SLURM's variables come last.
+        torchrun's variables, which Ray also sets, have priority over MPI's, and MPI's over SLURM's.
 
         Args:
             environ: The environment. Default: that of this process.
 
         Raises:
-            ValueError: If only some of the variables are set, if a variable is invalid or contradicts another one, or
-                if a SLURM job is heterogeneous. With an incomplete environment, N processes would each train a separate
-                model.
+            ValueError: If variables are missing, invalid or contradictory, or if a SLURM job is not supported.
         """
         env = os.environ if environ is None else environ
         if any(name in env for name in _TORCHRUN):
@@ -139,7 +124,7 @@ class LaunchEnvironment:
             num_nodes: Number of machines that the user's code requests; 1 matches any number.
 
         Raises:
-            ValueError: If a number differs from the launcher's. The error names both numbers and the launcher's option.
+            ValueError: If a number differs from the launcher's.
         """
         per_node, machines = _STARTS[self.launcher]
         if device_count != self.local_world_size:
@@ -162,7 +147,7 @@ class LaunchEnvironment:
             visible_count: The number of devices that torch sees; None for no limit.
 
         Raises:
-            ValueError: If torch does not see the device. A GPU that the launcher has assigned is not checked.
+            ValueError: If too few devices are visible.
         """
         if self.gpu is not None:
             return self.gpu
@@ -300,10 +285,7 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    """Return whether srun started this process as a task.
-
-    A batch script also has a SLURM_PROCID, but not a step of its own.
-    """
+    """Return whether srun seems to have started this process as a task."""
     if "SLURM_STEP_ID" not in env or _parse_number(env, "SLURM_STEP_ID", low=0) >= _SLURM_SPECIAL_STEPS:
         return False
     # In `srun --pty -n 4 bash` four shells start and three end immediately; commands typed into the first are not
@@ -314,23 +296,12 @@ def _is_slurm_task(env: Mapping[str, str]) -> bool:
 
 
 def _is_slurm_batch(env: Mapping[str, str], task_count: int) -> bool:
-    """Return whether this is a batch script with the step variables of the task that submitted it.
-
-    sbatch passes these variables on.
-    """
+    """Return whether this is a batch script with the step variables of the task that submitted it."""
     return "SLURM_GTIDS" in env and len(env["SLURM_GTIDS"].split(",")) != task_count  # it is "0" in a batch script
 
 
 def task_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
-    """Return the number of tasks on each machine from SLURM's short form: ``"2(x3),1"`` becomes ``[2, 2, 2, 1]``.
-
-    Args:
-        text: Value of a variable in SLURM's short form.
-        name: The name of the variable, for the error.
-
-    Raises:
-        ValueError: If ``text`` does not have this form.
-    """
+    """Return the number of tasks on each machine from SLURM's short form: ``"2(x3),1"`` becomes ``[2, 2, 2, 1]``."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -341,15 +312,7 @@ def task_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
 
 
 def host_names(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
-    """Return the machines' names from SLURM's short form: ``"n[1-2,07],m5"`` becomes ``["n1", "n2", "n07", "m5"]``.
-
-    Args:
-        text: Value of a variable in SLURM's short form.
-        name: The name of the variable, for the error.
-
-    Raises:
-        ValueError: If ``text`` does not have this form.
-    """
+    """Return the machines' names from SLURM's short form: ``"n[1-2,07],m5"`` becomes ``["n1", "n2", "n07", "m5"]``."""
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     hosts = [host for item in items for host in _expand_host(item)]
     if not hosts or ",".join(items) != text or not all(re.fullmatch(r"[\w.:-]+", host) for host in hosts):
@@ -389,9 +352,8 @@ class DebugEnvironment:
     """Settings of ``TREADLE_DEBUG=1``.
 
     Args:
-        timeout: Seconds that a process may be late for a call before the other processes report it
-            (TREADLE_DEBUG_TIMEOUT). Default: 60.
-        replicas: Number of optimizer steps between two comparisons of the replicas; 0 disables the comparisons
+        timeout: Seconds that a process may be late for a call (TREADLE_DEBUG_TIMEOUT). Default: 60.
+        replicas: Number of optimizer steps between two comparisons of the replicas, or 0 for none
             (TREADLE_DEBUG_REPLICAS). Default: 100.
     """
 
@@ -400,14 +362,7 @@ class DebugEnvironment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> DebugEnvironment | None:
-        """Read the debug variables. Return None if debugging is disabled.
-
-        Args:
-            environ: The environment. Default: that of this process.
-
-        Raises:
-            ValueError: If a variable is not a valid number.
-        """
+        """Read the debug variables. Return None if debugging is disabled."""
         env = os.environ if environ is None else environ
         if not env.get("TREADLE_DEBUG") or not _parse_number(env, "TREADLE_DEBUG", low=0, high=1):
             return None

@@ -36,8 +36,7 @@ _MOST_LOOKED_AT = 64  # ranks that each waiting process examines, besides those 
 class SharedCount:
     """Counter of training steps and exchanges, which other processes of this machine can read at any time.
 
-    The counter is in an anonymous memory file, so nothing is left when the process ends. This requires Linux. On other
-    systems, the counter is private.
+    On systems other than Linux, the counter is private.
 
     Attributes:
         values: The counter, as a sequence of one number.
@@ -64,7 +63,7 @@ _count: list[SharedCount] = []
 
 
 def shared_count() -> SharedCount:
-    """Return this process's `SharedCount`, which the first call in the process creates."""
+    """Return this process's `SharedCount`."""
     if not _count or _count[0].pid != os.getpid():
         _count[:] = [SharedCount()]
     return _count[0]
@@ -80,15 +79,7 @@ def _read(place: str) -> int | None:
 
 
 class Arrivals:
-    """Announcements of calls that all processes of a process group must make.
-
-    Args:
-        store: Torch store that all ranks share.
-        rank: The rank of this process.
-        size: The world size.
-        local_size: The number of processes on this machine.
-        timeout: Maximum time that a call waits for other processes.
-    """
+    """Announcements of calls that all processes of a process group must make."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, local_size: int, timeout: timedelta) -> None:
         self._store = store
@@ -114,13 +105,8 @@ class Arrivals:
     def meet(self, call: str) -> None:
         """Announce that this process has entered ``call``, and wait until all processes have entered it.
 
-        Args:
-            call: Name of the call, which must be the same on all ranks and appears in errors.
-
         Raises:
-            RuntimeError: If another process can no longer arrive, or does not arrive within the timeout. In these
-                cases, the error names the ranks. The error is also raised if the process that hosts the store has
-                ended.
+            RuntimeError: If another process does not arrive.
         """
         moved = int(self._count.values[0]) - self._before
         self._number += 1
@@ -225,11 +211,7 @@ _current: list[tuple[weakref.ref[Any], int, Arrivals]] = []
 
 
 def arrivals_of(world: World) -> Arrivals:
-    """Return the `Arrivals` of torch's current process group, which all worlds over the group share.
-
-    Args:
-        world: Processes of torch's current process group.
-    """
+    """Return the `Arrivals` of torch's current process group, which all worlds over the group share."""
     group, pid = dist.group.WORLD, os.getpid()
     if not _current or _current[0][0]() is not group or _current[0][1] != pid:  # a group may be created again
         forget_arrivals()

@@ -1,4 +1,4 @@
-"""Factory of worlds. It determines this process's rank, starts missing processes, and selects the debugging world."""
+"""Factories of `World`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from .world import World
 
 
 def make_world(**place: Any) -> World:
-    """Return a `World` or, with ``TREADLE_DEBUG=1``, a `DebugWorld`, which compares every call across processes.
-
-    Args:
-        place: See `World`.
-    """
+    """Return a `World` or, with ``TREADLE_DEBUG=1``, a `DebugWorld`. The arguments are those of `World`."""
     return World(**place) if DebugEnvironment.read() is None else DebugWorld(**place)
 
 
@@ -39,17 +35,17 @@ def open_world(
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"mps"``. Default: ``"auto"``.
-        devices: A number, indices (a list or ``"0,2"``), ``-1`` for all GPUs, or ``"auto"``. ``"auto"``, the default,
+        devices: A number, indices (a list or ``"0,2"``), ``-1`` for all GPUs, or ``"auto"``, the default. ``"auto"``
             uses the launcher's processes; without a launcher, all GPUs if ``spread`` permits it, otherwise one process.
         num_nodes: Number of machines. With a launcher, 1 stands for any number. Default: 1.
-        spread: Whether ``"auto"`` may use several GPUs, if the script can be run again. Default: True.
+        spread: Whether ``"auto"`` may use several GPUs. Default: True.
         timeout: Maximum time that a collective waits. Default: that of an existing process group, else 30 minutes.
         backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
 
     Raises:
         ValueError, TypeError: If an argument is invalid, or contradicts the environment or the machine.
         RuntimeError: If the other processes do not connect within the timeout.
-        SystemExit: If this call has run the script again. It is raised when the new processes have ended.
+        SystemExit: If this call has run the script again, when the new processes have ended.
     """
     check_int("num_nodes", num_nodes, 1)
     kind = device_type(accelerator)

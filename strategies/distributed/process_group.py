@@ -1,4 +1,4 @@
-"""Process group of a run: its creation, and its destruction in such a way that no process aborts at exit."""
+"""Creation, settings and destruction of a run's process group."""
 
 from __future__ import annotations
 
@@ -47,18 +47,7 @@ def connect(
 ) -> None:
     """Join the process group of ``size`` processes as ``rank``, or check an existing group.
 
-    Args:
-        device: Device of this process, whose type selects the default backend.
-        rank: The rank of this process.
-        size: The world size.
-        timeout: Maximum time that a collective waits for other processes.
-        address: Host and port on which rank 0 listens. Default: MASTER_ADDR and MASTER_PORT.
-        run_id: Identifier that separates runs that use the same address.
-        backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
-
-    Raises:
-        ValueError: If an argument, a launch variable or an existing group cannot be used, or versions differ.
-        RuntimeError: If the other processes do not connect within the timeout.
+    If ``address`` is None, MASTER_ADDR and MASTER_PORT are used. ``run_id`` separates runs with the same address.
     """
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend='nccl' needs GPUs, but this process computes on {device.type}. Use backend='gloo'.")
@@ -107,10 +96,7 @@ def _join_store(rank: int, size: int, timeout: timedelta, address: tuple[str, in
 
 
 def _await_connections(store: dist.Store, size: int) -> None:
-    """Wait at most 30 s until all processes are connected, because connecting to a rank that ends would fail.
-
-    A rank considers a gloo group complete as soon as its own side of each connection is ready (torch 2.13).
-    """
+    """Wait at most 30 s until all processes are connected, because connecting to a rank that ends would fail."""
     if store.add("connected", 1) == size:
         store.set("all connected", "")
     with contextlib.suppress(dist.DistError):  # a rank that failed in the meantime is reported elsewhere
@@ -118,7 +104,7 @@ def _await_connections(store: dist.Store, size: int) -> None:
 
 
 def let_segments_grow() -> None:
-    """On Linux, let torch's GPU allocator grow its segments, unless the user has configured it or it is already in use.
+    """Let torch's GPU allocator grow its segments on Linux, unless it is configured or already in use.
 
     Batches of varying sizes then leave fewer unusable gaps.
 
@@ -131,19 +117,13 @@ def let_segments_grow() -> None:
 
 
 def make_communicators(device: torch.device) -> None:
-    """Create NCCL's connections.
-
-    Otherwise, the first collective would create them. This takes seconds, and an error would appear far from its cause.
-
-    Args:
-        device: Device of this process. Only CUDA devices use NCCL.
-    """
+    """Create NCCL's connections on a GPU, because an error in the first collective would appear far from its cause."""
     if device.type == "cuda" and "nccl" in dist.get_backend_config():
         dist.all_reduce(torch.zeros(1, device=device))
 
 
 def _check_versions(store: dist.Store, rank: int) -> None:
-    """Check that this process has rank zero's versions of torch and Treadle. Other versions may be incompatible."""
+    """Check that this process has rank zero's versions of torch and Treadle."""
     local_versions = f"torch {torch.__version__}, treadle {__version__}"
     if rank == 0:
         store.set("versions", local_versions)
@@ -155,22 +135,12 @@ def _check_versions(store: dist.Store, rank: int) -> None:
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Set the time limit of collectives in the existing process group.
-
-    Args:
-        timeout: Maximum time that a collective waits for other processes.
-    """
+    """Set the time limit of collectives in the existing process group."""
     dist.distributed_c10d._set_pg_timeout(timeout)  # torch 2.13 has no public function for it
 
 
 def existing_timeout(device: torch.device) -> timedelta | None:
-    """Return the time limit of collectives in an existing process group; None if there is no group or no known limit.
-
-    The script or Ray may have created the group.
-
-    Args:
-        device: Device of this process, which selects one of the group's backends.
-    """
+    """Return the time limit of collectives in an existing process group; None without a group or a known limit."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
     group: Any = dist.distributed_c10d._get_default_group()
@@ -184,15 +154,10 @@ def existing_timeout(device: torch.device) -> timedelta | None:
 def meeting_place(rank: int, size: int, timeout: timedelta, address: tuple[str, int] | None = None) -> dist.Store:
     """Return a new connection to a store that all processes of the run share.
 
-    Args:
-        rank: The rank of this process.
-        size: The world size.
-        timeout: Maximum time to wait for other processes.
-        address: Host and port of rank 0. Default: MASTER_ADDR and MASTER_PORT.
+    If ``address`` is None, MASTER_ADDR and MASTER_PORT are used.
 
     Raises:
-        ValueError: If the host of ``address`` cannot be resolved, if rank 0 cannot listen on its port, or if
-            ``address`` is None and a variable is not set.
+        ValueError: If the address cannot be used.
         RuntimeError: If the connection fails for another reason, such as the timeout.
     """
     if address is not None:
@@ -205,19 +170,8 @@ def join_attempt(store: dist.Store, name: str, rank: int, size: int, timeout: ti
     """Return a new section of the store, which is the same on all processes that call this together.
 
     The store of torchrun's agent outlives the processes that the agent restarts (torch 2.4 to 2.13), so it may contain
-    keys of killed processes. Counters in the store are not reliable, and neither is TORCHELASTIC_RESTART_COUNT, which
-    differs between machines. Each process therefore leaves a token in the store. Rank zero answers each token with its
-    own token, until every process has confirmed it. Killed processes cannot confirm it.
-
-    Args:
-        store: Store that all processes of the run share.
-        name: The name of the section, which must be the same on all processes.
-        rank: The rank of this process.
-        size: The world size.
-        timeout: Maximum time to wait for the other processes.
-
-    Raises:
-        RuntimeError: If a process does not connect within the timeout. The error names the ranks.
+    keys and counters of killed processes. Rank zero therefore answers a token of each other process, which confirms the
+    answer.
     """
     token = uuid.uuid4().hex
     if rank == 0:
@@ -285,11 +239,7 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
 
 
 def disconnect(store: dist.Store | None = None) -> None:
-    """Destroy the process group, so that the next `connect` creates a new one. After an uncaught error, keep it.
-
-    Args:
-        store: A store to keep alive until the group is destroyed.
-    """
+    """Destroy the process group, so that the next `connect` creates a new one. After an uncaught error, keep it."""
     dismiss()
     spare_lines.clear()
     forget_arrivals()
@@ -304,9 +254,8 @@ def disconnect(store: dist.Store | None = None) -> None:
 def _protect_forks() -> None:
     """Delay forks while a gloo thread requests the GIL after a collective, for at most a second.
 
-    Such a thread briefly holds one of Python's locks. If a child, such as a data worker, is forked at that moment, it
-    waits for the lock forever. CPython 3.12 fixes this (https://github.com/python/cpython/issues/112275). With 3.11.7,
-    about one in several hundred workers hung if they were started after a collective.
+    A child that is forked at that moment may wait for a lock forever. CPython 3.12 fixes this
+    (https://github.com/python/cpython/issues/112275).
     """
     if sys.version_info < (3, 12) and hasattr(os, "register_at_fork") and not _protected:
         _protected.append(True)
@@ -321,16 +270,8 @@ def _await_rest() -> None:
 def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
     """Wait until gloo's threads are idle, for at most ``limit`` seconds. Does nothing without ``/proc``.
 
-    A thread may still hold the last reference to a tensor, and needs the GIL to release it. This function is called
-    before the group is destroyed, because torch 2.6 then joins the threads without releasing the GIL and waits forever.
-    This was seen in 3 of 3 runs with 100 groups and five small reductions each. The function is also called afterwards,
-    because DistributedDataParallel keeps the process group alive. A thread that requests the GIL while the interpreter
-    exits aborts the process ("terminate called without an active exception", exit status 134), although all work is
-    done. This was seen in 1 of 6 runs of torch 2.13 on two cores.
-
-    Args:
-        limit: Maximum time to wait, in seconds. Default: 1.
-        looks: Number of consecutive checks in which the threads must be idle. Default: 3.
+    They must be idle in ``looks`` consecutive checks. A thread may still need the GIL to release a tensor. torch 2.6
+    may then wait forever when it destroys the group, and torch 2.13 may abort when the interpreter exits.
     """
     tasks = Path("/proc/self/task")
     deadline, at_rest = time.monotonic() + limit, 0
@@ -345,10 +286,7 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
 
 
 def _read_thread(task: Path) -> tuple[str, str]:
-    """Return the name and state of a thread. The state ``"R"`` means that the thread runs or is ready to run.
-
-    The name and state are empty if the thread has ended.
-    """
+    """Return the name and state of a thread, both empty if it has ended. ``"R"`` means running or ready to run."""
     try:
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
     except OSError:

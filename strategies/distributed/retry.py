@@ -22,21 +22,11 @@ _LOOK_EVERY = 0.5  # seconds
 
 
 class Attempts:
-    """Attempts of one call on all processes. With a world size of one, results are available immediately.
+    """Attempts of one call on all processes.
 
-    A process that fails inside a step leaves the other processes waiting in a collective. It reports its failure
-    through the store and then closes its connections, which interrupts the other processes. They read its report to
-    learn the cause. The next attempt has a new process group. Closing the connections interrupts gloo's collectives but
-    not NCCL's, because NCCL first waits for its collectives. With NCCL, a thread of each process reads the reports of
-    the other processes and aborts the collectives of its own process.
-
-    Args:
-        patience: Maximum time that a failed process waits for the reports of the other processes. Default: one minute.
-
-    Raises:
-        ValueError: If the processes cannot be reconnected after a failure, because no supported launcher started them
-            or the address of rank 0 cannot be used.
-        RuntimeError: If the processes do not connect within 30 minutes.
+    A failed process reports through a store, because it leaves the other processes waiting in a collective. Closing its
+    connections interrupts gloo's collectives but not NCCL's, which a thread of each process aborts instead.
+    ``patience`` is the maximum time that a failed process waits for the reports of the other processes.
     """
 
     def __init__(self, patience: timedelta = timedelta(minutes=1)) -> None:
@@ -67,11 +57,7 @@ class Attempts:
             threading.Thread(target=self._abort_after_others, args=(self._over,), daemon=True).start()
 
     def report(self, outcome: str) -> None:
-        """Report the result of this process's attempt.
-
-        Args:
-            outcome: `DONE`, `RETRY`, or the text of an error.
-        """
+        """Report the result of this process's attempt: `DONE`, `RETRY`, or the text of an error."""
         self._over.set()
         if self.size > 1:
             self._store.set(f"{self._number}/{self.rank}", outcome)
@@ -97,11 +83,8 @@ class Attempts:
     def agree(self) -> bool:
         """Wait for all reports, and return whether every process reported `DONE`. If False, another attempt is needed.
 
-        With a world size of one, the result is True.
-
         Raises:
             PeerFailed: If a process reported an error.
-            RuntimeError: If the reports cannot be read, for example because the host of the store has ended.
         """
         if self.size == 1:
             return True
@@ -115,8 +98,7 @@ class Attempts:
         """Release the resources of the failed attempt, and reconnect the processes.
 
         Raises:
-            RuntimeError: If a process does not report within ``patience``. The subclass `PeerFailed` is raised if a
-                process reported an error.
+            RuntimeError: If a process reported an error, or does not report within ``patience``.
         """
         gc.collect()
         if self.size > 1:
@@ -157,10 +139,7 @@ def _is_nccl() -> bool:
 
 
 def _cut_off_replicas() -> None:
-    """Remove the process group from all existing `DistributedDataParallel` modules, which would keep it open.
-
-    They cannot be used again.
-    """
+    """Remove the process group from all existing `DistributedDataParallel` modules, which would keep it open."""
     for value in gc.get_objects():
         # By type, because isinstance would trigger proxies and lazy modules.
         if issubclass(type(value), DistributedDataParallel):

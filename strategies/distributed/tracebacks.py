@@ -40,18 +40,14 @@ _TORCHS_HOOK = "torch.distributed.distributed_c10d"
 
 
 class PeerFailed(RuntimeError):
-    """Error on ranks that did not fail themselves. It contains the number and the error of the lowest failed rank."""
+    """Error that another rank has failed, with its number and its error."""
 
 
 _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Socket closed", re.IGNORECASE)
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether an error seems to be a consequence of another rank's failure, which should be reported first.
-
-    Args:
-        error: Error that was raised on this rank.
-    """
+    """Return whether an error seems to be a consequence of another rank's failure."""
     return any(
         isinstance(link, PeerFailed) or (isinstance(link, RuntimeError) and _LOST.search(str(link)) is not None)
         for link in _collect_links(error)
@@ -62,63 +58,36 @@ class Store(Protocol):
     """Methods of a torch store that this module uses."""
 
     def add(self, key: str, amount: int) -> int:
-        """Increase a counter, and return its new value.
-
-        Args:
-            key: Name of the counter.
-            amount: Number to add.
-        """
+        """Increase a counter, and return its new value."""
 
     def set(self, key: str, value: str) -> None:
-        """Set a key that all ranks can read.
-
-        Args:
-            key: Name of the key.
-            value: Value of the key.
-        """
+        """Set a key that all ranks can read."""
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key.
-
-        Args:
-            key: Name of the key.
-        """
+        """Return the value of a key."""
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set.
-
-        Args:
-            keys: Names of the keys.
-        """
+        """Return whether all keys are set."""
 
     def wait(self, keys: list[str], timeout: Any) -> None:
-        """Wait until all keys are set.
-
-        Args:
-            keys: Names of the keys.
-            timeout: Maximum time to wait.
-
-        Raises:
-            RuntimeError: If a key is not set within the timeout.
-        """
+        """Wait until all keys are set."""
 
 
 _told = threading.Event()  # set if the watchdog has reported why the run ends
 
 
 def silence_uncaught() -> None:
-    """Stop printing uncaught errors, because the watchdog has reported why the run ends and will end this process."""
+    """Stop printing uncaught errors, because the watchdog has reported why the run ends."""
     _told.set()
 
 
 def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
-    """Install a hook that prints uncaught errors in a short form, once over all ranks.
+    """Install a hook that prints uncaught errors in a short form and, with ``store``, once over all ranks.
 
     Does nothing if the user has set a hook, or with ``TREADLE_FULL_TRACEBACK=1``.
 
     Args:
-        store: The store through which the ranks exchange their errors. With None, the default, each rank prints its own
-            error.
+        store: Store through which the ranks exchange their errors. Default: None, each rank prints its error.
         rank: The rank of this process.
         size: The world size.
     """
@@ -133,10 +102,7 @@ def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
 
 
 def forget_store() -> None:
-    """Remove Treadle's hook and release its store.
-
-    This is necessary before the process group ends, and before torch wraps the hook for a new group.
-    """
+    """Remove Treadle's hook and release its store."""
     if isinstance(sys.excepthook, Uncaught):
         sys.excepthook = sys.excepthook.previous
 
@@ -147,23 +113,15 @@ def is_full() -> bool:
 
 
 def is_agent_store() -> bool:
-    """Return whether the launcher hosts the store of the run. Otherwise, rank 0 hosts it."""
+    """Return whether the launcher hosts the store of the run."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class Uncaught:
-    """Hook for ``sys.excepthook`` that prints an error in a short form, once over all ranks.
+    """Hook for ``sys.excepthook`` that prints an error in a short form, if possible once over all ranks.
 
-    The first rank that fails prints its error. A rank with the same error prints nothing, nor does a rank whose
-    connection to a failed rank was closed. A rank with a different error prints one line. The other ranks wait a few
-    seconds at most for the first rank to print its error, because launchers end a job as soon as one rank has ended. If
-    no other rank reports in this time or there is no store, a rank prints its own error.
-
-    Args:
-        previous: The hook that this one replaces.
-        store: See `report_uncaught`.
-        rank: The rank of this process.
-        size: The world size.
+    Ranks that do not print wait a few seconds at most for the first rank to print its error, because launchers end a
+    job as soon as one rank has ended.
     """
 
     def __init__(self, previous: Callable[..., Any], store: Store | None, rank: int, size: int) -> None:
@@ -265,7 +223,7 @@ class Uncaught:
         return gone
 
     def _await_reporter_exit(self, earlier: dict[str, Any]) -> None:
-        """Wait up to 3 s until the reporting rank has ended, so that its launcher reports it as the first failure."""
+        """Wait until the reporting rank has ended, so that its launcher reports it as the first failure."""
         end = time.monotonic() + PATIENCE
         while earlier["host"] == socket.gethostname() and is_alive(earlier["pid"]) and time.monotonic() < end:
             time.sleep(0.01)
@@ -275,9 +233,6 @@ def hide_frames(error: BaseException) -> None:
     """Hide framework frames from pytest, IPython and notebooks: those in an error's traceback and on the current stack.
 
     Does nothing with ``TREADLE_FULL_TRACEBACK=1``.
-
-    Args:
-        error: Error whose traceback is read.
     """
     if is_full():
         return
@@ -291,10 +246,6 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
     """Format an error as Python prints it, with framework frames counted instead of shown.
 
     With ``TREADLE_FULL_TRACEBACK=1``, all frames are shown.
-
-    Args:
-        error: Error to print.
-        trace: Traceback of the error.
     """
     full = traceback.TracebackException(type(error), error, trace, compact=True)
     if not is_full():
@@ -354,13 +305,7 @@ def _map_owners(error: BaseException, trace: TracebackType | None) -> dict[str, 
 
 
 def find_owner(frame: FrameType) -> str | None:
-    """Return the name of the framework that a frame belongs to; None for any other frame.
-
-    The frameworks are Treadle and torch. `contextlib` and `runpy` count as frameworks too.
-
-    Args:
-        frame: Stack frame.
-    """
+    """Return the name of the framework, such as torch, that a frame belongs to; None for any other frame."""
     name = frame.f_globals.get("__name__", "")
     if name == "__main__":  # run as python -m
         name = getattr(frame.f_globals.get("__spec__"), "name", "")

@@ -1,4 +1,4 @@
-"""Call in which a rank waits for other ranks, as read from its stack. Such calls are compared across ranks."""
+"""Calls in which ranks wait for each other, as read from their stacks, and the comparison of such calls."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ _ADVICE = (
 class DistributedOperationException(RuntimeError):
     """Error raised if processes do not make the same call, or cannot compare their calls.
 
-    If the calls differ, the error lists them.
-
     Example:
         >>> from treadle.strategies import DistributedOperationException
         >>> issubclass(DistributedOperationException, RuntimeError)
@@ -57,20 +55,12 @@ class WaitingCall:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Return whether a frame belongs to the user's own code, and not to a library.
-
-    Args:
-        frame: Stack frame.
-    """
+    """Return whether a frame belongs to the user's code, and not to a library."""
     return not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")) and find_owner(frame) is None
 
 
 def find_waiting_call(frames: Sequence[FrameType]) -> WaitingCall | None:
-    """Return the call in which a thread waits for other ranks, or None if it does not wait.
-
-    Args:
-        frames: The frames of the thread, outermost first.
-    """
+    """Return the call in which a thread with these frames, outermost first, waits for other ranks; else None."""
     frames = [frame for frame in frames if not frame.f_code.co_filename.endswith(_WRAPPERS)]
     files = [frame.f_code.co_filename.replace(os.sep, "/") for frame in frames]
     if not files or not any(part in files[-1] for part in WAITING_FILES):
@@ -115,11 +105,8 @@ def mark_exchange() -> tuple[str, str]:
 def check_marks(marks: Mapping[int, tuple[str, str]]) -> None:
     """Check that ranks that have exchanged objects made the same call.
 
-    Args:
-        marks: The result of `mark_exchange` on each rank.
-
     Raises:
-        DistributedOperationException: If the calls differ. The error names the line of each rank.
+        DistributedOperationException: If the calls differ.
     """
     if len({kind for kind, _ in marks.values()}) > 1:
         lines = describe_calls({rank: words for rank, (_, words) in marks.items()})
@@ -127,11 +114,7 @@ def check_marks(marks: Mapping[int, tuple[str, str]]) -> None:
 
 
 def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
-    """Describe the calls in which all ranks wait if these cannot match; return "" if they may match.
-
-    Args:
-        calls: Call in which each rank waits, keyed by rank.
-    """
+    """Describe the calls in which all ranks wait if these cannot match; return "" if they may match."""
     kinds = {call.kind for call in calls.values()}
     if len(kinds) < 2 or "" in kinds:
         return ""
@@ -140,11 +123,7 @@ def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
 
 
 def describe_calls(words: Mapping[int, str]) -> str:
-    """Return one line for each different text, with the ranks that have it.
-
-    Args:
-        words: Text by rank, such as the rank's call and line.
-    """
+    """Return one line for each different text, with the ranks that have it."""
     ranks_by_words: dict[str, list[int]] = {}
     for rank in sorted(words):
         ranks_by_words.setdefault(words[rank], []).append(rank)

@@ -84,10 +84,7 @@ _loops: set[CodeType] = set()
 def name_phase(phase: str, *functions: Callable[..., Any], loop: bool = False) -> None:
     """Set the name of the phase in which ``functions`` of Treadle run.
 
-    Args:
-        phase: A word or two, such as ``"backward"``.
-        functions: Functions of Treadle that run in this phase.
-        loop: Whether the functions call hooks, which are separate phases. Default: False.
+    If ``loop`` is set, hooks that these functions call are separate phases.
     """
     codes = [function.__code__ for function in functions]
     _phases.update(dict.fromkeys(codes, phase))
@@ -95,11 +92,7 @@ def name_phase(phase: str, *functions: Callable[..., Any], loop: bool = False) -
 
 
 def stack_of(thread: threading.Thread) -> list[FrameType]:
-    """Return the frames of a thread, outermost first, or an empty list if the thread has ended.
-
-    Args:
-        thread: A thread of this process.
-    """
+    """Return the frames of a thread, outermost first, or an empty list if the thread has ended."""
     frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
     frames = []
     while frame is not None:
@@ -109,11 +102,7 @@ def stack_of(thread: threading.Thread) -> list[FrameType]:
 
 
 def describe_phase(frames: Iterable[FrameType]) -> str:
-    """Return the current phase: the innermost one set by `name_phase`, or the hook that it calls; else ``"script"``.
-
-    Args:
-        frames: The frames of a thread, outermost first.
-    """
+    """Return the phase of a thread with these frames, outermost first; ``"script"`` outside of named phases."""
     phase, looping = "script", False
     for frame in frames:
         code = frame.f_code
@@ -126,11 +115,7 @@ def describe_phase(frames: Iterable[FrameType]) -> str:
 
 
 def is_waiting(frames: list[FrameType]) -> bool:
-    """Return whether a thread waits for other ranks.
-
-    Args:
-        frames: The frames of the thread, outermost first.
-    """
+    """Return whether a thread with these frames, outermost first, waits for other ranks."""
     file = frames[-1].f_code.co_filename.replace(os.sep, "/") if frames else ""
     return any(part in file for part in WAITING_FILES)
 
@@ -138,20 +123,15 @@ def is_waiting(frames: list[FrameType]) -> bool:
 class Watchdog:
     """Watchdog of one process, which also observes other processes through the store.
 
-    Args:
-        world: Processes to observe.
-        limit: Seconds without progress after which a rank raises the alarm.
-        strict: Apply the limit to every rank until its script ends; otherwise only to ranks that wait for others.
-        store: Separate connection to the store that all ranks share; None with a world size of one.
+    It raises the alarm if a rank makes no progress for ``limit`` seconds. If ``strict`` is not set, this applies only
+    to ranks that wait for others.
 
     Attributes:
-        thread: Thread that runs the training, which is the last one that called `watch`.
-        awaits_others: Whether this process waits at its end until all other processes have ended. `set_limit` sets it
-            to ``strict``.
-        ended: The first rank that is known to have ended; None if there is none.
-        interruptible: Whether this process waits to leave at a moment that all ranks agree on. Once another rank has
-            ended, the ranks cannot agree, and the main thread receives another SIGTERM.
-        interrupted: Whether the main thread has received that SIGTERM.
+        thread: Thread that runs the training.
+        awaits_others: Whether this process waits at its end until all other processes have ended.
+        ended: The first rank that is known to have ended, or None.
+        interruptible: Whether the main thread may receive another SIGTERM once another rank has ended.
+        interrupted: Whether the main thread has received this SIGTERM.
     """
 
     def __init__(self, world: World, limit: float, strict: bool, store: dist.Store | None = None) -> None:
@@ -191,12 +171,7 @@ class Watchdog:
         atexit.register(self.leave)
 
     def set_limit(self, limit: float, strict: bool) -> None:
-        """Set the limit and the ranks that it applies to.
-
-        Args:
-            limit: Seconds without progress after which a rank raises the alarm.
-            strict: See `Watchdog`.
-        """
+        """Set the limit in seconds, and the ranks that it applies to; see `Watchdog`."""
         self.limit, self.strict, self.awaits_others = limit, strict, strict
         self.period = min(_PERIOD * max(1.0, self.size / 500), limit / 5)
 
@@ -205,20 +180,15 @@ class Watchdog:
     ) -> None:
         """Include the run of ``owner`` in reports as long as ``owner`` exists.
 
-        Args:
-            owner: An Accelerator or a Trainer.
-            locate: Function that returns the position of the run as text, and a value that changes whenever the run
-                makes progress.
-            find_directory: Function that returns the directory of the run; None means the working directory.
+        ``locate`` returns the position of the run as text, and a value that changes whenever the run makes progress.
+        ``find_directory`` returns the directory of the run; None means the working directory.
         """
         self._owner, self._locate, self._find_directory = weakref.ref(owner), locate, find_directory
 
     def run_errand(self, errand: Callable[[dist.Store], bool]) -> int:
         """Make the courier call a function with the store once per period, and again soon if the function returns True.
 
-        Args:
-            errand: Function to call, which replaces the previous one. All ranks must set their functions in the same
-                order.
+        The function replaces the previous one. All ranks must set their functions in the same order.
 
         Returns:
             The number of the errand, which is the same on all ranks.
@@ -257,11 +227,7 @@ class Watchdog:
             del frames
 
     def _find_stall(self, frames: list[FrameType], seconds: float) -> WaitingCall | None:
-        """Return the call in which this rank is stalled, or None if it is not stalled.
-
-        A rank is stalled if it waits for other ranks, has been idle, and has made no progress, for 8 s or, if this is
-        less, 70 % of the limit. A rank that waits at the end of its script is also stalled.
-        """
+        """Return the call in which this rank is stalled, or None if it is not stalled."""
         if self._leaving:
             return WaitingCall(_END, f"waits at {_END}")
         if not seconds or min(self._idleness.measure(), seconds) < min(_STALL, 0.7 * self.limit):
@@ -303,10 +269,7 @@ class Watchdog:
         end_at_once(HUNG)
 
     def _leave_alone(self) -> None:
-        """End this process, because the store does not respond and other ranks cannot be asked.
-
-        Without Treadle's supervisor, also kill rank 0 if it is known to host the store on this machine.
-        """
+        """End this process, because the store does not respond and other ranks cannot be asked."""
         silence_uncaught()
         folder = self._write_stacks(_name_folder(), self.rank)
         keeper = "the launcher" if is_agent_store() else f"rank 0 of {self.size}"
@@ -377,21 +340,14 @@ class Watchdog:
         return self._has_ended(rank) and not self._store.check([f"{rank} has ended"])
 
     def _is_stuck(self) -> bool:
-        """Return whether this rank is stuck because of ranks that have ended, for which NCCL raises no error.
-
-        With Treadle's supervisor, return False, because the supervisor ends this rank.
-        """
+        """Return whether this rank must end because of ranks that have ended, for which NCCL raises no error."""
         if "TREADLE_SUPERVISOR" in os.environ:  # the supervisor names the rank that has ended, and ends this one
             return False
         waits = is_stage_running() or is_waiting(stack_of(self.thread))
         return waits and time.monotonic() - self._since >= _LOST
 
     def _leave_if_alone(self) -> None:
-        """Interrupt the step if another rank has ended. End the process if the main thread does not react.
-
-        The step is interrupted only if this process waits to leave after a signal. If the other rank has failed and
-        this rank makes no progress, the process ends without an interrupt.
-        """
+        """Interrupt the main thread or end the process, if another rank has ended and this rank cannot continue."""
         assert self._store is not None
         if self.ended is None and (rank := self._read("ended first")) is not None:
             self.ended = int(rank)
@@ -422,10 +378,7 @@ class Watchdog:
         return self._store.add("stalled", change) == self.size
 
     def _find_mismatch(self) -> str:
-        """Return a description of the calls in which all ranks are stalled.
-
-        Return "" if a rank is not stalled or the calls may match.
-        """
+        """Describe the calls in which all ranks are stalled; return "" if they may match or not all are stalled."""
         assert self._store is not None
         if self._store.add("stalled", 0) < self.size:
             return ""
@@ -498,10 +451,7 @@ class Watchdog:
         return answers
 
     def _blame(self, answers: dict[int, Any]) -> list[int]:
-        """Return the ranks that others wait for: the silent ranks.
-
-        If there are none, return those that are furthest behind among the ranks that do not wait.
-        """
+        """Return the silent ranks or, without any, the ranks that are furthest behind among those that do not wait."""
         if silent := [rank for rank, answer in answers.items() if answer is None]:
             return silent
         busy = {rank: count for rank, (waiting, _, count, *_) in answers.items() if not waiting}
@@ -630,11 +580,7 @@ class Watchdog:
 
 
 class Pulse:
-    """Heartbeats of one rank, as another rank sees them.
-
-    Args:
-        rank: The observed rank.
-    """
+    """Heartbeats of one rank, as another rank sees them."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -642,11 +588,7 @@ class Pulse:
         self._since = time.monotonic()
 
     def silent(self, beat: str | None) -> float:
-        """Return the seconds since the rank's last new heartbeat was seen.
-
-        Args:
-            beat: The latest heartbeat in the store; None if there is none.
-        """
+        """Return the seconds since the rank's last new heartbeat was seen."""
         now = time.monotonic()
         if beat != self._newest:
             self._newest, self._since = beat, now
@@ -659,16 +601,11 @@ _current: list[Watchdog] = []
 def watch(world: World, limit: float | None) -> Watchdog | None:
     """Start the watchdog of this process, or apply the new limit to a watchdog that already runs.
 
-    Args:
-        world: Processes to observe.
-        limit: Seconds without progress after which a rank raises the alarm. None means slightly less than the time
-            limit of a collective, and only for ranks that wait for others.
+    Without a limit, it is slightly less than the time limit of a collective, and applies only to ranks that wait for
+    others.
 
     Returns:
-        The watchdog; None if none is needed or, without a limit, if torch's store does not support it.
-
-    Raises:
-        ValueError: If a limit is set but torch's store does not support it with several processes.
+        The watchdog, or None if there is none.
     """
     strict = limit is not None
     if world.size > 1 and dist.get_backend() == "fake":
@@ -704,10 +641,7 @@ def dismiss() -> None:
 
 
 def _connect(world: World) -> dist.Store | None:
-    """Return a separate connection to the process group's store, because other threads' calls would block a shared one.
-
-    Return None if the store does not support two connections.
-    """
+    """Return a separate connection to the process group's store, because other threads would block a shared one."""
     base: Any = dist.distributed_c10d._get_default_store()  # private, but present in torch from 1.x to 2.13
     server = base
     while isinstance(server, dist.PrefixStore):

@@ -1,4 +1,4 @@
-"""`World`: the rank and device of this process, the world size, and all collectives."""
+"""`World`: the rank and device of this process, the world size, and the collectives."""
 
 from __future__ import annotations
 
@@ -47,26 +47,24 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class World:
-    """Processes of a run, as seen from one of them. With a world size of one, every call returns immediately.
+    """Processes of a run, as seen from one of them. With a world size of one, collectives return immediately.
 
     Args:
         rank: Rank of this process, from 0. Default: 0.
-        size: Number of processes.
+        size: Number of processes. Default: 1.
         local_rank: Rank of this process on its machine. Default: 0.
-        local_size: Number of processes on this machine.
+        local_size: Number of processes on this machine. Default: 1.
         node_rank: Index of this machine. Default: 0.
         device: Device of this process. Default: the CPU.
-        timeout: Maximum time that a collective waits for other processes before it fails. Default: that of an existing
-            group, else 30 minutes.
+        timeout: Maximum time that a collective waits. Default: that of an existing group, else 30 minutes.
         group: Torch's process group of these processes, to which ``rank`` and ``size`` then refer. Default: the group
-            of all processes, which is created if it does not exist and ``size`` is above 1.
+            of all processes.
         address: Host and port on which rank 0 listens. Default: MASTER_ADDR and MASTER_PORT.
         run_id: Identifier that separates runs that use the same address. Default: ``""``.
         backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
 
     Raises:
-        ValueError: If ``address``, ``backend`` or an existing process group cannot be used, or if the processes have
-            different versions of torch or Treadle.
+        ValueError: If an argument is invalid, or does not fit an existing process group or the other processes.
         RuntimeError: If the other processes do not connect within the timeout.
 
     Example:
@@ -124,7 +122,7 @@ class World:
                 arrivals_of(self)  # so that other ranks can see this process's position
 
     def _note_carried_devices(self) -> None:
-        """Record which devices the group supports. A script's own group may support only GPU tensors (NCCL)."""
+        """Record which devices the group supports, which may be only GPUs."""
         if self.device.type != "cpu":
             parts = dist.get_backend_config(self.group).split(",")
             self._carried_devices = {part.partition(":")[0] for part in parts}
@@ -134,7 +132,7 @@ class World:
         return tensor if tensor.device.type in self._carried_devices else tensor.to(self.device, copy=True)
 
     def mesh(self, **dimensions: int) -> DeviceMesh:
-        """Arrange the processes on a mesh. The last dimension varies fastest. Equal meshes are created only once.
+        """Return a mesh of the processes, whose last dimension varies fastest.
 
         Args:
             dimensions: Sizes by name, whose product is the world size: ``mesh(replicate=2, shard=4)``.
@@ -177,7 +175,7 @@ class World:
     def beside(self) -> World:
         """Return a world of the same processes on the CPU with a separate gloo group, for a background thread.
 
-        Must be called on all ranks.
+        Must be called on all ranks. With a world size of one, the result is this world.
         """
         if self.size == 1:
             return self
@@ -198,11 +196,7 @@ class World:
         return self._beside
 
     def release_beside(self) -> None:
-        """Pass the group of `beside`, which must no longer be in use, to a later World of this process group.
-
-        The later World must have the same timeout. A group has threads and open sockets, which torch keeps until the
-        default process group ends. Without reuse, every Trainer with asynchronous saves would add a group.
-        """
+        """Pass the group of `beside`, which must no longer be in use, to a later World with the same timeout."""
         if self._beside is not None and self._beside.group is not None and self.group is None:
             process_group.spare_lines.append((self.timeout, self._beside.group))
         self._beside = None
@@ -236,15 +230,14 @@ class World:
             dist.barrier(self.group)
 
     def advance(self) -> None:
-        """Record that this process enters a training step or an exchange, in which it may wait for other processes."""
+        """Record that this process enters a training step or an exchange."""
         if self._count is not None:
             self._count.advance()
 
     def claim(self, name: str) -> bool:
-        """Return whether this process is the first to claim a name.
+        """Return whether this process is the first to claim a name. With a world size of one, the result is True.
 
-        A process may call this method alone, because the method uses the store instead of a collective. With a world
-        size of one, the result is always True.
+        A process may call this method alone.
 
         Args:
             name: Name that only one process can claim.
@@ -258,17 +251,15 @@ class World:
             return False
 
     def meet(self, call: str) -> None:
-        """Wait until every process has entered ``call``. Raise an error if one can no longer arrive.
+        """Wait until every process has entered ``call``.
 
-        Does nothing in a world that is a subset of a larger one.
+        Does nothing in a world that was created with a ``group``.
 
         Args:
             call: Name of the call, which must be the same on all processes and appears in errors.
 
         Raises:
-            RuntimeError: If another process can no longer arrive, or does not arrive within the timeout. In these
-                cases, the error names the ranks. The error is also raised if the process that hosts the store has
-                ended.
+            RuntimeError: If another process does not arrive.
         """
         if self.size > 1 and self.group is None:
             arrivals_of(self).meet(call)
@@ -277,7 +268,7 @@ class World:
         """Reduce ``tensor`` over all processes, in place.
 
         Args:
-            tensor: A tensor of any shape. The shape must be the same on every process.
+            tensor: A tensor with the same shape on every process.
             operation: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. The mean of integers is rounded down. Default:
                 ``"sum"``.
 
@@ -285,9 +276,8 @@ class World:
             ``tensor`` itself.
 
         Raises:
-            ValueError: If the operation is unknown or, with several processes, not defined for the dtype.
-            RuntimeError: With several processes, if the backend does not support the dtype, such as int16, or if the
-                mean does not support it, such as bool.
+            ValueError, RuntimeError: If the operation is unknown or, with several processes, does not support the
+                dtype.
         """
         op = _OPERATIONS[choose("operation", operation, _OPERATIONS)]
         if self.size > 1:
@@ -305,7 +295,7 @@ class World:
         """Start summing ``tensor`` over all processes, in place.
 
         Args:
-            tensor: A tensor of any shape. The shape must be the same on every process.
+            tensor: A tensor with the same shape on every process.
 
         Returns:
             The work to wait for before the tensor is read; None if it is complete.
@@ -322,7 +312,7 @@ class World:
         """Return the tensors of all processes, in rank order.
 
         Args:
-            tensor: A tensor of any shape. The shape must be the same on every process.
+            tensor: A tensor with the same shape on every process.
         """
         if self.size == 1:
             return [tensor]
@@ -336,7 +326,7 @@ class World:
         """Return the sum over all processes of ``tensor[rank]``, where ``rank`` is that of this process.
 
         Args:
-            tensor: A tensor of shape (size, ...). The shape must be the same on every process.
+            tensor: A tensor of shape (size, ...), the same on every process.
         """
         if self.size == 1:
             return tensor[0]
@@ -370,7 +360,7 @@ class World:
             value: Any object that can be pickled.
 
         Raises:
-            DistributedOperationException: On every process, if one of them makes a different exchange of objects.
+            DistributedOperationException: If the processes make different exchanges of objects.
         """
         if self.size == 1:
             return [value]
@@ -388,7 +378,7 @@ class World:
             source: The rank whose value is returned. Default: 0.
 
         Raises:
-            DistributedOperationException: On processes that make a different exchange of objects than ``source``.
+            DistributedOperationException: If this process makes a different exchange of objects than ``source``.
         """
         if self.size == 1:
             return value
@@ -408,7 +398,7 @@ class World:
         """Overwrite ``tensor`` with that of process ``source``, in place.
 
         Args:
-            tensor: A tensor of any shape. The shape must be the same on every process.
+            tensor: A tensor with the same shape on every process.
             source: The rank whose tensor is copied. Default: 0.
 
         Returns:
@@ -446,7 +436,7 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Keep the processes together in a block that each of them runs. No process leaves it before all are done.
+        """Keep the processes together in a block that each of them runs.
 
         If the block fails on a process, all processes raise an error; see `raise_together`. A KeyboardInterrupt is
         raised immediately and only on its process.
@@ -465,10 +455,8 @@ class World:
             error: The error of this process, or None.
 
         Raises:
-            PeerFailed: On the processes that did not fail, unless SystemExit is raised. The message contains the lowest
-                failed rank and its error.
-            SystemExit: If the lowest failed rank exited with a numeric status. The processes that did not fail
-                exit with it too.
+            PeerFailed: On the processes that did not fail, unless SystemExit is raised.
+            SystemExit: On the processes that did not fail, if the lowest failed rank exited with a numeric status.
         """
         if self.size > 1:
             words = None if error is None else f"{type(error).__name__}: {error}"
@@ -489,11 +477,7 @@ class World:
 
 
 class _ForAnyDevice:
-    """Object that is sent between processes; its tensors arrive on the device of the receiving process.
-
-    A GPU tensor that is pickled directly arrives on the sender's device. With eight processes on a machine, each
-    process would then use eight GPUs, with half a gigabyte of memory on each.
-    """
+    """Object that is sent between processes; its tensors arrive on the device of the receiving process."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -36,12 +36,7 @@ class DistributedType(StrEnum):
 
 
 def distributed_type(world: World, sharded: bool) -> DistributedType:
-    """Return the `DistributedType` of a run.
-
-    Args:
-        world: Processes of the run.
-        sharded: Whether models are sharded over the processes.
-    """
+    """Return the `DistributedType` of a run."""
     if sharded:
         return DistributedType.FSDP
     if world.size == 1:

@@ -10,14 +10,7 @@ from .deferred_init import Tape
 
 
 def check_device(device: torch.device) -> None:
-    """Check that ``fully_shard`` of the installed torch supports a device.
-
-    Args:
-        device: Device of the sharded parameters.
-
-    Raises:
-        ValueError: If the device is the CPU and torch does not support it (2.6).
-    """
+    """Check that ``fully_shard`` of the installed torch supports a device."""
     if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise ValueError(
             f"strategy='fsdp' on CPU needs torch 2.7 or newer, but this is torch {torch.__version__}. Upgrade torch."
@@ -27,14 +20,8 @@ def check_device(device: torch.device) -> None:
 def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.dtype | None) -> None:
     """Check that torch's ``fully_shard`` supports each block and the parameters outside the blocks.
 
-    Args:
-        module: The user's model.
-        blocks: The submodules that are each gathered as one unit, inner modules first.
-        storage: The dtype to which floating-point parameters are converted first, or None to keep their dtypes.
-
-    Raises:
-        ValueError: If a parameter is 0-d, if a trained parameter is empty, or if trained parameters that are gathered
-            together differ in dtype.
+    Inner modules come first in ``blocks``. ``storage`` is the dtype to which floating-point parameters are converted
+    first, or None.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     single = [name for parameter, name in names.items() if not parameter.ndim]
@@ -68,15 +55,7 @@ def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.
 
 
 def check_parallelized(module: nn.Module, size: int) -> None:
-    """Check that the model's ``parallelize(mesh)`` has sharded parameters.
-
-    Args:
-        module: The user's model.
-        size: The number of tensor parallel ranks.
-
-    Raises:
-        ValueError: If no parameter is sharded, because the processes would then do the same work ``size`` times.
-    """
+    """Check that the model's ``parallelize(mesh)`` has sharded parameters."""
     if not any(is_sharded(parameter) for parameter in module.parameters()):
         raise ValueError(
             f"{type(module).__name__}.parallelize(mesh) sharded no parameter, so with tensor_parallel_size={size} all "
@@ -86,17 +65,7 @@ def check_parallelized(module: nn.Module, size: int) -> None:
 
 
 def check_unchanged(tape: Tape, tensor: Tensor, words: str) -> None:
-    """Check that a parameter or buffer without memory was changed only by operations that ``tape`` has recorded.
-
-    Args:
-        tape: Recording of the operations that created the tensor.
-        tensor: Tensor on the meta device that was created during the recording. Only parameters and buffers are
-            checked.
-        words: The name of the tensor, for the error message.
-
-    Raises:
-        ValueError: If another operation changed the tensor.
-    """
+    """Check that a parameter or buffer without memory was changed only by operations that ``tape`` has recorded."""
     if not tape.is_unchanged(tensor):
         raise ValueError(
             f"{words} was written to after it was created without memory, so the written values are lost. Write them "

@@ -24,7 +24,7 @@ _SMALL = 1 << 20  # bytes up to which an external tensor is copied instead of as
 
 @dataclass(frozen=True)
 class _Place:
-    """Storage location of a tensor without memory during a recorded call. ``tensor.data = ...`` may change it later."""
+    """Storage location of a tensor without memory during a recorded call."""
 
     key: int
     storage_bytes: int
@@ -39,7 +39,6 @@ class _Place:
         return self.size.numel() * self.dtype.itemsize == self.storage_bytes
 
     def view(self, storage: Any) -> Tensor:
-        """Return the tensor at this location of ``storage``."""
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
             storage, self.offset, self.size, self.stride
         )
@@ -64,17 +63,7 @@ class _OutsideTensor:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One operation in the construction of a model.
-
-    Attributes:
-        function: Operator that was called.
-        arguments: Positional and keyword arguments. Tensors of the model are replaced by `_Place` objects, other
-            tensors by `_OutsideTensor` objects.
-        reads, writes: The storages that the operation reads, and those that it changes or creates.
-        output: Results, with tensors replaced as in ``arguments``.
-        random: The generator and its state before the call, if the call drew random numbers.
-        default: The default dtype during the call, on which results may depend.
-    """
+    """One operation in the construction of a model."""
 
     function: Any
     arguments: tuple[Any, Any]
@@ -97,16 +86,8 @@ class _Call:
 class Tape(TorchDispatchMode):
     """Recorder of the operations that initialize tensors on the meta device, in order to compute their values later.
 
-    Random numbers are drawn and discarded during the recording. Later draws, such as the order of samples, are
-    therefore the same as with a model that is created with memory. The generator's state before each draw is kept (5 kB
-    on the CPU), so that values can be computed later in any order. Only operations that a value depends on are
-    repeated.
-
-    With ``torch.device("meta")`` alone, the values would be lost, and every module would need a ``reset_parameters``
-    method.
-
-    Args:
-        device: The device on which values are computed and random numbers are drawn.
+    Random numbers are drawn and discarded during the recording, so that later draws, such as the order of samples, are
+    the same as with a model that is created with memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -120,7 +101,6 @@ class Tape(TorchDispatchMode):
         self._versions: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and record it if it creates or changes a tensor without memory."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         input_keys = {self._register_storage(t) for t in tensors if _is_meta(t)}
@@ -188,10 +168,7 @@ class Tape(TorchDispatchMode):
         return tree_map(shape, output)
 
     def _convert_to_meta(self, value: Any) -> Any:
-        """Return a tensor from outside the model as a tensor without memory.
-
-        0-d tensors are returned unchanged, because they can be mixed with tensors on the meta device.
-        """
+        """Return a tensor from outside the model as a tensor without memory, unless it is 0-d."""
         if not isinstance(value, Tensor) or _is_meta(value) or not value.ndim:
             return value
         to_meta = torch.ops.aten._to_copy.default
@@ -239,11 +216,7 @@ class Tape(TorchDispatchMode):
             self._versions = {id(tensor): _get_version(tensor) for tensor in alive}
 
     def knows(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` was created during the recording.
-
-        Args:
-            tensor: A tensor on any device.
-        """
+        """Return whether ``tensor`` was created during the recording."""
         return tensor.untyped_storage()._cdata in self._touched
 
     def is_done(self) -> bool:
@@ -251,24 +224,12 @@ class Tape(TorchDispatchMode):
         return all(tensor() is None for tensor in self._built.values())
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        """Return whether a parameter or buffer has not been written to since the recording ended.
-
-        Args:
-            tensor: Tensor on the meta device that was created during the recording. If it is neither a parameter nor a
-                buffer, it counts as unchanged.
-        """
+        """Return whether a parameter or buffer has not been written to since the recording ended."""
         built = self._built.get(id(tensor))
         return built is None or built() is not tensor or _get_version(tensor) == self._versions.get(id(tensor))
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Compute the values of ``tensor`` on the tape's device. The RNG state is not changed.
-
-        Args:
-            tensor: Tensor on the meta device that was created during the recording.
-
-        Raises:
-            ValueError: If a tensor from outside the model that the values depend on has been changed.
-        """
+        """Compute the values of ``tensor`` on the tape's device. The RNG state is not changed."""
         place = _place(tensor)
         calls = [self._calls[index] for index in sorted(self._find_needed_calls(place.key))]
         drawn = {call.random[0] for call in calls if call.random is not None}
@@ -322,11 +283,7 @@ class Tape(TorchDispatchMode):
 
 
 def get_generator(device: torch.device) -> torch.Generator:
-    """Return the default generator of a device.
-
-    Args:
-        device: A CUDA device. For any other device, the CPU's generator is returned.
-    """
+    """Return the default generator of a CUDA device; for any other device, that of the CPU."""
     if device.type != "cuda":
         return torch.default_generator
     torch.cuda.init()

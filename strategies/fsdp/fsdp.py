@@ -1,4 +1,4 @@
-"""Sharded models with torch's `fully_shard` (FSDP2), including hybrid sharding and tensor parallelism."""
+"""Strategy that shards models with torch's `fully_shard` (FSDP2)."""
 
 from __future__ import annotations
 
@@ -37,48 +37,36 @@ if TYPE_CHECKING:
 class FSDP(Strategy):
     """Strategy in which each process keeps a shard of every parameter, its gradient and its optimizer state.
 
-    A block's parameters are gathered when the block runs and, by default, freed afterwards. The strategy works on CPU
-    (gloo) and CUDA, even with a world size of one. Build large models in `Accelerator.init_module` or
-    `TaskModule.configure_model` so that the full model need not fit in the memory of one process.
+    Build large models in `Accelerator.init_module` or `TaskModule.configure_model`, so that the full model need not fit
+    in the memory of one process. A world size of one is also supported.
 
     Args:
-        auto_wrap_policy: Policy that selects the modules that are each gathered as one unit: ``"auto"`` (the repeated
-            blocks), ``"parts"`` (also the other submodules), module classes or their names, a minimum number of
-            parameters, or a function of a module. Parameters outside these modules are gathered in the forward pass and
-            kept until the end of the backward pass.
-        activation_checkpointing_policy: Modules that keep only their inputs and recompute other activations in the
-            backward pass. True selects the modules of ``auto_wrap_policy``, a separate policy selects others, and False
-            or None disables recomputation. A `Recompute` can also select every n-th module, keep the results of some
-            operations, or leave the choice to the compiler.
+        auto_wrap_policy: Modules that are each gathered as one unit: ``"auto"`` (the repeated blocks), ``"parts"``
+            (also other submodules), module classes or their names, a minimum number of parameters, or a function of a
+            module.
+        activation_checkpointing_policy: Modules that recompute their activations in the backward pass: True for the
+            modules of ``auto_wrap_policy``, another such policy, or a `Recompute`. Default: none.
         reshard_after_forward: Free a block's parameters after the forward pass and gather them again in the backward
-            pass. False keeps them, which is faster and uses more memory. With a number, parameters are resharded over
-            groups of that many processes.
+            pass. False keeps them, which is faster and uses more memory. A number reshards them over groups of that
+            many processes.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory.
-        gather_dtype: The dtype in which parameters are gathered. Default: their storage dtype. Autocast then converts
-            gathered parameters, as on a single device. ``torch.bfloat16`` sends half as many bytes as float32, and also
+        gather_dtype: Dtype in which parameters are gathered. Default: their storage dtype. ``torch.bfloat16`` also
             rounds the weights of norms. If ``gather_dtype`` is set, gradients are reduced in float32.
         mixed_precision: Torch's ``MixedPrecisionPolicy``, as an alternative to ``gather_dtype``.
         data_parallel_size: Number of processes over which the data is sharded. ``"auto"`` means the world size divided
             by ``tensor_parallel_size``.
-        data_parallel_replicate: Number of replicas for hybrid sharding. Each replica is sharded over
-            ``data_parallel_size / data_parallel_replicate`` processes. Set it to the number of machines to gather
-            within each machine only.
-        tensor_parallel_size: Number of processes that share the work on one sample. The model's ``parallelize(mesh)``
-            applies torch's ``parallelize_module`` on this one-dimensional mesh.
-        sync_each_batch: Reduce gradients in every micro-batch, so that only shards of them are kept. With accumulation,
-            this uses less memory and more communication.
+        data_parallel_replicate: Number of replicas for hybrid sharding, such as the number of machines. Default: 1.
+        tensor_parallel_size: Number of processes that share the work on one sample. Above 1, the model's
+            ``parallelize(mesh)`` is called and must apply torch's ``parallelize_module``. Default: 1.
+        sync_each_batch: Reduce gradients in every micro-batch. With accumulation, this uses less memory and more
+            communication.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: 30
             minutes, unless the Accelerator or an existing process group sets another limit.
         process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: NCCL for GPUs and gloo for host
             memory.
 
     Raises:
-        TypeError: If ``auto_wrap_policy`` is a bool, ``gather_dtype`` is not a floating-point dtype, or ``timeout`` has
-            the wrong type or wrong entries. A policy of another unsupported type raises this error when a model is
-            wrapped.
-        ValueError: If a size is not a positive integer, a policy's name, ``reshard_after_forward`` or ``timeout`` is
-            invalid, or arguments contradict each other. Sizes that do not fit the world size raise this error when the
-            run starts.
+        TypeError, ValueError: If an argument is invalid, or if arguments contradict each other.
 
     Example:
         >>> import treadle
@@ -140,11 +128,7 @@ class FSDP(Strategy):
         self._moved: Any = WeakIdKeyDictionary()
 
     def attach(self, world: World, precision: Precision) -> None:
-        """See `Strategy.attach`.
-
-        Raises:
-            ValueError: If the sizes do not fit the world size, or if the installed torch does not support the device.
-        """
+        """See `Strategy.attach`."""
         super().attach(world, precision)
         check_device(world.device)
         self.device_mesh = self._mesh = self.layout.mesh(world)
@@ -154,7 +138,7 @@ class FSDP(Strategy):
         self.delays_sync = not self.sync_each_batch
 
     def detach(self) -> None:
-        """See `Strategy.detach`. All references to the mesh are released, because they would keep its groups open."""
+        """See `Strategy.detach`."""
         self._tapes.clear()
         self._moved.clear()
         self._roots.clear()
@@ -164,7 +148,7 @@ class FSDP(Strategy):
 
     @property
     def data_world(self) -> World:
-        """See `Strategy.data_world`. The result contains one process of each tensor-parallel group."""
+        """See `Strategy.data_world`."""
         return self._data_world
 
     # -- the model -----------------------------------------------------------------------------------------------
@@ -200,8 +184,7 @@ class FSDP(Strategy):
         """Shard the model in place, and return the root module to call; see `Strategy.wrap`.
 
         Raises:
-            ValueError: If the model cannot be sharded, or was sharded over another mesh or in another precision.
-            TypeError: If a policy has an unsupported type.
+            ValueError, TypeError: If the model or a policy is not supported.
         """
         root = module.__dict__.get(_ROOT)
         if root is None:
@@ -224,16 +207,11 @@ class FSDP(Strategy):
         return self.wrap(module)
 
     def local_method(self, module: nn.Module, name: str) -> Any:
-        """See `Strategy.local_method`. The method still communicates, because no process has the full model."""
+        """See `Strategy.local_method`. The method may communicate."""
         return self.method(self.wrap(self.unwrap(module)), name)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
-        """See `Strategy.compiled_parts`. Modules that are gathered as one unit are always compiled separately.
-
-        Raises:
-            ValueError: If ``auto_wrap_policy`` names a class that the model does not have, or a number less than 1.
-            TypeError: If ``auto_wrap_policy`` has an unsupported type.
-        """
+        """See `Strategy.compiled_parts`. Modules that are gathered as one unit are always compiled separately."""
         gathered = self._choose_blocks(module)
         return [*gathered, *direct_parts(module, gathered)], True
 
@@ -278,7 +256,6 @@ class FSDP(Strategy):
             self.world.advance()
 
     def _choose_blocks(self, module: nn.Module) -> list[nn.Module]:
-        """Return the modules that are gathered separately."""
         return self_contained(module, chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
 
     def _explain(self, module: nn.Module, blocks: list[nn.Module]) -> None:
@@ -373,10 +350,7 @@ class FSDP(Strategy):
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def decisions(self, module: nn.Module) -> list[str]:
-        """See `Strategy.decisions`.
-
-        With autocast on several processes, a note suggests ``gather_dtype``, unless it or ``mixed_precision`` is set.
-        """
+        """See `Strategy.decisions`."""
         if self.mixed_precision is not None or self.precision.compute is None or self.world.size == 1:
             return []
         size = sum(p.numel() * p.element_size() for p in module.parameters()) / self.layout.tensor / 2**30
@@ -421,11 +395,7 @@ class FSDP(Strategy):
         forget_gradients(module)
 
     def agree_on_overflow(self, overflow: Tensor) -> None:
-        """See `Strategy.agree_on_overflow`.
-
-        torch's scaler reduces over the processes that have shards of the first gradient (torch 2.13). With tensor
-        parallelism, other processes have shards of other gradients.
-        """
+        """See `Strategy.agree_on_overflow`."""
         if self.layout.tensor > 1:
             self.world.all_reduce(overflow, "max")
 
@@ -436,10 +406,10 @@ class FSDP(Strategy):
         return error
 
     def start_agreement(self, votes: Tensor) -> None:
-        """See `Strategy.start_agreement`. On GPUs, the sum starts after the backward pass, in `agreement`.
+        """See `Strategy.start_agreement`.
 
-        NCCL's collectives share one queue. If the sum started earlier, the first gather of the backward pass would wait
-        behind the votes, and the votes would wait for the end of the forward pass.
+        On GPUs, the sum starts in `agreement`, because NCCL would otherwise queue the gathers of the backward pass
+        behind it.
         """
         if self.world.device.type == "cuda":
             self._votes = votes
@@ -461,7 +431,7 @@ class FSDP(Strategy):
         """See `Strategy.wrap_optimizer`. An optimizer that was created before its model was sharded gets the shards.
 
         Raises:
-            ValueError: If the optimizer or its state cannot be sharded, or if a parameter belongs to no prepared model.
+            ValueError: If the optimizer is not supported, or if a parameter belongs to no prepared model.
         """
         hand_over(optimizer, self._moved, self.world)
         optimizer_parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -479,21 +449,12 @@ class FSDP(Strategy):
     # -- for plans -----------------------------------------------------------------------------------------------
 
     def grid(self, world_size: int) -> dict[str, int]:
-        """See `Strategy.grid`.
-
-        Raises:
-            ValueError: If the sizes do not fit the world size.
-        """
+        """See `Strategy.grid`."""
         shard = self.layout.sizes(world_size)["data_parallel"]
         return {"replicate": self.layout.replicate, "shard": shard, "tensor": self.layout.tensor}
 
     def wrap_without_values(self, module: nn.Module) -> nn.Module:
-        """See `Strategy.wrap_without_values`.
-
-        Raises:
-            ValueError: If ``cpu_offload`` is set, torch is older than 2.7, or the model cannot be sharded.
-            TypeError: If a policy has an unsupported type.
-        """
+        """See `Strategy.wrap_without_values`."""
         if not hasattr(torch.cpu.Stream, "record_event"):
             raise ValueError(
                 f"a plan of strategy='fsdp' needs torch 2.7 or newer, but this is torch {torch.__version__}. Upgrade "
@@ -508,7 +469,7 @@ class FSDP(Strategy):
         return self.wrap(module)
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """See `Strategy.reduction_buckets`. Returns None: torch's reductions of shards are recorded as they happen."""
+        """See `Strategy.reduction_buckets`. Returns None."""
         return None
 
     @property
@@ -524,12 +485,7 @@ class FSDP(Strategy):
     def variant(
         self, *, replicate: int | None = None, recompute: bool | None = None, gather: torch.dtype | None = None
     ) -> FSDP:
-        """See `Strategy.variant`. The copy does not have the models of the original.
-
-        Raises:
-            ValueError: If ``replicate`` is not a positive integer.
-            TypeError: If ``gather`` is not a floating-point dtype.
-        """
+        """See `Strategy.variant`. The copy does not have the models of the original."""
         variant = copy.copy(self)
         variant._tapes, variant._roots, variant._moved = [], WeakSet(), WeakIdKeyDictionary()
         if replicate is not None:

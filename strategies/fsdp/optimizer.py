@@ -1,4 +1,4 @@
-"""Update of optimizers that were created before their model was sharded. Their state is also sharded."""
+"""Update of optimizers that were created before their model was sharded."""
 
 from __future__ import annotations
 
@@ -16,16 +16,9 @@ _NEED_WHOLE = (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor)
 
 
 def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World) -> None:
-    """Replace the parameters of ``optimizer`` with their shards.
+    """Replace the parameters of ``optimizer`` with their shards, and shard their state.
 
-    Args:
-        optimizer: The user's optimizer.
-        moved: The sharded parameter for each original parameter.
-        world: Processes of the run. Existing optimizer state, except scalars, is copied from rank zero.
-
-    Raises:
-        ValueError: If the optimizer or its state cannot be sharded, or if a parameter belongs to a model that is not
-            prepared.
+    ``moved`` contains the sharded parameter for each original one. State, except scalars, is copied from rank zero.
     """
     if isinstance(optimizer, _NEED_WHOLE):
         raise ValueError(

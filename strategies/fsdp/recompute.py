@@ -22,26 +22,19 @@ FLAG = "activation_checkpointing_policy"
 class Recompute:
     """Selection of the activations that `FSDP` recomputes in the backward pass instead of keeping them.
 
-    By default, each block keeps only its inputs, and recomputation takes about the time of one more forward pass. The
-    other activations are in memory for only one block at a time. Recomputing fewer activations takes less time and more
-    memory.
+    Recomputing fewer activations takes less time and more memory.
 
     Args:
         blocks: A policy that selects the modules, in any form that ``auto_wrap_policy`` accepts. Default:
             ``auto_wrap_policy``.
         every: Select only every n-th of these modules, starting with the first. Default: 1, all of them.
-        keep: Operations whose results are kept, such as ``torch.ops.aten.mm.default``. ``"products"`` keeps the results
-            of matrix products, convolutions and attention, which take longest, so that recomputation is cheap. Default:
-            none.
-        budget: Fraction of the activations' memory that the compiler may use, from 0.0 (free all) to 1.0 (keep all).
-            Within this budget, the compiler minimizes the time for recomputation. The value applies to all compiled
-            models of the process and cannot be combined with other arguments.
+        keep: Operations whose results are kept, such as ``torch.ops.aten.mm.default``. ``"products"`` keeps those of
+            matrix products, convolutions and attention. Default: none.
+        budget: Fraction of the activations' memory that the compiler may use, from 0.0 (free all) to 1.0 (keep all). It
+            applies to all compiled models of the process and cannot be combined with other arguments.
 
     Raises:
-        ValueError: If ``every`` is not a positive integer, ``budget`` is out of range, a name is unknown, or ``budget``
-            is combined with another argument.
-        TypeError: If ``blocks`` is a bool, ``keep`` is neither a string nor a collection of operations, or ``budget``
-            is not a number.
+        ValueError, TypeError: If an argument is invalid, or if arguments contradict each other.
 
     Example:
         >>> from treadle.strategies import FSDP, Recompute
@@ -86,7 +79,7 @@ class Recompute:
             value: True, False, None, a policy, or a `Recompute`, which is returned unchanged.
 
         Raises:
-            ValueError: If the policy is a lower-case string other than ``"auto"`` and ``"parts"``.
+            ValueError: If the policy is invalid.
         """
         if value is None or value is False:
             return None
@@ -102,9 +95,7 @@ class Recompute:
             blocks: The modules that ``auto_wrap_policy`` has selected.
 
         Raises:
-            ValueError: If the policy is invalid for this model or selects nothing, or if ``budget`` is set for a model
-                that is not compiled.
-            TypeError: If the policy has an unsupported type.
+            ValueError, TypeError: If the settings do not fit the model.
         """
         if self.budget is not None:
             self._set_budget(module)

@@ -14,9 +14,8 @@ from ..forward_router import Router
 class ShardedRouter(Router):
     """Root module of a sharded model.
 
-    After a forward pass without gradients, the model's parameters are resharded, because its optimizer needs the
-    shards. Such a pass does not run in torch's inference mode, because parameters first gathered in that mode could not
-    be trained (torch 2.13).
+    After a forward pass without gradients, the model's parameters are resharded. Such a pass does not run in torch's
+    inference mode, because parameters first gathered in that mode could not be trained (torch 2.13).
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -31,21 +30,13 @@ class ShardedRouter(Router):
 
 
 def reshard_parameters(root: Any) -> None:
-    """Free parameters that a forward pass has left gathered, because the gathered copies would miss optimizer steps.
-
-    Args:
-        root: The root of a sharded model.
-    """
+    """Free parameters that a forward pass has left gathered, because the gathered copies would miss optimizer steps."""
     for part in root._parts_to_reshard:
         part.reshard()
 
 
 def start_anew(root: Any) -> None:
-    """Reset FSDP2's state after an error has interrupted a forward or backward pass.
-
-    Args:
-        root: The root of a sharded model.
-    """
+    """Reset FSDP2's state after an error has interrupted a forward or backward pass."""
     forget_gradients(root)
     if hasattr(root, "reset_iter_state"):  # torch 2.13
         root.reset_iter_state()
@@ -66,9 +57,6 @@ def forget_gradients(root: nn.Module) -> None:
     """Discard the unreduced gradients of gathered parameters.
 
     An optimizer's ``zero_grad`` resets only the gradients of shards.
-
-    Args:
-        root: The root of a sharded model.
     """
     for _, group in _iterate_sharded_groups(root):
         for fsdp_parameter in group.fsdp_params:
@@ -78,11 +66,7 @@ def forget_gradients(root: nn.Module) -> None:
 
 
 def gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each parameter that has been gathered, as torch's unsharded tensor, with its sharded parameter.
-
-    Args:
-        root: The root of a sharded model.
-    """
+    """Yield each parameter that has been gathered, as torch's unsharded tensor, with its sharded parameter."""
     for _, group in _iterate_sharded_groups(root):
         for fsdp_parameter in group.fsdp_params:
             if hasattr(fsdp_parameter, "_unsharded_param"):
@@ -90,10 +74,7 @@ def gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _iterate_sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield FSDP2's internal state of each module, together with each of the module's parameter groups.
-
-    Unreduced gradients have no public interface (torch 2.13).
-    """
+    """Yield FSDP2's internal state of each module, together with each of the module's parameter groups."""
     for part in root.modules():
         get_state: Any = getattr(part, "_get_fsdp_state", None)
         if get_state is not None:

@@ -48,14 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
-    """Return the parser of the command's options.
-
-    Args:
-        program: Name of the command in its help and errors. Default: ``"treadle launch"``.
-
-    Returns:
-        The parser. For wrong options, it raises a ValueError instead of ending the process.
-    """
+    """Return the parser of the command's options, which raises a ValueError for wrong options."""
     command_parser = _Parser(
         program,
         usage=f"{program} [options] script.py [arguments of the script]",
@@ -145,18 +138,7 @@ def _add_output(command_parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `treadle launch`, and return its exit status.
-
-    Args:
-        arguments: Arguments after `treadle launch`. Default: those of the command line.
-
-    Returns:
-        The exit status of the run, as in `supervise_job`, or 2 if the run cannot be started, for example because an
-        option is invalid.
-
-    Raises:
-        SystemExit: With status 0, after ``--help`` has been printed.
-    """
+    """Run `treadle launch`, and return its exit status, which is 2 if the run cannot be started."""
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
         job = job_of(options)
@@ -173,16 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `treadle launch`.
 
-    Args:
-        arguments: Arguments after `treadle launch`.
-
-    Returns:
-        A namespace with the value of each option.
-
     Raises:
-        ValueError: If an option is unknown or not supported, if its value is missing or has the wrong type, or if the
-            script is missing.
-        SystemExit: With status 0, after ``--help`` has been printed.
+        ValueError: If an option is invalid.
     """
     command_parser = parser()
     option_names = [
@@ -219,12 +193,8 @@ def _check_names(
 def job_of(options: argparse.Namespace) -> Job:
     """Return the job that the options describe.
 
-    Args:
-        options: Result of `parse`.
-
     Raises:
-        ValueError: If an option has an invalid value, if options contradict each other or do not fit this machine, or
-            if the file of the script does not exist.
+        ValueError: If the options are invalid.
     """
     nodes = _parse_nodes(options)
     if options.multi_gpu and (options.cpu or not _count_gpus()):

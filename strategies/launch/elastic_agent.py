@@ -1,7 +1,4 @@
-"""torch's elastic agent, extended to report which rank failed first, on this machine or on another one.
-
-Only a supervisor imports this module.
-"""
+"""torch's elastic agent, extended to report which rank failed first."""
 
 from __future__ import annotations
 
@@ -56,10 +53,8 @@ class Elsewhere(Exception):
 class Agent(LocalElasticAgent):
     """torch's agent that also records the order in which ranks end and uses Treadle's grace periods.
 
-    By default, torch's agent checks every 0.1 s and cannot order two failures between checks. After a failure, it gives
-    the other ranks a fixed 30 s, which `shutdown_timeout` does not change (torch 2.11, 2.13). That setting applies only
-    when the agent itself ends, for example after a signal. If a failure on another machine ends the run, torch's agent
-    does not notice this until its own ranks fail because of it.
+    torch's agent cannot order two failures between its checks. After a failure, it gives the other ranks a fixed 30 s
+    (torch 2.11, 2.13).
     """
 
     def __init__(self, spec: WorkerSpec, job: Job, board: RankBoard) -> None:
@@ -138,11 +133,7 @@ class Agent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _await_change(self, failed: list[int]) -> bool:
-        """Return whether a machine joins or leaves, which explains a failure, after a short wait for this news.
-
-        Such a change ends the ranks of one machine, and the ranks of the other machines fail because of this. Their
-        agents may learn of the change only afterwards. If the number of machines is fixed, the result is False.
-        """
+        """Return whether a machine joins or leaves, which explains a failure, after a short wait for this news."""
         nodes = self.job.nodes
         if nodes is None or not nodes.elastic:
             return False
@@ -160,16 +151,7 @@ class Agent(LocalElasticAgent):
         """Do nothing. torch would wait for the other machines here, but `_await_others` has waited already."""
 
     def _await_others(self) -> bool:
-        """Wait until the ranks of all machines have ended without a failure. Return False if a machine leaves earlier.
-
-        A machine leaves if it vanishes, or to start again after one of its ranks has failed at the very end. All
-        machines then have to start again.
-
-        Raises:
-            Elsewhere: If a machine has left and no restart is allowed, if another machine has reported the end of the
-                run, or if the ranks' store does not respond.
-            RendezvousError: If the store of the rendezvous does not respond.
-        """
+        """Wait until the ranks of all machines have ended. Return False if the machines have to start again instead."""
         if not self.several:
             return True
         self._ask("add", _DONE, 1)
@@ -201,12 +183,8 @@ class Agent(LocalElasticAgent):
     def _end_ranks(self, number: signal.Signals, seconds: float, *, patient: bool) -> None:
         """Send a signal to all ranks that still run, and SIGKILL to those that have not ended in time.
 
-        Args:
-            number: Signal to send first.
-            seconds: Seconds from the first signal to SIGKILL, unless ``patient`` extends the time.
-            patient: Whether to restart the countdown while a rank is leaving because of a signal, since a save may take
-                any amount of time. Should be False after a failure that occurred while no rank was leaving, because the
-                other ranks then note the signal but cannot save.
+        If ``patient`` is set, the countdown restarts while a rank is leaving because of a signal, since a save may take
+        any amount of time.
         """
         context: Any = self._pcontext
         for rank in self._list_living():
@@ -262,11 +240,7 @@ class Agent(LocalElasticAgent):
         return self._worker_group.store is not None and self._worker_group.group_world_size > 1
 
     def global_rank(self, local_rank: int) -> int:
-        """Return the global rank of a rank of this machine, once the ranks are assigned.
-
-        Args:
-            local_rank: Rank on this machine.
-        """
+        """Return the global rank of a rank of this machine, once the ranks are assigned."""
         workers = self._worker_group.workers
         return local_rank if local_rank >= len(workers) else workers[local_rank].global_rank
 
@@ -307,13 +281,8 @@ class Agent(LocalElasticAgent):
     def tell(self, status: int, text: str) -> None:
         """Report the end of the run to the other machines, unless another machine has already reported it.
 
-        Args:
-            status: Exit status of the run.
-            text: Reason for the end of the run.
-
         Raises:
-            Elsewhere: If another machine has reported first, in which case its report applies, or if the store does not
-                respond.
+            Elsewhere: If another machine has reported first, or if the store does not respond.
         """
         if self.several:
             mine = json.dumps([status, text])
@@ -322,11 +291,7 @@ class Agent(LocalElasticAgent):
                 raise self._make_elsewhere(*json.loads(stored))
 
     def await_leave(self, seconds: float) -> None:
-        """Let the other machines read the report before the store ends with the machine that hosts it.
-
-        Args:
-            seconds: Maximum time to wait for the other machines.
-        """
+        """Let the other machines read the report, for at most ``seconds``, before the store ends with its host."""
         if not self.several:
             return
         end = time.monotonic() + seconds
@@ -342,11 +307,7 @@ class Agent(LocalElasticAgent):
                 kill_session(pid)
 
     def finish(self, sweep: bool) -> None:
-        """End all remaining ranks and, after a failure, also the processes that the ranks had started.
-
-        Args:
-            sweep: Whether to kill the processes that the ranks had started even if no rank has failed.
-        """
+        """End all remaining ranks and, after a failure or with ``sweep``, also the processes that they had started."""
         if self._pcontext is None:
             return
         if self._note_ends() or sweep:
@@ -356,19 +317,9 @@ class Agent(LocalElasticAgent):
 
 
 def run(job: Job, place: Place | None, board: RankBoard) -> int:
-    """Run a job under an agent. Must be called in the main thread of the process.
+    """Run a job under an agent, and return the run's exit status. Must be called in the main thread of the process.
 
-    Args:
-        job: Job to run.
-        place: Addresses with which this machine joins the rendezvous; None for a run on one machine.
-        board: Records of the ranks of this machine.
-
-    Returns:
-        The exit status of the run, as in `supervise_job`.
-
-    Raises:
-        ValueError: If the rendezvous endpoint does not respond, or if a setting of the job is invalid.
-        OSError: If the program cannot be started.
+    ``place`` is None for a run on one machine.
     """
     if job.nodes is not None and place is not None:
         source = "" if place.local_addr is None else f" as {place.local_addr}"

@@ -1,7 +1,4 @@
-"""Machines of a run, as read from torch's rendezvous. They may change during the run.
-
-Only a supervisor imports this module.
-"""
+"""Machines of a run, as read from torch's rendezvous."""
 
 from __future__ import annotations
 
@@ -22,11 +19,7 @@ _LEAVE = 5.0  # seconds
 class Membership:
     """Machines that take part in a run, wait to join it, or have left it.
 
-    Changes are reported only if the rendezvous is a `DynamicRendezvousHandler` of torch, as with the c10d backend. With
-    the static backend, they are not.
-
-    Args:
-        handler: Torch's rendezvous handler.
+    Changes are reported only if the rendezvous is a `DynamicRendezvousHandler` of torch, as with the c10d backend.
     """
 
     def __init__(self, handler: Any) -> None:
@@ -34,11 +27,7 @@ class Membership:
         self._size = 0
 
     def begin_round(self) -> None:
-        """Prepare the first or a later rendezvous of the run, so that torch creates a new store for the ranks.
-
-        Raises:
-            RendezvousError: If the store does not respond.
-        """
+        """Prepare the first or a later rendezvous of the run, so that torch creates a new store for the ranks."""
         if self._handler is None:
             return
         # torch (2.4 to 2.13) keeps the ranks' store over restarts, with the keys of the killed ranks, and on some
@@ -51,22 +40,11 @@ class Membership:
             timeout._set_timeouts(last_call=_LAST_CALL)
 
     def end_round(self, size: int) -> None:
-        """Record the number of machines that took part in the completed rendezvous.
-
-        Args:
-            size: Number of machines.
-        """
+        """Record the number of machines that took part in the completed rendezvous."""
         self._size = size
 
     def look(self) -> tuple[bool, bool]:
-        """Return whether a machine has left the run, and whether another one is waiting to join.
-
-        torch queries the store at most once per second. A machine has left if it has reported this, or has not sent a
-        heartbeat for keep_alive_interval x keep_alive_max_attempt seconds (15 by default).
-
-        Raises:
-            RendezvousError: If the store does not respond.
-        """
+        """Return whether a machine has left the run, and whether another one is waiting to join."""
         if self._handler is None:
             return False, False
         waiting = self._handler.num_nodes_waiting()

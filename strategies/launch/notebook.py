@@ -1,4 +1,4 @@
-"""Launchers that run a function in several processes. They are for notebooks, which have no script to run again."""
+"""Launchers that run a function in several processes, for notebooks."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ def notebook_launcher(
 ) -> None:
     """Call `function(*args)` in several processes and wait for all of them. The signature is Accelerate's.
 
-    The processes are forked, so the function may be defined in a cell and use the session's variables. The session must
-    not have used a GPU or opened the GPU's driver before. A single process is not forked: the function is called in the
-    session. Torch starts with one CPU thread in each forked process.
+    The processes are forked, so the function may use the session's variables. The session must not have used a GPU or
+    opened the GPU's driver before. A single process is not forked. Torch starts with one CPU thread in each forked
+    process.
 
     Args:
         function: Function to run in each process. It creates the Accelerator or Trainer.
         args: Positional arguments of `function`. Default: none.
         num_processes: Number of processes on this machine. Default: one per GPU, or one if there is no GPU.
-        mixed_precision: Must be ``"no"``. Set the precision in the function, as in `Accelerator(mixed_precision=...)`.
+        mixed_precision: Must be ``"no"``. Set the precision in the function.
         use_port: Port on machine 0 for the rendezvous. Default: 29500, or any free port with one machine.
         master_addr: Address of machine 0. Default: 127.0.0.1.
         node_rank: Number of this machine, from 0. Default: 0.
         num_nodes: Number of machines, each of which calls this function. Default: 1.
-        rdzv_backend: Must be ``"static"``. `treadle launch` supports other backends.
+        rdzv_backend: Must be ``"static"``.
         rdzv_endpoint: ``HOST:PORT``, instead of ``master_addr`` and ``use_port``. Default: none.
         rdzv_conf: May contain only ``timeout``, the time limit of the rendezvous in seconds. Default: 900 seconds.
         rdzv_id: Name of the run, the same on all machines. Default: ``"none"``, a random name with one machine.
-        max_restarts: Maximum number of restarts after a failure; 0, the default, is required on several machines.
+        max_restarts: Maximum number of restarts after a failure. Must be 0, the default, on several machines.
         monitor_interval: Maximum time in seconds between checks of the processes. Default: 0.1.
         log_line_prefix_template: Must be None.
 
@@ -146,18 +146,15 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         num_processes: Number of processes. Default: 2.
 
     Raises:
-        ValueError: If ``num_processes`` is not a positive integer, if the session cannot be forked, if it has a process
-            group, or if this process is already a rank.
-        TypeError: If ``function`` is not callable, or if ``args`` cannot be converted to a tuple.
-        RuntimeError: If a process fails. The error contains the traceback, the signal or the exit status of the
-            process. The other processes are ended.
+        ValueError, TypeError: If an argument is invalid, the session cannot be forked, or this process is a rank.
+        RuntimeError: If a process fails, with its traceback, signal or exit status.
     """
     _Launch(function=function, args=tuple(args), count=num_processes, variables={"CUDA_VISIBLE_DEVICES": ""}).run()
 
 
 @dataclass(kw_only=True)
 class _Launch:
-    """Settings of one call of a launcher. Its ``run`` method runs the processes."""
+    """Settings of one call of a launcher."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -397,7 +394,6 @@ def _receive_failure(pipe: Connection) -> tuple[float, str]:
 
 @contextlib.contextmanager
 def _block_interrupt() -> Iterator[None]:
-    """Delay an interrupt while processes start, so that no process starts unnoticed."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -28,12 +28,8 @@ class _Pulse:
 class RankBoard:
     """Anonymous file in which each rank of this machine has a record that outlives the rank.
 
-    The first byte of a record shows whether a stage runs (`mark_stage`), and whether the rank leaves the stage because
-    of a signal (`mark_leaving`). A rank that exits with status 0 while its record shows a stage counts as failed. The
-    remaining bytes contain the last heartbeat from the rank's watchdog, if the user has set a limit.
-
-    Args:
-        nproc: Number of ranks.
+    A record shows whether a stage runs (`mark_stage`) or the rank is leaving (`mark_leaving`), and contains the last
+    heartbeat from the rank's watchdog, if there is one.
 
     Attributes:
         path: Path to which the ranks write; "" on systems that do not support such files.
@@ -58,28 +54,17 @@ class RankBoard:
             os.ftruncate(self._descriptor, self._nproc * BOARD_RECORD)
 
     def is_running(self, local_rank: int) -> bool:
-        """Return whether a stage runs in a rank, or the rank is leaving because of a signal.
-
-        Args:
-            local_rank: Rank on this machine, from 0.
-        """
+        """Return whether a stage runs in a rank, or the rank is leaving because of a signal."""
         return self._read(local_rank)[:1] in (b"\1", b"\2")
 
     def is_leaving(self, local_rank: int) -> bool:
-        """Return whether a rank has noted a signal and is leaving because of it.
-
-        Args:
-            local_rank: Rank on this machine, from 0.
-        """
+        """Return whether a rank has noted a signal and is leaving because of it."""
         return self._read(local_rank)[:1] == b"\2"
 
     def find_silent(self, ended: Collection[int]) -> list[int]:
-        """Return the ranks that have not ended if each has been silent for longer than its limit; else an empty list.
+        """Return the ranks that have not ended if all of them have been silent for longer than their limits; else [].
 
         A rank that still responds reports the silent ranks itself.
-
-        Args:
-            ended: Local ranks that have ended.
         """
         now = time.monotonic()
         if now - self._looked > _ABSENCE:
@@ -97,12 +82,7 @@ class RankBoard:
         return ranks if silent == ranks else []
 
     def report(self, local_rank: int, folder_name: str) -> str:
-        """Describe why a rank is silent, and write its main thread's stack to the file that the rank would have used.
-
-        Args:
-            local_rank: Rank on this machine, from 0.
-            folder_name: Name of the folder for the stacks of all ranks.
-        """
+        """Describe why a rank is silent, and write its main thread's stack to a file in a folder of this name."""
         beat = _parse(self._read(local_rank))
         if beat is None:
             return "does not respond"

@@ -26,17 +26,11 @@ class Nodes:
     Args:
         least: Minimum number of machines needed to start or restart the run.
         most: Maximum number of machines.
-        endpoint: ``HOST:PORT`` of the store that the machines use for their rendezvous. With the c10d and static
-            backends, the store usually runs on the machine with this address, and the default ports are 29400 and
-            29500.
-        rank: Number of this machine, if the user numbers the machines. The run is then not elastic. Default: no number.
-        local_addr: Address at which the other machines reach this one. Default: the address from which this machine
-            reaches the endpoint. With backends other than c10d and static, torch chooses the default.
-        conf: Further settings of torch's rendezvous: ``timeout``, ``join_timeout``, ``read_timeout``, ``is_host``, ...
+        endpoint: ``HOST:PORT`` of the store that the machines use for their rendezvous.
+        rank: Number of this machine, if the user numbers the machines. Default: no number.
+        local_addr: Address at which the other machines reach this one. Default: chosen by Treadle or torch.
+        conf: Further settings of torch's rendezvous, such as ``join_timeout``.
         backend: Torch's name for the rendezvous backend. Default: ``"static"`` with a ``rank``, otherwise ``"c10d"``.
-
-    Raises:
-        ValueError: If a number is out of range, if the numbers contradict each other, or if the endpoint is empty.
     """
 
     least: int
@@ -73,13 +67,7 @@ class Nodes:
         return self.least < self.most
 
     def place(self) -> Place:
-        """Return the addresses with which this machine joins the rendezvous.
-
-        Raises:
-            ValueError: If the endpoint is invalid, cannot be resolved or has no route from this machine, if
-                ``local_addr`` cannot be resolved or is not an address of this machine, or if the network interface for
-                gloo must be set but cannot be determined.
-        """
+        """Return the addresses with which this machine joins the rendezvous."""
         if self.backend not in _PORTS:  # etcd and user-registered backends interpret it themselves
             return Place(self.endpoint, self.local_addr, owner=False, interface=None)
         host, port = _split(self.endpoint, _PORTS[self.backend], numbered=self.rank is not None)
@@ -103,12 +91,10 @@ class Place:
     """Addresses with which this machine joins the rendezvous; the result of `Nodes.place`.
 
     Attributes:
-        endpoint: ``HOST:PORT`` of the store, with the host as a numeric address. For backends other than c10d and
-            static, the user's endpoint, unchanged.
+        endpoint: ``HOST:PORT`` of the store.
         local_addr: Address of this machine; None if torch chooses it.
-        owner: Whether the endpoint's address belongs to this machine; False for backends other than c10d and static.
-        interface: Network interface of ``local_addr``, for gloo. None if it is unknown, if the user has set one, on
-            systems other than Linux, and for backends other than c10d and static.
+        owner: Whether the endpoint's address is known to belong to this machine.
+        interface: Network interface to set for gloo, or None.
     """
 
     endpoint: str
@@ -125,22 +111,14 @@ class Job:
         nproc: Number of ranks on this machine.
         command: The program and its arguments.
         run_id: Name of the run, the same on all machines.
-        grace: Seconds from a forwarded signal to SIGKILL. The countdown restarts as long as a rank is leaving because
-            of the signal. Default: 30.
-        failure_grace: Seconds from SIGTERM to SIGKILL for the other ranks once a rank has failed, unless a rank is
-            leaving because of a signal. Default: 2.
+        grace: Seconds from a forwarded signal to SIGKILL; see `supervise`. Default: 30.
+        failure_grace: Seconds from SIGTERM to SIGKILL once a rank has failed; see `supervise`. Default: 2.
         nodes: Machines of the run and their rendezvous. Default: this machine alone.
         max_restarts: Maximum number of restarts of all ranks after a failure. Default: 0.
         monitor_interval: Seconds between checks for reports of other machines. Default: 0.1.
         log_dir: Folder for the files that ``redirects`` and ``tee`` request. Default: none.
-        redirects: Torchrun's ``--redirects``, the streams to write to files: ``"0"`` for none, ``"1"`` for standard
-            output, ``"2"`` for standard error, ``"3"`` for both. ``"0:1,1:3"`` sets a value for each listed local rank.
-            Default: ``"0"``.
-        tee: Torchrun's ``--tee``, with the same values as ``redirects``. These streams are written to files and to the
-            terminal. Default: ``"0"``.
-
-    Raises:
-        ValueError: If a number is out of range, if options contradict each other, or if ``log_dir`` is missing.
+        redirects: Torchrun's ``--redirects``. Default: ``"0"``, none.
+        tee: Torchrun's ``--tee``. Default: ``"0"``, none.
     """
 
     nproc: int
@@ -209,7 +187,6 @@ def _is_local_address(address: str) -> bool:
 
 
 def _find_source_address(target: str, port: int) -> str:
-    """Return the address from which this machine reaches ``target``."""
     try:
         return find_source_address(target, port)
     except OSError as error:
@@ -223,9 +200,6 @@ def _choose_interface(address: str) -> str | None:
     """Return the network interface to set for gloo; None if none has to be set.
 
     Otherwise, gloo would use the address of the host's name, which is often a loopback address.
-
-    Raises:
-        ValueError: If the interface must be set and cannot be determined.
     """
     if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ:
         return None

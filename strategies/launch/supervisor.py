@@ -1,4 +1,4 @@
-"""Supervisor that starts the ranks of one machine, based on torch's elastic agent. It is not a rank itself."""
+"""Supervisor that starts the ranks of one machine, and is not a rank itself."""
 
 from __future__ import annotations
 
@@ -26,19 +26,7 @@ _TEST_RUNNERS = ("pytest", "py.test", "unittest")
 def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
     """Run this script again in `nproc` ranks, and end this process with their exit status.
 
-    `Trainer(devices=2)` calls this in a plain `python train.py`. Interpreter flags, `-m` and the command line are kept.
     The code above the call runs once in this process and once in each rank.
-
-    Args:
-        nproc: Number of ranks.
-        grace: Seconds from a forwarded signal to SIGKILL; see `supervise`. Default: 30.
-
-    Raises:
-        SystemExit: When the ranks have ended, with the status that `supervise` returns.
-        ValueError: If there is no script to run again, as in a prompt, a notebook, `python -c` or a test runner, if
-            ``nproc`` is not a positive integer, or if this is not the main thread. In these cases, no process is
-            started.
-        OSError: If the interpreter cannot be started.
     """
     if (config := _get_hydra_config()) is not None:
         os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it again in each rank
@@ -60,14 +48,9 @@ def supervise(
 ) -> int:
     """Run a command in `nproc` processes of this machine, with torchrun's variables, and wait for all of them.
 
-    The calling process is a supervisor and not a rank. Once the ranks have started, it forwards SIGTERM, SIGUSR1,
-    SIGINT, SIGHUP and SIGQUIT to every rank, except signals that the supervisor itself ignores, so `nohup` stays
-    effective. The ranks may then save. After a SIGTERM, SIGUSR1 or SIGHUP, further signals of these three kinds have no
-    effect. After a SIGINT, any further signal sends the ranks a second SIGINT and kills them one second later. In all
-    other cases, a second signal kills them immediately. When a rank fails, the other ranks are ended. Every launch
-    listens on a separate port, which the system picks. The variable ``TREADLE_SUPERVISOR`` contains this process's ID,
-    for `die_with_parent`. If `OMP_NUM_THREADS` is not set, it becomes the number of CPUs of this process divided by
-    `nproc`, rounded down but at least 1.
+    The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to the
+    ranks, except signals that it ignores itself. When a rank fails, the other ranks are ended. If `OMP_NUM_THREADS` is
+    not set, the CPUs of this process are divided among the ranks.
 
     Args:
         nproc: Number of ranks, at least 1.
@@ -76,17 +59,11 @@ def supervise(
         grace: Seconds from a forwarded signal to SIGKILL. The countdown restarts as long as a rank is leaving because
             of the signal; see `mark_leaving`. Default: 30.
         failure_grace: Seconds from SIGTERM to SIGKILL for the other ranks once a rank has failed, unless a rank is
-            leaving because of a signal. Default: 2, because they can only wait for the failed rank.
+            leaving because of a signal. Default: 2.
 
     Returns:
-        0 if every rank exited with 0 outside of a Trainer's stages. On Linux, exiting with 0 during a stage counts as
-        1. Otherwise, the status of the rank that failed first, which is 128 + n if signal n killed it. If this process
-        received signal n, the result is 128 + n regardless of the ranks' later statuses; for SIGUSR1, it is 143.
-
-    Raises:
-        ValueError: If ``nproc`` is not a positive integer, if ``argv`` is None and no script can be run again, or if
-            this is not the main thread.
-        OSError: If the program cannot be started.
+        0 if the run succeeded. Otherwise, the status of the rank that failed first, or 128 + n if signal n killed it or
+        was sent to this process. SIGUSR1 counts as SIGTERM if it is sent to this process.
     """
     command = [] if argv is None else [str(part) for part in argv]
     run_id = run_id or uuid.uuid4().hex
@@ -97,20 +74,11 @@ def supervise(
 def supervise_job(job: Job) -> int:
     """Run a job as `supervise` does. The job may span several machines, each with its own supervisor.
 
-    If the job has ``nodes``, the ranks get ``GLOO_SOCKET_IFNAME``, the network interface at which the other machines
-    reach this one. It is set only on Linux, with the static or c10d backend, if it is not set yet and the interface is
-    known.
-
-    Args:
-        job: Job to run.
-
     Returns:
-        The status that `supervise` describes. The rank that failed first may be on any machine. If the connection to
-        another machine fails, the status is 1.
+        The status that `supervise` describes. The rank that failed first may be on any machine.
 
     Raises:
-        ValueError: If a setting of the job is invalid, if the endpoint of the machines cannot be used, or if this is
-            not the main thread.
+        ValueError: If the job is invalid, or if this is not the main thread.
         OSError: If the program cannot be started.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -150,14 +118,7 @@ def has_script() -> bool:
 
 
 def build_relaunch_command(nproc: int) -> list[str]:
-    """Build the command that runs this script again.
-
-    Args:
-        nproc: Number of requested ranks, for the error message.
-
-    Returns:
-        The interpreter and its flags, the script's absolute path or `-m` and the module's name, and the arguments,
-        which include the output folder if the script uses Hydra.
+    """Return the command that runs this script again, with its interpreter flags and arguments.
 
     Raises:
         ValueError: If no script can be run again.

@@ -13,11 +13,7 @@ from . import scratch
 
 
 def end_at_once(status: int) -> None:
-    """End this process and its `multiprocessing` children, such as data workers, within seconds, from any thread.
-
-    Args:
-        status: Exit status of this process.
-    """
+    """End this process and its `multiprocessing` children, such as data workers, within seconds, from any thread."""
     for child in multiprocessing.active_children():  # data workers
         child.kill()
     run_briefly(sys.stdout.flush)
@@ -26,11 +22,7 @@ def end_at_once(status: int) -> None:
 
 
 def run_briefly(work: Callable[[], Any]) -> None:
-    """Run a function in a thread and wait at most 0.5 s, because a lock of the main thread or a disk may block it.
-
-    Args:
-        work: Function without arguments.
-    """
+    """Run a function in a thread and wait at most 0.5 s, because a lock of the main thread or a disk may block it."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(0.5)

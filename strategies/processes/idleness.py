@@ -11,11 +11,10 @@ _MOST_WORK = 0.03  # CPU seconds per second; receiving 100 MB/s needs more
 
 
 class Idleness:
-    """Timer that measures how long this process has been idle. Each measurement takes about a millisecond.
+    """Timer that measures how long this process has been idle.
 
-    The process counts as idle since the timer's creation or the last measurement at which it had used CPU time or
-    another thread was running, ready to run, or waiting for a disk. CPU time counts if it exceeds 3 % of the time since
-    the previous measurement. By CPU time alone, a process that gets no CPU on a busy machine would also count as idle.
+    A process is idle if it uses little CPU time, and no other thread was running, ready to run, or waiting for a disk
+    when it was measured. By CPU time alone, a process that gets no CPU on a busy machine would also count as idle.
     """
 
     def __init__(self) -> None:
@@ -32,10 +31,7 @@ class Idleness:
 
 
 def _is_running() -> bool:
-    """Return whether a thread other than this one runs, is ready to run, or waits for a disk.
-
-    Return False if this is unknown.
-    """
+    """Return whether a thread other than this one runs, is ready to run, or waits for a disk."""
     own_thread = str(threading.get_native_id())
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError, IndexError):  # the thread has just ended

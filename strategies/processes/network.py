@@ -13,24 +13,12 @@ _ELSEWHERE = "192.0.2.1"  # reserved for documents (RFC 5737): the default route
 
 
 def open_datagram_socket(address: str) -> socket.socket:
-    """Return a UDP socket for the address's family.
-
-    Args:
-        address: Numeric IPv4 or IPv6 address.
-    """
+    """Return a UDP socket for the address's family."""
     return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
 
 
 def find_source_address(target: str, port: int = 9) -> str:
-    """Return the address from which this machine reaches ``target``, according to its routes, without sending a packet.
-
-    Args:
-        target: Numeric IPv4 or IPv6 address.
-        port: Port of the target. Default: 9.
-
-    Raises:
-        OSError: If there is no route to the target.
-    """
+    """Return the address from which this machine reaches ``target``, without sending a packet."""
     with open_datagram_socket(target) as probe:
         probe.connect((target, port))
         return str(probe.getsockname()[0])
@@ -40,9 +28,6 @@ def interface_of(address: str) -> str | None:
     """Return the name of the network interface that has ``address``; None if no interface matches.
 
     An IPv4 address must be the first one of its interface.
-
-    Args:
-        address: Numeric IPv4 or IPv6 address.
     """
     import fcntl
 
@@ -62,10 +47,7 @@ def interface_of(address: str) -> str | None:
 
 
 def is_named_loopback() -> bool:
-    """Return whether this machine's name resolves to a loopback address, which gloo would announce, or to no address.
-
-    Debian's installer assigns the address 127.0.1.1 to the machine's name.
-    """
+    """Return whether this machine's name resolves to a loopback address or to no address."""
     try:
         return ipaddress.ip_address(socket.gethostbyname(socket.gethostname())).is_loopback
     except OSError:
@@ -73,14 +55,7 @@ def is_named_loopback() -> bool:
 
 
 def name_gloo_interface(meeting_host: str) -> None:
-    """Set gloo's network interface to the one that reaches the other machines, if gloo would use a loopback address.
-
-    This sets the variable ``GLOO_SOCKET_IFNAME`` on Linux, unless it is already set, ``meeting_host`` is a loopback
-    address, or no interface is found.
-
-    Args:
-        meeting_host: Name or address of the rendezvous host, the value of MASTER_ADDR.
-    """
+    """Set gloo's network interface to the one that reaches the other machines, if gloo would use a loopback address."""
     alone = meeting_host == "localhost" or meeting_host.startswith("127.") or meeting_host == "::1"
     if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ or alone or not is_named_loopback():
         return

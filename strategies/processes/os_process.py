@@ -1,4 +1,4 @@
-"""Functions that inspect processes of the operating system, kill a session, or end a process with its supervisor."""
+"""Functions that inspect or end processes of the operating system."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process with this ID exists.
-
-    Args:
-        pid: The process ID.
-    """
+    """Return whether a process with this ID exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -34,11 +30,7 @@ def identify_host() -> str:
 
 
 def read_start_time(pid: int) -> str | None:
-    """Return a process's start time in clock ticks since boot; "" if it is unknown, None if the process does not run.
-
-    Args:
-        pid: The process ID.
-    """
+    """Return a process's start time in clock ticks since boot; "" if it is unknown, None if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         state, *rest = text.rpartition(")")[2].split()
@@ -54,9 +46,6 @@ def kill_session(leader: int) -> None:
     """Kill the leader of a session, if it still runs, and all other processes of the session in any process group.
 
     On systems without ``/proc``, only the leader's process group is killed.
-
-    Args:
-        leader: Process ID of the leader.
     """
     pids = {leader} if is_alive(leader) else set()
     for entry in Path("/proc").glob("[0-9]*"):
@@ -72,18 +61,11 @@ def kill_session(leader: int) -> None:
 
 
 def die_with_parent(supervisor_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the system end this process when its supervisor dies for any reason.
+    """Make Linux send this process a signal when its supervisor dies, if the supervisor is its parent.
 
-    Does nothing on systems other than Linux.
-
-    For a rank, the signal is SIGKILL, because a supervisor that was itself killed can no longer end a rank that ignores
-    a gentler signal or never handles it. An interrupted checkpoint is never published. A process that is not a child of
-    the supervisor, such as a program started by a rank, inherits ``TREADLE_SUPERVISOR``. It is ended only if the
-    supervisor no longer exists at the time of this call.
-
-    Args:
-        supervisor_pid: The supervisor's process ID, passed in ``TREADLE_SUPERVISOR``.
-        number: Signal that this process receives. Default: SIGKILL.
+    The default is SIGKILL, because a supervisor that was itself killed can no longer end a rank that ignores a gentler
+    signal. A process that is not a child of the supervisor is ended only if the supervisor no longer exists at the time
+    of this call.
     """
     if sys.platform != "linux":
         return

@@ -17,11 +17,7 @@ _signaled: list[int] = []  # contains this process once it has received a signal
 
 
 def mark_stage(running: bool) -> None:
-    """Report to the supervisor that a stage runs in this rank or has ended. Exiting during a stage counts as a failure.
-
-    Args:
-        running: True when the stage begins, False when it ends.
-    """
+    """Report to the supervisor that a stage runs or has ended. Exiting during a stage counts as a failure."""
     _running[:] = [os.getpid()] if running else []
     if running:
         _signaled.clear()
@@ -50,9 +46,8 @@ def was_signaled() -> bool:
 def write_beat(beat: Mapping[str, Any] | None) -> None:
     """Report to the supervisor that this rank is alive.
 
-    Args:
-        beat: JSON-serializable data about this rank, which must differ in each call. None if the supervisor should no
-            longer expect heartbeats. Data that does not fit into the record is not sent.
+    ``beat`` must be serializable as JSON, and must differ in each call. None means that no more heartbeats follow. Data
+    that does not fit into the record is not sent.
     """
     text = b"" if beat is None else json.dumps(beat).encode()
     if len(text) < BOARD_RECORD:

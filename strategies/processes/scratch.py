@@ -61,11 +61,8 @@ _leaving = threading.Lock()
 def open_scratch(job: int) -> None:
     """Create this rank's folder, let multiprocessing use it if possible, and remove the folders that ended ranks left.
 
-    Does nothing if the folder exists already, if the system has no user IDs, or if another user owns the parent folder
-    or can write to it.
-
-    Args:
-        job: Process ID of the process that started the ranks of this machine.
+    ``job`` is the ID of the process that started the ranks of this machine. Does nothing if the folder cannot be
+    created safely.
     """
     pid = os.getpid()
     if _opened and _opened[0].pid == pid:
@@ -98,11 +95,7 @@ def open_scratch(job: int) -> None:
 
 
 def note_unfinished(directory: Path) -> None:
-    """Register a directory for removal if this job ends before `forget_unfinished` is called.
-
-    Args:
-        directory: An existing directory that contains only files of this job.
-    """
+    """Register a directory for removal if this job ends before `forget_unfinished` is called."""
     identity = _identify(directory)
     if identity is None or directory in _unfinished:
         return
@@ -113,11 +106,7 @@ def note_unfinished(directory: Path) -> None:
 
 
 def forget_unfinished(directory: Path) -> None:
-    """Cancel the removal of a directory that is complete or has been removed.
-
-    Args:
-        directory: Directory that was passed to `note_unfinished`.
-    """
+    """Cancel the removal of a directory that is complete or has been removed."""
     identity = _unfinished.pop(directory, None)
     if identity is not None and (link := _find_link(identity)) is not None:
         with contextlib.suppress(OSError):
@@ -127,9 +116,7 @@ def forget_unfinished(directory: Path) -> None:
 def leave() -> None:
     """Remove this process's folder and, if this is the last process of its job, all files that the job left.
 
-    If the process has registered unfinished directories, its folder remains until the last process removes both,
-    because other processes may still write into these directories. A process without a folder removes its own
-    unfinished directories.
+    Unfinished directories remain until the last process leaves, because other processes may still write into them.
     """
     with _leaving:  # the main thread and a watchdog's thread may call this
         if not _opened or _opened[0].pid != os.getpid():
@@ -157,12 +144,10 @@ def _leave_at_exit() -> None:
 
 
 def leave_on_sigterm() -> None:
-    """Install a SIGTERM handler that removes this rank's folder. Launchers send SIGTERM once another rank has failed.
+    """Install a SIGTERM handler that removes this rank's folder.
 
-    Does nothing outside the main thread, without a folder, or if SIGTERM already has a handler.
-
-    Call this only when this rank fails or ends, because a Python handler, unlike the system's default, has to wait for
-    C code.
+    Does nothing outside the main thread, without a folder, or if SIGTERM already has a handler. Call this only when
+    this rank fails or ends, because a Python handler, unlike the system's default, has to wait for C code.
     """
     handled = threading.current_thread() is threading.main_thread()
     if handled and _opened and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -170,12 +155,7 @@ def leave_on_sigterm() -> None:
 
 
 def end_by_signal(number: int, frame: FrameType | None) -> None:
-    """Remove this process's folder, and end the process as the system would. This is the handler of `leave_on_sigterm`.
-
-    Args:
-        number: Number of the received signal.
-        frame: The interrupted frame, which is not used.
-    """
+    """Remove this process's folder, and end the process as the system would."""
     signal.signal(number, signal.SIG_IGN)
     leave()
     signal.signal(number, signal.SIG_DFL)
@@ -185,11 +165,8 @@ def end_by_signal(number: int, frame: FrameType | None) -> None:
 def sweep(job: int | None = None, all_ended: bool = False) -> None:
     """Remove the files that ended processes have left.
 
-    Args:
-        job: Job that ends on this machine, identified as in `open_scratch`. Its unfinished directories are also
-            removed. Default: None, for a job that begins.
-        all_ended: Whether the launcher has ended all ranks of the job. Their files are then removed even if a killed
-            process has not exited yet. Default: False.
+    ``job`` is the job that ends on this machine, whose unfinished directories are also removed; None for a job that
+    begins. With ``all_ended``, the files of all its ranks are removed even if a killed process has not exited yet.
     """
     for entry in _list_entries():
         if entry.job == job and (all_ended or entry.has_left or not entry.is_alive):

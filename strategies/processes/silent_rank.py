@@ -32,7 +32,7 @@ class Dumps:
             self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Close the file. If this is called in the main thread, later requests are ignored."""
+        """Close the file."""
         if self._descriptor is not None and _DUMP is not None:
             faulthandler.unregister(_DUMP)
             with contextlib.suppress(ValueError):  # not in the main thread
@@ -43,11 +43,7 @@ class Dumps:
 
 
 def explain_silence(pid: int | None) -> str:
-    """Describe why a process does not respond.
-
-    Args:
-        pid: The process ID; None for a process of another machine, whose state is unknown.
-    """
+    """Describe why a process does not respond. The ID is None for a process of another machine."""
     state = "" if pid is None else _read_state(pid)
     return {"T": "is stopped by a signal (SIGSTOP)", "t": "is stopped by a debugger"}.get(
         state, "does not respond: it is stopped, or blocked in C code that holds the interpreter"
@@ -56,11 +52,6 @@ def explain_silence(pid: int | None) -> str:
 
 def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
     """Make a process of this machine write its main thread's stack, and copy the stack into a file.
-
-    Args:
-        pid: The process ID.
-        dumps: `Dumps.path` of that process.
-        file: File that receives a copy of the stack.
 
     Returns:
         Text with the current file and line of the main thread; "" if there is no stack.
@@ -87,10 +78,7 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to a process's main thread, whose ID is that of the process.
-
-    With `os.kill`, Linux would choose the thread. It is used only if the C library has no ``tgkill``.
-    """
+    """Send a signal to a process's main thread. With `os.kill`, Linux would choose the thread."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "tgkill"):  # glibc before 2.30
         os.kill(pid, number)

@@ -28,12 +28,7 @@ _COUNTING = (
 
 
 class BeforeValidation:
-    """Copy of the state that a validation changes, such as RNG state, dataloader positions, buffers and metric objects.
-
-    Args:
-        trainer: The running Trainer.
-        task: The user's task.
-    """
+    """Copy of the state that a validation changes, such as RNG state, buffers and metric objects."""
 
     def __init__(self, trainer: Trainer, task: TaskModule) -> None:
         self._trainer, self._task = trainer, task
@@ -94,22 +89,16 @@ class BeforeValidation:
 
 
 def _copy_buffers(task: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return each buffer of a task, with a copy of its values."""
     return [(buffer, buffer.clone()) for buffer in task.buffers()]
 
 
 def _restore_buffers(copies: list[tuple[Tensor, Tensor]]) -> None:
-    """Restore the values of the buffers from their copies."""
     for buffer, before in copies:
         buffer.copy_(before)
 
 
 def sum_parameters(task: nn.Module) -> list[Tensor]:
-    """Return the sum of this process's shard of each parameter, to detect changes. The sums stay on the device.
-
-    Args:
-        task: Task whose parameters are summed.
-    """
+    """Return the sum of this process's shard of each parameter, to detect changes. The sums stay on the device."""
     parameters = (local(parameter.detach()) for parameter in task.parameters())
     return [(p.float() if p.element_size() == 1 else p).sum() for p in parameters]  # 8-bit formats cannot be summed
 

@@ -25,13 +25,10 @@ if TYPE_CHECKING:
 
 
 class LastStep:
-    """Copy of all state that changes between two optimizer steps, from which the last step can be saved.
+    """Copy of the state that changes between two optimizer steps, from which the last step can be saved.
 
-    Parameters and the optimizer's tensors do not change between two steps, so they are not copied. RNG states, the
-    dataloaders' positions, buffers (such as those of batch norm), counters, schedules, callback states and logged
-    values change in between and are copied after every step.
-
-    After an error, rank zero saves the checkpoint alone and without collectives, because other ranks may have exited.
+    Parameters and the optimizer's tensors do not change between two steps, so they are not copied. After an error, rank
+    zero saves the checkpoint alone and without collectives, because other ranks may have exited.
 
     Args:
         trainer: The running Trainer.
@@ -74,11 +71,10 @@ class LastStep:
             handle.remove()
 
     def _mark_moving(self, *_: Any) -> None:
-        """Record that the next optimizer step has begun."""
         self._moving = True
 
     def changed(self) -> None:
-        """Record that a callback changed the model or the optimizer after the last step. The next step resets this."""
+        """Record that a callback changed the model or the optimizer after the last step."""
         self._changed = True
 
     def _note_validation_start(self) -> None:
@@ -119,7 +115,6 @@ class LastStep:
         self._moving, self._changed, self._sums = False, False, None
 
     def _collect_registered(self) -> dict[str, Any]:
-        """Return the states of callbacks, logged values and objects registered for checkpointing, by name."""
         trainer = self._trainer
         callback_states = copy.deepcopy(collect_callback_states(trainer.callbacks))
         states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=callback_states, added={}), "metrics": {}}
@@ -176,7 +171,7 @@ class LastStep:
             trainable_only: Omit frozen weights.
 
         Raises:
-            ValueError: If a weight is not finite, or ``path`` has content that is not a checkpoint.
+            ValueError: If the checkpoint must not be saved, for example because a weight is not finite.
             TypeError: If a state is not plain data.
             OSError: If the checkpoint cannot be written.
         """
@@ -221,30 +216,23 @@ class LastStep:
 
 
 def _copy_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group, with tensors copied."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
     }
 
 
 def _copy_position(loader: Loader) -> dict[str, Any]:
-    """Return a copy of a dataloader's position."""
     return _copy_state(loader.state_dict())
 
 
 def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a dataloader's state, which user code may change in place."""
     if "loaders" in state:
         return {**state, "loaders": list(map(_copy_state, state["loaders"]))}
     return {**state, "source": copy.deepcopy(state["source"])}  # user code may change its state in place
 
 
 def explain_need_of_others(trainer: Trainer) -> str:
-    """Return the reason why rank zero alone cannot save the run; "" if it can.
-
-    Args:
-        trainer: Trainer of the run.
-    """
+    """Return the reason why rank zero alone cannot save the run; "" if it can."""
     strategy = trainer.accelerator.strategy
     if strategy.sharded:
         return f"with strategy={strategy.name!r} each process holds only a shard of the model"

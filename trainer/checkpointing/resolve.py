@@ -41,14 +41,12 @@ _ELSEWHERE = {
 
 @dataclass
 class SearchReport:
-    """Findings of a search for a checkpoint. Rank zero fills in the report and sends it to all ranks.
+    """Findings of a search for a checkpoint, which rank zero sends to all ranks.
 
     Attributes:
-        steps_reached: Number of optimizer steps of the run, as last recorded in its folder; 0 if unknown, and in stages
-            other than ``fit``.
-        skipped: One sentence for each checkpoint that cannot be used.
-        other_runs: Paths of the checkpoints from other runs, latest first, grouped by a text that states how they
-            differ from this run.
+        steps_reached: Number of optimizer steps of the run, as last recorded in its folder; 0 if unknown.
+        skipped: Sentences about checkpoints that cannot be used.
+        other_runs: Paths of the checkpoints from other runs, by a text that states how they differ.
         searched: Directories that were searched, or a text about another place.
     """
 
@@ -73,12 +71,9 @@ class SearchReport:
 class CheckpointResolver:
     """Search for the checkpoint of a stage; `resolve` opens and verifies it.
 
-    Args:
-        trainer: The Trainer, whose ModelCheckpoints determine where to look.
-        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        ckpt_path: None; a path, which must be an intact checkpoint; ``"last"``, the latest intact checkpoint of this
-            run; ``"best"``, the best checkpoint according to the ModelCheckpoint; or, in ``fit`` only, ``"auto"``:
-            ``"last"`` if a checkpoint exists, else a fresh start.
+    ``ckpt_path`` is None; the path of a checkpoint; ``"last"``, the latest intact checkpoint of this run; ``"best"``,
+    the best checkpoint according to the ModelCheckpoint; or, in ``fit`` only, ``"auto"``: like ``"last"``, but ``fit``
+    may start from scratch.
     """
 
     def __init__(self, trainer: Trainer, stage: str, ckpt_path: Any) -> None:
@@ -89,13 +84,11 @@ class CheckpointResolver:
     def resolve(self) -> OpenCheckpoint | None:
         """Return the opened and verified checkpoint, the same on every rank; None if no checkpoint is loaded.
 
-        Call it on all ranks. Rank zero searches, and all ranks verify. If ``ckpt_path`` is a word, a message announces
-        the choice, and warnings name the skipped checkpoints.
+        Call it on all ranks. If ``ckpt_path`` is a word, a message announces the choice, and warnings name the skipped
+        checkpoints.
 
         Raises:
-            ValueError: If ``ckpt_path`` is invalid for the stage, selects no intact checkpoint, or needs a
-                `ModelCheckpoint` that the Trainer does not have. With ``"auto"``, a directory without checkpoints is
-                not an error.
+            ValueError: If ``ckpt_path`` is invalid for the stage or selects no intact checkpoint.
             TypeError: If ``ckpt_path`` is neither a string nor a path.
         """
         trainer, ckpt_path = self.trainer, self.ckpt_path
@@ -132,13 +125,11 @@ class CheckpointResolver:
         return opened
 
     def _open(self, path: AnyPath) -> OpenCheckpoint:
-        """Open and verify the checkpoint that rank zero has selected."""
         opened = open_together(self.world, self.world.broadcast(path))
         opened.verify(self.world)
         return opened
 
     def _check_arguments(self) -> None:
-        """Raise an error if ``ckpt_path`` is invalid."""
         stage, ckpt_path = self.stage, self.ckpt_path
         if not isinstance(ckpt_path, str | os.PathLike):
             raise TypeError(f"ckpt_path={ckpt_path!r} must be {self._describe_choices()}.")
@@ -151,7 +142,6 @@ class CheckpointResolver:
             raise ValueError(f"ckpt_path={ckpt_path!r}: {why}.")
 
     def _describe_choices(self) -> str:
-        """Return the valid values of ``ckpt_path`` in this stage, for messages."""
         words = "'last', 'best' or 'auto'" if self.stage == "fit" else "'last' or 'best'"
         return f"a checkpoint's directory, {words}"
 
@@ -176,7 +166,6 @@ class CheckpointResolver:
                 )
 
     def _check_callbacks(self) -> None:
-        """Raise a ValueError if the Trainer has no ModelCheckpoint."""
         if not self.trainer.checkpoint_callbacks:
             raise ValueError(
                 f"ckpt_path={self.ckpt_path!r} searches the directory of the ModelCheckpoint, but the Trainer has no "
@@ -213,7 +202,6 @@ class CheckpointResolver:
         return latest
 
     def _none_intact(self) -> ValueError:
-        """Return the error for a search that found no intact checkpoint."""
         report, ckpt_path = self.report, self.ckpt_path
         whose = " from this run" if report.other_runs else ""
         folders_searched = report.describe_searched()
@@ -229,11 +217,7 @@ class CheckpointResolver:
         return ValueError("; ".join(reason.rstrip(".") for reason in reasons) + f". Pass a path{fresh}.")
 
     def _latest(self, resumable: bool) -> OpenCheckpoint | None:
-        """Return the latest intact checkpoint in the directories of this run's ModelCheckpoints.
-
-        Args:
-            resumable: Skip checkpoints that hold weights only.
-        """
+        """Return the latest intact checkpoint of this run; with ``resumable``, not one that holds weights only."""
         return find_first_intact(self.world, self._candidates(resumable), self.report.skipped)
 
     def _candidates(self, resumable: bool) -> Iterator[OpenCheckpoint]:
@@ -296,7 +280,6 @@ class CheckpointResolver:
     # -- the best checkpoint -------------------------------------------------------------------------------------
 
     def _best(self) -> OpenCheckpoint:
-        """Return the best checkpoint, as recorded by this process's ModelCheckpoint or by the latest checkpoint."""
         self._check_callbacks()
         callback, stage, is_main = self.trainer.checkpoint_callback, self.stage, self.world.is_main
         assert callback is not None
@@ -344,7 +327,7 @@ class CheckpointResolver:
 
 
 def _run_record(folder: AnyPath) -> AnyPath | None:
-    """Return the path of ``run.json`` in ``folder`` or one of the two folders above it; None if none has the file."""
+    """Return the path of ``run.json`` in ``folder`` or one of the two folders above it, or None."""
     return next((path for parent in (folder, *folder.parents[:2]) if (path := parent / RECORD).is_file()), None)
 
 
@@ -369,15 +352,13 @@ def _latest_first(stores: list[CheckpointStore], report: SearchReport) -> Iterat
 
 
 def _shortened(lines: list[str], most: int = 5) -> str:
-    """Join lines into one text, with a count in place of the lines after the first ``most``."""
     return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
 
 
 def _find_earlier_runs(root: AnyPath, names: str) -> list[AnyPath]:
     """Return the checkpoint directories of the runs in a folder, latest first.
 
-    Versions are ordered by number, other names (such as a service's IDs) by time. An object store records no time for a
-    folder.
+    Versions are ordered by number, other names by time. An object store records no time for a folder.
     """
 
     def age(folder: AnyPath) -> tuple[int, float]:
@@ -389,7 +370,7 @@ def _find_earlier_runs(root: AnyPath, names: str) -> list[AnyPath]:
 
 
 def _recorded_best(callback: ModelCheckpoint, latest: OpenCheckpoint) -> str:
-    """Return the path of the best checkpoint that the ModelCheckpoint recorded in the latest checkpoint; "" if none."""
+    """Return the path of the best checkpoint that the ModelCheckpoint recorded in a checkpoint; "" if none."""
     state = open_callback_states(latest)["callbacks"].get(callback.state_key, {})
     best, dirpath = state.get("best_model_path", ""), state.get("dirpath")
     if best and dirpath and as_path(dirpath) in as_path(best).parents and not as_path(best).is_dir():

@@ -43,9 +43,6 @@ def class_name(cls: type) -> str:
 
     For a class of the running script, the module is the name of the script or of the ``-m`` module; in a notebook, it
     is ``__main__``.
-
-    Args:
-        cls: Class of a task.
     """
     module = cls.__module__
     if module in ("__main__", "__mp_main__"):
@@ -58,12 +55,8 @@ def class_name(cls: type) -> str:
 def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:
     """Return the plain hyperparameters of the task and data module as of the first call, by dotted name.
 
-    The first call precedes ``setup`` and the searches of the first stage, which may change hyperparameters. The names
-    of the data module's hyperparameters begin with ``data.``.
-
-    Args:
-        task: The user's task.
-        datamodule: The data module, or None.
+    The first call precedes ``setup`` and the searches, which may change hyperparameters. The names of the data module's
+    hyperparameters begin with ``data.``.
     """
     values: dict[str, Any] = {}
     for owner, prefix in ((task, ""), (datamodule, "data.")):
@@ -76,7 +69,6 @@ def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, 
 
 
 def _iterate_plain_values(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values in nested hyperparameters, with dotted names."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
@@ -94,17 +86,8 @@ def _iterate_plain_values(value: Any, name: str = "", depth: int = 0) -> Iterato
 def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
     """Return descriptions of the differences that show that a checkpoint is from another run; an empty list if none do.
 
-    The task's class is compared first, then the hyperparameters of the task and the data module, and then, with
-    ``strict_loading``, the names and shapes of the weights, as far as the model is built. The comparison ends with the
-    first of these steps that finds a difference. Hyperparameters that an ordinary resume may change, such as the batch
-    size, are ignored.
-
-    Args:
-        trainer: Trainer with the task and the data module.
-        opened: Opened checkpoint to compare with the run.
-
-    Raises:
-        ValueError: If the checkpoint is damaged.
+    The task's class, the hyperparameters and, with ``strict_loading``, the names and shapes of the weights are
+    compared. Hyperparameters that an ordinary resume may change, such as the batch size, are ignored.
     """
     task = trainer.task
     assert task is not None
@@ -156,7 +139,6 @@ def _is_place(value: Any) -> bool:
 
 
 def _exists(value: str) -> bool:
-    """Return whether a path exists; False if it is not a valid path."""
     try:
         return os.path.exists(value)
     except ValueError:  # a null character

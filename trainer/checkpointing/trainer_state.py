@@ -69,19 +69,15 @@ class Bundle:
     like: Callable[[], Any] = dict
 
     def state_dict(self) -> Any:
-        """Return the state to save, which is the result of the function ``save``."""
+        """Return the state to save."""
         return self.save()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restore the state that `state_dict` returned.
-
-        Args:
-            state_dict: Result of `state_dict`, as read from the checkpoint.
-        """
+        """Restore the state that `state_dict` returned."""
         self.load(state_dict)
 
     def state_layout(self) -> Any:
-        """Return a state whose tensors are sharded like the saved ones; an empty dict if no ``like`` was passed."""
+        """Return a state whose tensors are sharded like the saved ones."""
         return self.like()
 
 
@@ -92,8 +88,7 @@ class TrainerCheckpointer:
         trainer: Trainer whose state is saved and restored.
 
     Attributes:
-        earlier_callback_states: Callback states by ``state_key``, which are saved instead of the current states of
-            these callbacks.
+        earlier_callback_states: Callback states by ``state_key``, which are saved instead of the current ones.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -121,8 +116,7 @@ class TrainerCheckpointer:
             blocking: Wait until the checkpoint is written. Default: True.
 
         Raises:
-            ValueError: If no task is prepared, if an optimizer step is in progress and ``weights_only`` is False, or
-                for a reason that `Accelerator.save_state` lists.
+            ValueError: If the run cannot be saved now, or for a reason of `Accelerator.save_state`.
             TypeError, OSError: See `Accelerator.save_state`.
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
@@ -163,8 +157,6 @@ class TrainerCheckpointer:
 
     def refuse_broken_weights(self, task: TaskModule, path: AnyPath) -> None:
         """Raise a ValueError if this process's shard of the weights contains NaN, or infinity in a trained parameter.
-
-        No run could resume from such a checkpoint.
 
         Args:
             task: Task to check.
@@ -240,12 +232,11 @@ class TrainerCheckpointer:
         trainer.accelerator.register_for_checkpointing(**states)
 
     def _collect_callback_states(self) -> CallbackStates:
-        """Return the states of the callbacks, and the entries that hooks have added."""
         callback_states = collect_callback_states(self._trainer.callbacks) | self.earlier_callback_states
         return CallbackStates(callbacks=callback_states, added=self._added or {})
 
     def _collect_callback_layouts(self) -> CallbackStates:
-        """Return the callbacks' states and the tensors of `Callback.added_layout`, of which only the sharding is used.
+        """Return the callbacks' states and `Callback.added_layout`, of which only the sharding is used.
 
         The checkpoint hooks are not called, because they might change state.
         """
@@ -301,11 +292,9 @@ class TrainerCheckpointer:
                 handle.remove()
 
     def _get_counts(self) -> dict[str, int]:
-        """Return the epoch and the optimizer step, under the names that they have in checkpoints."""
         return {"epoch": self._trainer.progress.epoch, "global_step": self._trainer.progress.step}
 
     def _get_hparams(self) -> dict[str, Any]:
-        """Return the task's hyperparameters; an empty dict without a task."""
         task = self._trainer.task
         return {} if task is None or not task.hparams else dict(task.hparams)
 
@@ -334,8 +323,8 @@ class TrainerCheckpointer:
         """Load the weights, with the changes that the task's ``on_load_checkpoint`` makes. Call it on all processes.
 
         Args:
-            task: Task to load the weights into.
-            opened: Opened checkpoint to load the weights from.
+            task: Task that gets the weights.
+            opened: Opened checkpoint.
 
         Raises:
             ValueError: If the checkpoint is damaged, or the weights do not fit the task.
@@ -365,12 +354,12 @@ class TrainerCheckpointer:
         return weights.get_edited(checkpoint)
 
     def restore_datamodule(self, opened: OpenCheckpoint) -> dict[str, Any]:
-        """Restore the state of the data module, if the checkpoint has one, and return all registered states.
+        """Restore the data module's state, if the checkpoint has one, and return all registered states.
 
         Call it on all processes.
 
         Args:
-            opened: Opened checkpoint to restore the data module from.
+            opened: The opened checkpoint.
         """
         datamodule = self._trainer.datamodule
         with self._trainer.accelerator.world.together():
@@ -380,7 +369,6 @@ class TrainerCheckpointer:
         return registered
 
     def _is_strict(self) -> bool:
-        """Return whether all states must match exactly, because no model sets ``strict_loading`` to False."""
         models = self._trainer.accelerator.unwrapped_models
         return all(getattr(model, "strict_loading", True) for model in models)
 
@@ -431,9 +419,6 @@ class TrainerCheckpointer:
 
 def collect_callback_states(callbacks: list[Callback]) -> dict[str, Any]:
     """Return the states of all callbacks that have one, by ``state_key``.
-
-    Args:
-        callbacks: Callbacks of the Trainer.
 
     Raises:
         ValueError: If two of these callbacks have the same ``state_key``.

@@ -1,4 +1,4 @@
-"""Parser for every form that ``configure_optimizers`` may return."""
+"""Parsing and checks of the result of ``configure_optimizers``."""
 
 from __future__ import annotations
 
@@ -28,20 +28,17 @@ class SchedulerConfig:
     """Learning rate scheduler and the settings that determine when it steps.
 
     Attributes:
-        scheduler: Learning rate scheduler: any object with ``step`` and ``state_dict``.
+        scheduler: Learning rate scheduler: an object with ``step`` and ``state_dict``.
         interval: Unit of ``frequency``: ``"epoch"`` or ``"step"`` (optimizer steps). Default: ``"epoch"``.
         frequency: Number of epochs or optimizer steps between the scheduler's steps. Default: 1.
         monitor: Name of the logged value that is passed to a plateau scheduler's ``step``. Default: None.
-        strict: Whether to raise an error if the monitored value was never logged. False skips the scheduler's step.
-            Default: True.
-        name: Name under which `LearningRateMonitor` logs the learning rate. Default: None, for a name such as
-            ``"lr-Adam"``.
-        reduce_on_plateau: Whether ``step`` receives the monitored value. Default: False; always True for
+        strict: Whether to raise an error if the monitored value was never logged. Default: True.
+        name: Name under which `LearningRateMonitor` logs the learning rate. Default: None.
+        reduce_on_plateau: Whether ``step`` receives the monitored value. Default: False; True for
             ``ReduceLROnPlateau``.
 
     Raises:
-        TypeError: If ``scheduler`` has no ``step`` or no ``state_dict``.
-        ValueError: If ``interval`` or ``frequency`` is invalid.
+        TypeError, ValueError: If ``scheduler``, ``interval`` or ``frequency`` is invalid.
     """
 
     scheduler: Any
@@ -63,7 +60,7 @@ class SchedulerConfig:
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
 
     def check_monitor(self) -> None:
-        """Raise a ValueError if a plateau scheduler lacks a ``monitor``, which automatic optimization requires."""
+        """Raise a ValueError if a plateau scheduler lacks a ``monitor``."""
         if self.reduce_on_plateau and self.monitor is None:
             raise ValueError(
                 f"the scheduler {type(self.scheduler).__name__} needs a monitor. Return "
@@ -73,9 +70,6 @@ class SchedulerConfig:
 
 def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Return the optimizers and schedulers in the result of ``configure_optimizers``.
-
-    Args:
-        returned: The result of ``configure_optimizers``.
 
     Raises:
         TypeError, ValueError: If the result is invalid.
@@ -107,17 +101,7 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
 
 
 def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
-    """Raise an error unless the optimizers train the module and the schedulers belong to these optimizers.
-
-    Args:
-        module: The user's task.
-        optimizers: Optimizers that its ``configure_optimizers`` returned.
-        schedulers: Schedulers that its ``configure_optimizers`` returned.
-
-    Raises:
-        ValueError: If an optimizer has none of the module's parameters, or a scheduler's optimizer is not in
-            ``optimizers``.
-    """
+    """Raise a ValueError unless the optimizers train the module and the schedulers belong to these optimizers."""
     parameter_ids = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         if not any(id(parameter) in parameter_ids for group in optimizer.param_groups for parameter in group["params"]):
@@ -135,7 +119,6 @@ def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: 
 
 
 def _check_optimizer(value: Any) -> Optimizer:
-    """Return the value if it is an optimizer, or raise a TypeError."""
     if isinstance(value, Optimizer):
         return value
     raise TypeError(
@@ -144,7 +127,6 @@ def _check_optimizer(value: Any) -> Optimizer:
 
 
 def _parse_dict(config: Mapping[str, Any]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizer and the scheduler in a dict that ``configure_optimizers`` returned."""
     _check_keys("configure_optimizers returned a dict", config, ("optimizer", "lr_scheduler", "monitor"))
     if "optimizer" not in config:
         raise ValueError("configure_optimizers returned a dict without 'optimizer'. Add this key.")
@@ -154,7 +136,6 @@ def _parse_dict(config: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedu
 
 
 def _parse_scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
-    """Return a scheduler, or the dict that describes it, as a `SchedulerConfig`."""
     if not isinstance(value, Mapping):
         return SchedulerConfig(scheduler=value, monitor=monitor)
     valid = [field.name for field in fields(SchedulerConfig)]
@@ -165,12 +146,7 @@ def _parse_scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
 
 
 def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) -> None:
-    """Warn about unknown keys, which some published code contains.
-
-    Raises:
-        ValueError: If a key is probably a misspelled valid key. Ignoring ``"lr_schedular"``, for example, would drop
-            the scheduler.
-    """
+    """Warn about unknown keys; raise a ValueError for a probable misspelling, which would drop the scheduler."""
     for key in config:
         if key in valid:
             continue
@@ -183,15 +159,7 @@ def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) ->
 
 
 def endless(scheduler: Any) -> str | None:
-    """Return the name of a scheduler's length argument that is infinite; None if there is none.
-
-    The search covers ``total_steps``, ``T_max``, ``total_iters`` and ``T_0`` of torch's schedulers, also inside a
-    ``SequentialLR`` or ``ChainedScheduler``. It also covers the values that a ``LambdaLR``'s functions capture, such as
-    ``num_training_steps`` in transformers' ``get_cosine_schedule_with_warmup``.
-
-    Args:
-        scheduler: Scheduler to search.
-    """
+    """Return the name of a scheduler's length argument that is infinite; None if none is found."""
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
         values = {name: getattr(part, name, None) for name in ("total_steps", "T_max", "total_iters", "T_0")}
         for function in getattr(part, "lr_lambdas", ()):

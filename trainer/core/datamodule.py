@@ -22,45 +22,33 @@ LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dat
 
 
 class TransferHooks:
-    """Hooks that move a batch to the device.
-
-    Override them on a task or a data module; those of the data module take precedence.
-    """
+    """Hooks that move a batch to the device. Those of a data module take precedence over those of a task."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change the batch on the host, before it is moved to the device. Default: no change.
+        """Return the batch to move to the device, changed on the host. Default: no change.
 
         Args:
-            batch: The batch, as the dataloader returned it.
+            batch: Batch from the dataloader.
             dataloader_idx: Index among the validation, test or predict dataloaders; 0 in training.
-
-        Returns:
-            The batch to transfer.
         """
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move the batch to the device.
+        """Move the batch to the device and return it.
 
         Args:
             batch: Batch on the host.
             device: Device of this process.
             dataloader_idx: Index among the validation, test or predict dataloaders; 0 in training.
-
-        Returns:
-            The batch on the device.
         """
         return move_data_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change the batch on the device, after it is moved there. Default: no change.
+        """Return the batch for the step, changed on the device. Default: no change.
 
         Args:
             batch: Batch on the device.
             dataloader_idx: Index among the validation, test or predict dataloaders; 0 in training.
-
-        Returns:
-            The batch for the step.
         """
         return batch
 
@@ -68,15 +56,12 @@ class TransferHooks:
 class DataModule(HyperparametersMixin, TransferHooks):
     """Datasets and dataloaders of a task.
 
-    By default, ``prepare_data`` runs on one process of each machine. ``setup`` runs on every process.
-
     Attributes:
         trainer: The Trainer that uses the data module, or None.
-        name: User-defined label of the data module. Default: None.
-        prepare_data_per_node: Run ``prepare_data`` on one process of each machine instead of one process in total.
-            Default: True.
-        allow_zero_length_dataloader_with_multiple_devices: Accepted for compatibility with Lightning, and ignored. A
-            process without a share of the data always participates, with weight zero.
+        name: User-defined label. Default: None.
+        prepare_data_per_node: Run ``prepare_data`` on one process of each machine instead of one in total. Default:
+            True.
+        allow_zero_length_dataloader_with_multiple_devices: Ignored; a process without data always participates.
 
     Example:
         >>> import torch
@@ -131,7 +116,6 @@ class DataModule(HyperparametersMixin, TransferHooks):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """Return the size of each dataloader's dataset, if known, as text."""
         names = ("Train", "Validation", "Test", "Predict")
         pairs = zip(names, LOADERS, strict=True)
         return "\n".join(f"{{{name} dataloader: {', '.join(_describe_sizes(self, method))}}}" for name, method in pairs)
@@ -140,18 +124,18 @@ class DataModule(HyperparametersMixin, TransferHooks):
         """React to an exception on this process. Call no collectives: other ranks may not reach them.
 
         Args:
-            exception: Exception that ended the stage.
+            exception: The exception.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the data module's state to save in checkpoints: plain data and tensors. Default: an empty dict."""
+        """Return the state to save in checkpoints: plain data and tensors. Default: an empty dict."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
 
         Args:
-            state_dict: Result of `state_dict`, as read from the checkpoint.
+            state_dict: Result of `state_dict`.
         """
 
     @classmethod
@@ -165,18 +149,15 @@ class DataModule(HyperparametersMixin, TransferHooks):
         num_workers: int = 0,
         **kwargs: Any,
     ) -> Self:
-        """Build a data module from existing datasets. Map-style training datasets are shuffled.
+        """Return a data module for existing datasets. Map-style training datasets are shuffled.
 
         Args:
-            train_dataset: Dataset for training, or several in an iterable or a dict, which may be nested. Default:
-                none.
-            val_dataset: Dataset or datasets for validation, in the same forms. Default: none.
-            test_dataset: Dataset or datasets for testing, in the same forms. Default: none.
-            predict_dataset: Dataset or datasets for prediction, in the same forms. Default: none.
-            batch_size: Batch size of each dataloader. Also passed to ``__init__`` if that accepts this argument.
-                Default: 1.
-            num_workers: Worker processes of each dataloader. Also passed to ``__init__`` if that accepts this argument.
-                Default: 0.
+            train_dataset: Dataset for training, or several in an iterable or a dict. Default: none.
+            val_dataset: Datasets for validation, in the same forms. Default: none.
+            test_dataset: Datasets for testing, in the same forms. Default: none.
+            predict_dataset: Datasets for prediction, in the same forms. Default: none.
+            batch_size: Batch size of each dataloader; also passed to ``__init__`` if accepted there. Default: 1.
+            num_workers: Worker processes of each dataloader; also passed to ``__init__`` if accepted there. Default: 0.
             kwargs: Further arguments of ``__init__``.
         """
 
@@ -216,26 +197,20 @@ class DataModule(HyperparametersMixin, TransferHooks):
         sha256: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build the data module from the hyperparameters in a checkpoint and load its state. Saved code never runs.
+        """Return the data module, built from the hyperparameters in a checkpoint and with its state.
 
         Args:
             checkpoint_path: Path or URL of a Treadle checkpoint or a Lightning ``.ckpt``.
-            map_location: Accepted for compatibility with Lightning; a data module's tensors stay on the CPU.
+            map_location: Ignored.
             hparams_file: Path of a logger's ``hparams.yaml`` or ``.csv``, which replaces the saved hyperparameters.
-            weights_only: Accepted for compatibility with Lightning; code in a file never runs.
-            sha256: Expected SHA-256 digest of the file, verified before the file is parsed. Required for an ``http``,
-                ``https`` or ``file`` URL.
+            weights_only: Ignored; code in a file never runs.
+            sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
             kwargs: Arguments of ``__init__``, which override the saved ones.
 
-        Returns:
-            The data module with its saved state.
-
         Raises:
-            TypeError: If an argument has the wrong type, or a required argument of ``__init__`` is neither saved nor
-                passed.
-            ValueError: If the checkpoint or ``hparams_file`` cannot be loaded, the checkpoint contains only weights, or
-                ``sha256`` is missing or wrong.
-            OSError: If a download fails, or ``hparams_file`` cannot be opened.
+            TypeError: If an argument has the wrong type, or a required argument of ``__init__`` is missing.
+            ValueError: If an argument is invalid, or the checkpoint cannot be loaded.
+            OSError: If a download fails, or a file cannot be opened.
         """
         from .loading import build_datamodule, warn_of_code
 
@@ -248,7 +223,6 @@ def _is_nested(value: Any) -> bool:
 
 
 def _describe_sizes(module: DataModule, method: str) -> Iterator[str]:
-    """Yield the dataset size of each of a method's dataloaders as text; "None" if there is no dataloader yet."""
     try:
         loaders = getattr(module, method)()
     except Exception:  # the user's hook may need a setup() that has not run

@@ -1,4 +1,4 @@
-"""Export of a task's computation, or of its weights, to files for other programs."""
+"""Export of a task's computation, or of its weights, to files."""
 
 from __future__ import annotations
 
@@ -28,31 +28,26 @@ if TYPE_CHECKING:
 
 
 class Exports(nn.Module):
-    """Base class of `TaskModule` with methods that export ``forward`` in evaluation mode, or the weights."""
+    """Base class of `TaskModule` with its export methods."""
 
     example_input_array: Any
 
     def to_onnx(
         self, file_path: str | Path | BinaryIO | None = None, input_sample: Any = None, **kwargs: Any
     ) -> ONNXProgram:
-        """Convert ``forward`` to an ONNX program. Requires the packages onnx and onnxscript.
+        """Return ``forward`` as an ONNX program. Requires the packages onnx and onnxscript.
 
         Args:
             file_path: Path or URL of the ONNX file, or a file that is open for binary writing; None writes no file.
-                With a URL or an open file, the model may have at most 2 GB. Default: None.
+                Default: None.
             input_sample: Input of ``forward``: a tensor, a tuple or list of arguments, or a dict of keywords. Default:
                 ``example_input_array``.
-            kwargs: Keyword arguments of ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` makes the batch
-                size dynamic.
-
-        Returns:
-            The ONNX program.
+            kwargs: Keyword arguments of ``torch.onnx.export``, such as ``dynamic_shapes={"x": {0: "batch"}}``.
 
         Raises:
-            ModuleNotFoundError: If a package is missing; the message names it.
-            ValueError: If ``dynamo`` is not True, the task has no ``forward``, no input is available, the model is
-                sharded or not built, or the shapes of the program's outputs differ from those of the model. Errors of
-                ``forward`` and ``torch.onnx.export`` are raised unchanged.
+            ModuleNotFoundError: If a package is missing.
+            ValueError: If the task or an argument does not allow the export, or the program's output shapes differ from
+                those of the model.
         """
         require("to_onnx", "onnx", "onnxscript", extra="onnx")
         if (dynamo := kwargs.pop("dynamo", True)) is not True:
@@ -80,21 +75,17 @@ class Exports(nn.Module):
     def to_torch_export(
         self, file_path: str | Path | None = None, input_sample: Any = None, **kwargs: Any
     ) -> ExportedProgram:
-        """Convert ``forward`` to a graph of torch operations with ``torch.export``.
+        """Return ``forward`` as a graph of torch operations, exported by ``torch.export``.
 
         Args:
-            file_path: Path or URL of the ``.pt2`` file, which ``torch.export.load(file).module()`` loads; None writes
-                no file. Default: None.
+            file_path: Path or URL of the ``.pt2`` file, which ``torch.export.load`` loads; None writes no file.
+                Default: None.
             input_sample: See `to_onnx`.
-            kwargs: Keyword arguments of ``torch.export.export``: ``dynamic_shapes={"x": {0: torch.export.Dim.AUTO}}``.
-
-        Returns:
-            The exported program.
+            kwargs: Keyword arguments of ``torch.export.export``, such as ``dynamic_shapes``.
 
         Raises:
-            ValueError: If ``file_path`` does not end in ``.pt2``, the task has no ``forward``, no input is available,
-                the model is sharded or not built, or the shapes of the program's outputs differ from those of the
-                model. Errors of ``forward`` and ``torch.export.export`` are raised unchanged.
+            ValueError: If the task or an argument does not allow the export, or the program's output shapes differ from
+                those of the model.
         """
         if file_path is not None and Path(file_path).suffix != ".pt2":
             raise ValueError(f"file_path={os.fspath(file_path)!r} must end in .pt2, the suffix that torch expects.")
@@ -113,15 +104,14 @@ class Exports(nn.Module):
     def to_safetensors(self, file_path: str | Path) -> None:
         """Write the tensors in ``state_dict`` to one safetensors file. The write is atomic.
 
-        The names are those in ``state_dict``, without the prefix that ``torch.compile`` adds. Tied weights are written
-        once, and the header lists them. `load_weights` loads the file.
+        `load_weights` loads the file. Tied weights are written once.
 
         Args:
             file_path: Path or URL of the file.
 
         Raises:
             ValueError: If the model is sharded or not built.
-            TypeError: If safetensors does not support a tensor, for example a sparse one.
+            TypeError: If safetensors does not support a tensor.
         """
         _refuse_shards(self, "to_safetensors")
         make_parent(absolute(file_path))
@@ -137,22 +127,18 @@ class Exports(nn.Module):
         example_inputs: Any = None,
         **kwargs: Any,
     ) -> torch.jit.ScriptModule:
-        """Convert ``forward`` to TorchScript, which torch has deprecated in favor of `to_torch_export`.
+        """Return ``forward`` as TorchScript, which torch has deprecated; see `to_torch_export`.
 
         Args:
             file_path: Path or URL of the file, which ``torch.jit.load`` loads; None writes no file. Default: None.
             method: ``"script"`` compiles the source of ``forward``, ``"trace"`` records one call. Default:
                 ``"script"``.
-            example_inputs: Input of ``forward`` for ``"trace"``: a tensor, a tuple or list of arguments, or a dict of
-                keywords. Default: ``example_input_array``.
+            example_inputs: Input of ``forward`` for ``"trace"``, in the forms of ``input_sample``; see `to_onnx`.
+                Default: ``example_input_array``.
             kwargs: Keyword arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 
-        Returns:
-            The module in evaluation mode.
-
         Raises:
-            ValueError: If the method is unknown, the task has no ``forward``, a trace has no input, or the model is
-                sharded or not built. Errors of torch are raised unchanged.
+            ValueError: If the task or an argument does not allow the export.
         """
         warn(
             "to_torchscript: TorchScript is deprecated in torch and no longer maintained. Use to_onnx, or "
@@ -172,14 +158,14 @@ class Exports(nn.Module):
         return module
 
     def to_tensorrt(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError: another package provides this export.
+        """Raise NotImplementedError with the name of the function to use.
 
         Args:
             args: Ignored.
             kwargs: Ignored.
 
         Raises:
-            NotImplementedError: Always; the message names the function to use.
+            NotImplementedError: Always.
         """
         raise NotImplementedError(
             "to_tensorrt is not supported. Pass the result of to_torch_export to torch_tensorrt.dynamo.compile."
@@ -187,7 +173,6 @@ class Exports(nn.Module):
 
 
 def _write(file_path: str | Path, write: Callable[[str], object]) -> None:
-    """Write a file to a path or URL, which holds either the complete file or what it held before."""
     target = absolute(file_path)
     make_parent(target)
     write_atomically(target, write)
@@ -219,7 +204,6 @@ def _readable_properties(task: nn.Module) -> Iterator[None]:
 
 
 def _refuse_shards(task: nn.Module, method: str) -> None:
-    """Raise a ValueError if the task is sharded or has parameters on the meta device."""
     if any(is_sharded(parameter) or parameter.is_meta for parameter in task.parameters()):
         raise ValueError(
             f"{method}: this {type(task).__name__} is sharded or not built yet, so no process holds the full model. "
@@ -229,7 +213,6 @@ def _refuse_shards(task: nn.Module, method: str) -> None:
 
 
 def _prepare_arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments for ``forward``, on the task's device."""
     sample = task.example_input_array if sample is None else sample
     if sample is None:
         argument = "example_inputs" if method == "to_torchscript" else "input_sample"
@@ -243,14 +226,13 @@ def _prepare_arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, 
 
 
 def _collect_tensors(output: Any) -> list[Tensor]:
-    """Return the tensors in a model's output, which may be nested, in order."""
     tensors: list[Tensor] = []
     apply_to_collection(output, Tensor, tensors.append)
     return tensors
 
 
 def _check_shapes(method: str, expected: list[Any], actual: list[Any]) -> None:
-    """Raise a ValueError unless the number and shapes of the outputs match. Unknown shapes and symbolic sizes match."""
+    """Raise a ValueError unless the outputs match. Unknown shapes and symbolic sizes match."""
     fits = len(expected) == len(actual) and all(
         have is None
         or (len(want) == len(have) and all(not isinstance(n, int) or n == m for n, m in zip(have, want, strict=True)))

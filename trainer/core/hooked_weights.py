@@ -1,4 +1,4 @@
-"""Weights that checkpoint hooks may edit under ``checkpoint["state_dict"]``."""
+"""Weights that checkpoint hooks may edit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from ...common.messages import name_type
 class HookedWeights:
     """State dict that is passed to checkpoint hooks and detects their edits.
 
-    Args:
-        weights: Tensors and other module state, by name.
-
     Attributes:
-        offered: Dict that hooks get as ``checkpoint["state_dict"]``; a shallow copy of ``weights``.
+        offered: Dict that hooks get as ``checkpoint["state_dict"]``.
     """
 
     def __init__(self, weights: Mapping[str, Any]) -> None:
@@ -27,14 +24,7 @@ class HookedWeights:
     def get_edited(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the weights as the hooks left them; None if no edit is detected.
 
-        Replaced, removed, added and reordered entries are detected. In-place changes are detected in tensors that are
-        not inference tensors.
-
-        Args:
-            checkpoint: The dict that was passed to the hooks.
-
-        Raises:
-            ValueError: If ``checkpoint["state_dict"]`` is missing or is not a mapping.
+        In-place changes of inference tensors are not detected.
         """
         weights = checkpoint.get("state_dict")
         if not isinstance(weights, Mapping):

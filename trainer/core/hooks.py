@@ -1,4 +1,4 @@
-"""Hooks that a task can override. Callbacks have most of them too, under the same names."""
+"""Hooks that a task can override."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 
 class TaskHooks:
-    """Hooks of a task. Override those you need; the rest add no overhead. `docs/hooks.md` lists their order."""
+    """Hooks of a task. `docs/hooks.md` lists their order."""
 
     prepare_data_per_node: bool = True
     """Run ``prepare_data`` on one process of each machine instead of one process in total."""
@@ -34,17 +34,17 @@ class TaskHooks:
         """
 
     def configure_model(self) -> None:
-        """Build layers that ``__init__`` did not build, in place.
+        """Build layers that ``__init__`` did not build.
 
-        With a sharding strategy, no process allocates the full layers; see `Accelerator.init_module`. The hook may be
-        called more than once, so return immediately if the layers exist.
+        The hook may be called more than once, so return immediately if the layers exist. See also
+        `Accelerator.init_module`.
         """
 
     def configure_callbacks(self) -> Any:
         """Return callbacks that belong to this task. They replace the Trainer's callbacks of the same class.
 
         Returns:
-            A `Callback`, several in a list or another iterable, or None. Default: an empty list.
+            A `Callback`, several, or None.
         """
         return []
 
@@ -58,11 +58,11 @@ class TaskHooks:
         """React to an exception on this process. Call no collectives: other ranks may not reach them.
 
         Args:
-            exception: Exception that ended the stage.
+            exception: The exception.
         """
 
     def on_sanity_check_start(self) -> None:
-        """Run before the sanity check, the validation batches that precede training."""
+        """Run before the sanity check."""
 
     def on_sanity_check_end(self) -> None:
         """Run after the sanity check."""
@@ -74,19 +74,16 @@ class TaskHooks:
         """Run at the end of training, unless an error or a signal ends ``fit``."""
 
     def on_train_epoch_start(self) -> None:
-        """Run before each epoch, and before the rest of an epoch that a resumed run continues."""
+        """Run before each epoch, and before the rest of a resumed epoch."""
 
     def on_train_epoch_end(self) -> None:
-        """Run after each epoch, including its validation and its schedulers' steps.
-
-        The hook also runs if a limit or a requested stop cut the epoch short.
-        """
+        """Run after each epoch and its validation, also if a limit ends the epoch early."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Run before each micro-batch, once it is on the device.
 
         Args:
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the micro-batch in the epoch.
 
         Returns:
@@ -97,10 +94,8 @@ class TaskHooks:
         """Run after each micro-batch; for the last one of an accumulation group, after the optimizer step.
 
         Args:
-            outputs: Dict with the detached ``"loss"`` and any other entries that ``training_step`` returned; empty if
-                it returned None. With manual optimization, a result that is not a tensor, a dict or None is passed
-                unchanged.
-            batch: Batch on the device.
+            outputs: Result of ``training_step``, usually a dict with the detached ``"loss"``.
+            batch: The batch.
             batch_idx: Index of the micro-batch in the epoch.
         """
 
@@ -108,12 +103,11 @@ class TaskHooks:
         """Run before each backward pass.
 
         Args:
-            loss: Unscaled loss that ``training_step`` returned or, with manual optimization, passed to
-                ``manual_backward``.
+            loss: Unscaled loss.
         """
 
     def on_after_backward(self) -> None:
-        """Run after each backward pass, once its gradients are accumulated."""
+        """Run after each backward pass."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Run before each optimizer step, once its gradients are complete and unscaled, before the Trainer clips them.
@@ -125,16 +119,14 @@ class TaskHooks:
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Run after an optimizer step, before the gradients are reset. Does not run with manual optimization.
-
-        If the optimizer needs a closure, the hook runs at the start of each closure call instead.
+        """Run before an optimizer's gradients are reset. Does not run with manual optimization.
 
         Args:
             optimizer: Optimizer whose gradients are reset.
         """
 
     def on_step_end(self) -> None:
-        """Run after each optimizer step (even a skipped one), its schedulers' steps and, if due, the validation.
+        """Run after each optimizer step, even a skipped one, and the validation that is due.
 
         With manual optimization, the hook runs after each batch.
         """
@@ -149,18 +141,15 @@ class TaskHooks:
         """Run before the first batch of the validation dataloaders."""
 
     def on_validation_epoch_end(self) -> None:
-        """Run after the last batch of the validation dataloaders.
-
-        This is the last place to log a value of this validation.
-        """
+        """Run after the last batch of the validation dataloaders."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run before each validation batch, once it is on the device.
 
         Args:
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
-            dataloader_idx: Index of the dataloader. Default: 0.
+            dataloader_idx: Index of the dataloader.
         """
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -168,9 +157,9 @@ class TaskHooks:
 
         Args:
             outputs: Result of ``validation_step``.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
-            dataloader_idx: Index of the dataloader. Default: 0.
+            dataloader_idx: Index of the dataloader.
         """
 
     def on_test_start(self) -> None:
@@ -189,9 +178,9 @@ class TaskHooks:
         """Run before each test batch, once it is on the device.
 
         Args:
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
-            dataloader_idx: Index of the dataloader. Default: 0.
+            dataloader_idx: Index of the dataloader.
         """
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -199,9 +188,9 @@ class TaskHooks:
 
         Args:
             outputs: Result of ``test_step``.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
-            dataloader_idx: Index of the dataloader. Default: 0.
+            dataloader_idx: Index of the dataloader.
         """
 
     def on_predict_start(self) -> None:
@@ -220,9 +209,9 @@ class TaskHooks:
         """Run before each predict batch, once it is on the device.
 
         Args:
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
-            dataloader_idx: Index of the dataloader. Default: 0.
+            dataloader_idx: Index of the dataloader.
         """
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -230,23 +219,23 @@ class TaskHooks:
 
         Args:
             outputs: Result of ``predict_step``.
-            batch: Batch on the device.
+            batch: The batch.
             batch_idx: Index of the batch in its dataloader.
-            dataloader_idx: Index of the dataloader. Default: 0.
+            dataloader_idx: Index of the dataloader.
         """
 
     # How evaluation sets and restores modes. Overriding one replaces what the loop does; `super()` has Lightning's
     # behavior. Without overrides each module returns to its earlier mode.
 
     def on_validation_model_zero_grad(self) -> None:
-        """Run before a validation within ``fit``. With automatic optimization, the gradients are already reset."""
+        """Run before a validation within ``fit``."""
 
     def on_validation_model_eval(self) -> None:
         """Set evaluation mode for validation."""
         self._set_mode(training=False)
 
     def on_validation_model_train(self) -> None:
-        """Set training mode after validation. Without an override, each module returns to its earlier mode instead."""
+        """Set training mode after validation. Without an override, each module returns to its earlier mode."""
         self._set_mode(training=True)
 
     def on_test_model_eval(self) -> None:
@@ -254,7 +243,7 @@ class TaskHooks:
         self._set_mode(training=False)
 
     def on_test_model_train(self) -> None:
-        """Set training mode after testing. Without an override, each module returns to its earlier mode instead."""
+        """Set training mode after testing. Without an override, each module returns to its earlier mode."""
         self._set_mode(training=True)
 
     def on_predict_model_eval(self) -> None:
@@ -262,19 +251,18 @@ class TaskHooks:
         self._set_mode(training=False)
 
     def _set_mode(self, *, training: bool) -> None:
-        """Set the task and all its modules to training or evaluation mode."""
         self.train(training)  # type: ignore[attr-defined]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add plain data or tensors to a checkpoint, under user-defined names.
+        """Add plain data or tensors to a checkpoint.
 
         Args:
-            checkpoint: Entries of the checkpoint, by name.
+            checkpoint: Entries of the checkpoint.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the entries that `on_save_checkpoint` added to a checkpoint.
 
         Args:
-            checkpoint: Entries of the checkpoint, by name.
+            checkpoint: Entries of the checkpoint.
         """

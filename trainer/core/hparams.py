@@ -1,4 +1,4 @@
-"""Hyperparameters: the arguments that a task or data module was built with."""
+"""Hyperparameters of tasks and data modules."""
 
 from __future__ import annotations
 
@@ -42,21 +42,19 @@ class HyperparametersMixin:
     ) -> None:
         """Keep the arguments of ``__init__`` in ``self.hparams``, with their original types.
 
-        Checkpoints and loggers get the arguments that are data, such as numbers, text, lists, dicts, paths, dates,
-        tensors, enum members, dataclasses and OmegaConf containers. They do not get other arguments, such as a module
-        or a function. When checkpoints are saved, a warning names each of these except for defaults of ``__init__``.
+        Checkpoints and loggers get the arguments that are data, such as numbers, text, lists, dicts, paths, tensors,
+        dataclasses and OmegaConf containers. They do not get other arguments, such as a module or a function.
 
         Args:
-            args: Names of the arguments to keep, or one dict, namespace, dataclass or ``DictConfig`` to keep instead.
-                Default: all arguments except ``*args``.
+            args: Names of the arguments to keep, or one object to keep instead: a dict, namespace, dataclass or
+                ``DictConfig``. Default: all arguments except ``*args``.
             ignore: Name of an argument to omit, or several names. Default: none.
             frame: Stack frame of ``__init__``. Default: the caller's frame.
             logger: Whether loggers get the hyperparameters. Default: True.
 
         Raises:
-            TypeError: If ``args`` contains anything other than names or one object that holds hyperparameters by name.
-            ValueError: If ``args`` names an argument that ``__init__`` does not have, or the method is called outside
-                of ``__init__`` without an object.
+            TypeError, ValueError: If an argument is invalid, or the method is called outside of ``__init__`` without an
+                object.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         caller = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
@@ -95,17 +93,16 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> AttributeDict:
-        """Hyperparameters: a dict whose keys are also attributes, or a copy of the ``DictConfig`` that was passed."""
+        """Hyperparameters: a dict whose keys are also attributes, or a ``DictConfig``."""
         if "_hparams" not in self.__dict__:
             self.__dict__["_hparams"] = AttributeDict()
         return self.__dict__["_hparams"]
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """Copy of `hparams` as of the last call of `save_hyperparameters`; empty before the first call.
+        """Hyperparameters as of the last call of `save_hyperparameters`; empty before the first call.
 
-        Later changes are not included, except for those made in place to tensors, arrays and objects that checkpoints
-        cannot store.
+        In-place changes of tensors and arrays are included.
         """
         return _take_snapshot(self.__dict__.get("_hparams_initial", AttributeDict()))
 
@@ -116,7 +113,7 @@ class HyperparametersMixin:
         )
 
     def plain_hparams(self) -> dict[str, Any]:
-        """Return `hparams` in the form that loggers receive, without values that checkpoints cannot store."""
+        """Return `hparams` in the form that loggers receive."""
         return plain({name: readable(value) for name, value in self.stored_hparams().values.items()})
 
     def check_hparams(self, stored_form: Stored) -> None:
@@ -148,11 +145,6 @@ class HyperparametersMixin:
 
 
 def _classify(whole: Any) -> tuple[str, str]:
-    """Return the kind and the class name of the one object that holds all hyperparameters.
-
-    Raises:
-        TypeError: If the object does not hold hyperparameters by name.
-    """
     kind = type(whole)
     if dataclasses.is_dataclass(whole) and not isinstance(whole, type):
         return "dataclass", class_name(kind)
@@ -178,7 +170,6 @@ def _take_snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
 
 
 def _select_arguments(instance: Any, arguments: dict[str, Any] | None, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the arguments that ``names`` lists, or all arguments if it is empty."""
     if arguments is None:
         raise ValueError(
             f"save_hyperparameters was called outside of {type(instance).__name__}.__init__. Call it in __init__, or "
@@ -194,7 +185,7 @@ def _select_arguments(instance: Any, arguments: dict[str, Any] | None, names: tu
 
 
 def _collect_init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any] | None:
-    """Return the arguments of all of ``instance``'s ``__init__`` calls on the stack; None if there are none."""
+    """Return the arguments of ``instance``'s ``__init__`` calls on the stack; None if there are none."""
     while frame is not None and not _is_init(frame, instance):  # the method may be called in a helper of __init__
         frame = frame.f_back
     if frame is None:
@@ -214,13 +205,11 @@ def _collect_init_arguments(instance: Any, frame: FrameType | None) -> dict[str,
 
 
 def _is_init(frame: FrameType, instance: Any) -> bool:
-    """Return whether a frame belongs to an ``__init__`` of ``instance``."""
     code = frame.f_code
     first = code.co_varnames[0] if code.co_argcount else ""
     return code.co_name == "__init__" and frame.f_locals.get(first) is instance
 
 
 def _list_keyword_only(frame: FrameType) -> tuple[str, ...]:
-    """Return the names of a frame's keyword-only arguments."""
     code = frame.f_code
     return code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]

@@ -1,4 +1,4 @@
-"""Construction of tasks and data modules from checkpoints of Treadle or other programs."""
+"""Loading of checkpoints, and construction of tasks and data modules from them."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _MAX_HPARAMS_BYTES = 2**20  # a YAML file of this size takes seconds
 
 
 def warn_of_code(weights_only: bool | None) -> None:
-    """Warn about ``weights_only=False``, which has no effect: only data is ever read from a checkpoint.
+    """Warn about ``weights_only=False``, which has no effect, because code in a checkpoint never runs.
 
     Args:
-        weights_only: Value that the user passed, or None.
+        weights_only: Value that the user passed.
     """
     if weights_only is not None and not weights_only:
         warn(
@@ -52,16 +52,7 @@ def warn_of_code(weights_only: bool | None) -> None:
 
 
 def _resolve_device(map_location: Any) -> torch.device | None:
-    """Return the device to which weights are loaded; None for the CPU. They are read into memory of the host first.
-
-    Args:
-        map_location: A device; or, as in ``torch.load``, a dict whose values name one device, or a function that is
-            called with an empty storage on the CPU and returns a storage on the device.
-
-    Raises:
-        TypeError: If the value has another form.
-        ValueError: If torch cannot use the device.
-    """
+    """Return the device to which weights are loaded; None for the CPU."""
     device = map_location
     try:
         if callable(device):
@@ -96,23 +87,7 @@ def build(
 ) -> Any:
     """Build a task and load its weights; see `TaskModule.load_from_checkpoint`.
 
-    Args:
-        cls: Class of the task.
-        source: A checkpoint or another source of weights.
-        map_location: Device of the task, in a form that ``torch.load`` accepts, or None for the CPU.
-        hparams_file: A logger's file of hyperparameters, which replace the saved ones, or None.
-        strict: Whether the weights must match exactly; None uses the task's ``strict_loading``.
-        sha256: Expected SHA-256 digest of the file, or None.
-        overrides: Constructor arguments that override the saved ones.
-
-    Returns:
-        The task with the loaded weights.
-
-    Raises:
-        TypeError: If an argument has the wrong type, or a required argument of the constructor is missing.
-        ValueError: If the source or ``hparams_file`` cannot be loaded, the weights do not fit the task, or torch cannot
-            use the device.
-        OSError: If a download fails, or ``hparams_file`` cannot be opened.
+    ``overrides`` are constructor arguments that override the saved ones.
     """
     device = _resolve_device(map_location)
     file_hparams = None if hparams_file is None else read_hparams_file(hparams_file)
@@ -148,20 +123,7 @@ def build_datamodule(
 ) -> Any:
     """Build a data module and restore its state; see `DataModule.load_from_checkpoint`.
 
-    Args:
-        cls: Class of the data module.
-        source: Checkpoint of Treadle or Lightning.
-        hparams_file: A logger's file of hyperparameters, which replace the saved ones, or None.
-        sha256: Expected SHA-256 digest of the file, or None.
-        overrides: Constructor arguments that override the saved ones.
-
-    Returns:
-        The data module with its saved state.
-
-    Raises:
-        TypeError: If an argument has the wrong type, or a required argument of the constructor is missing.
-        ValueError: If the source or ``hparams_file`` cannot be loaded, or the source holds only weights.
-        OSError: If a download fails, or ``hparams_file`` cannot be opened.
+    ``overrides`` are constructor arguments that override the saved ones.
     """
     file_hparams = None if hparams_file is None else read_hparams_file(hparams_file)
     document: dict[str, Any] = {}
@@ -194,25 +156,19 @@ def build_datamodule(
 def load_checkpoint(
     checkpoint_path: Source, map_location: Any = None, weights_only: bool | None = None, *, sha256: str | None = None
 ) -> dict[str, Any]:
-    """Load a checkpoint as a dict like that in a Lightning file. Call this function instead of ``torch.load(path)``.
+    """Return a checkpoint as a dict like that in a Lightning file. Call it instead of ``torch.load(path)``.
 
     Args:
-        checkpoint_path: A Treadle checkpoint, such as ``trainer.checkpoint_callback.best_model_path``, or any other
-            source of weights that `load_weights` accepts.
-        map_location: Device of the weights, in a form that ``torch.load`` accepts: a device; a dict whose values name
-            one device; or a function of a storage and its location, which is ``"cpu"``. Default: the CPU.
-        weights_only: Accepted for compatibility with ``torch.load``; code in a file never runs.
-        sha256: Expected SHA-256 digest of a file, verified before the file is parsed. Required for an ``http``,
-            ``https`` or ``file`` URL.
+        checkpoint_path: A Treadle checkpoint, or another source of weights that `load_weights` accepts.
+        map_location: Device of the weights, in a form of ``torch.load`` that selects one device. Default: the CPU.
+        weights_only: Ignored; code in a file never runs.
+        sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
 
     Returns:
-        Dict with the weights under ``state_dict``, by name. If the checkpoint has them, the dict also holds other
-        entries, such as ``epoch``, ``global_step``, ``hyper_parameters`` and those that ``on_save_checkpoint`` added.
+        Dict with the weights by name under ``state_dict``, and other entries of the checkpoint, such as ``epoch``.
 
     Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If the source is missing, damaged, harmful or in an unsupported format, ``sha256`` is missing or
-            wrong, or torch cannot use the device.
+        TypeError, ValueError: If an argument is invalid, or the checkpoint cannot be loaded.
         OSError: If a download fails.
 
     Example:
@@ -252,13 +208,8 @@ def load_checkpoint(
 def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the constructor arguments of a task: those in its checkpoint, completed by those in ``given``.
 
-    Args:
-        cls: Class of the task.
-        source: Checkpoint of the task.
-        given: Arguments by name, used where the checkpoint has no value.
-
     Raises:
-        TypeError: If neither the checkpoint nor ``given`` has a required argument; the message names the argument.
+        TypeError: If a required argument is missing.
         ValueError: If the checkpoint cannot be read.
     """
     with open_source(source) as opened_source:
@@ -275,7 +226,6 @@ def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[s
 
 
 def _edit_weights(task: TaskModule, source: Opened, saved: OpenCheckpoint, checkpoint: dict[str, Any]) -> Opened:
-    """Call the task's ``on_load_checkpoint`` and return the weights to load, with the hook's edits."""
     weights = HookedWeights(read_weights(saved))
     checkpoint["state_dict"] = weights.offered
     task.on_load_checkpoint(checkpoint)
@@ -284,22 +234,14 @@ def _edit_weights(task: TaskModule, source: Opened, saved: OpenCheckpoint, check
 
 
 def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return the first model's state in a checkpoint, by name: its weights and any extra state.
-
-    Args:
-        opened: Opened checkpoint to read from.
-    """
+    """Return the first model's state in a checkpoint, by name: its weights and any extra state."""
     extra = extra_part(0)
     weights = {name: read_tensor(piece) for name, piece in opened.open_part(model_part(0)).items()}
     return weights | (opened.read_part(extra) if opened.has(extra) else {})
 
 
 def read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, and its epoch and step.
-
-    Args:
-        opened: Opened checkpoint to read from.
-    """
+    """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, and its epoch and step."""
     manifest = opened.manifest
     return load_into_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}
 
@@ -325,7 +267,7 @@ def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
 
 
 def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
-    """Return the dict that Lightning passes to ``on_load_checkpoint``: the file's data, with memory-mapped tensors."""
+    """Return the dict that Lightning passes to ``on_load_checkpoint``, with memory-mapped tensors."""
     try:
         parts, dropped = _read_parts(file)
     except (ValueError, RecursionError) as error:
@@ -363,7 +305,6 @@ def _read_parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _read_tensors(file: TorchFile, value: Any) -> Any:
-    """Return a value with its tensors memory-mapped from the file."""
     if isinstance(value, View):
         return read_tensor(file.piece(value))
     if isinstance(value, dict):
@@ -374,7 +315,6 @@ def _read_tensors(file: TorchFile, value: Any) -> Any:
 
 
 def _replace_hparams(values: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a document with the hyperparameters of a logger's file in place of the saved ones."""
     whole = {name: saved.get(name) for name in ("hparams_name", "hparams_kind")}
     return {**whole, "hyper_parameters": values, "left_out": {}, "from_text": True}
 
@@ -382,12 +322,7 @@ def _replace_hparams(values: dict[str, Any], saved: Mapping[str, Any]) -> dict[s
 def _merge_arguments(
     cls: type[Any], place: str, document: Mapping[str, Any], overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of ``__init__``: the saved ones that it accepts, and the caller's overrides.
-
-    Raises:
-        TypeError: If neither the checkpoint nor the caller provides a required argument; the message names the
-            argument.
-    """
+    """Return the arguments of ``__init__``: the saved ones that it accepts, and the caller's overrides."""
     saved: dict[str, Any] = {}
     for name in (*_OLD_NAMES, "hyper_parameters"):
         section = document.get(name)
@@ -428,7 +363,6 @@ def _merge_arguments(
 def _rebuild_arguments(
     cls: type[Any], saved: Mapping[str, Any], document: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the saved arguments for the constructor, and the reasons for those that cannot be rebuilt."""
     arguments = signature(cls).arguments
     rebuilt: dict[str, Any] = {}
     lost: dict[str, str] = {}
@@ -470,20 +404,7 @@ def _advise_passing(names: Iterable[str]) -> str:
 
 
 def read_hparams_file(path: str | Path) -> dict[str, Any]:
-    """Read hyperparameters from the ``hparams.yaml`` or ``.csv`` that loggers write. Only data is read.
-
-    Args:
-        path: Path of the file. Its size is limited to 1 MiB.
-
-    Returns:
-        Hyperparameters by name.
-
-    Raises:
-        TypeError: If ``path`` is not a path.
-        ValueError: If the file is missing, has an unsupported format, is too large, or contains anything other than
-            plain data by name.
-        OSError: If the file cannot be opened.
-    """
+    """Read hyperparameters from the ``hparams.yaml`` or ``.csv`` that loggers write. Only data is read."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"hparams_file={path!r:.100} must be the path of a .yaml, .yml or .csv file.")
     path = Path(path)
@@ -523,7 +444,6 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _parse_csv(text: str) -> dict[str, Any]:
-    """Return the names and values in a logger's CSV file, without its header."""
     rows = [row for row in csv.reader(text.splitlines()) if row]
     if any(len(row) != 2 for row in rows):
         raise ValueError("each line must consist of a key and a value")
@@ -531,7 +451,6 @@ def _parse_csv(text: str) -> dict[str, Any]:
 
 
 def _parse_value(word: str) -> Any:
-    """Parse a number, a list or another literal; return any other text unchanged."""
     named = {"None": None, "True": True, "False": False, "": None}
     if word in named:
         return named[word]

@@ -1,4 +1,4 @@
-"""Signatures of constructors: names, types, defaults and the docstring's description of each argument."""
+"""Signatures of classes and functions, with the descriptions of arguments in docstrings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HAND_ON = ("treadle.trainer.core.task", "treadle.trainer.core.datamodule", "tor
 
 @dataclass(frozen=True)
 class Argument:
-    """Argument of a constructor or a function, with its type and default.
+    """Argument of a constructor or a function.
 
     Attributes:
         name: Name of the argument.
@@ -39,9 +39,8 @@ class Signature:
     """Arguments that a callable accepts.
 
     Attributes:
-        arguments: Arguments by name, in order.
-        open: Whether the callable also accepts keyword arguments that ``arguments`` does not list, whose use is
-            unknown.
+        arguments: Arguments by name.
+        open: Whether the callable also accepts keyword arguments that are not listed.
         positional: Names that may be passed by position, or must be if ``*args`` follows them.
         by_place_only: Number of arguments that must be passed by position.
     """
@@ -56,9 +55,6 @@ def signature(target: Callable[..., Any]) -> Signature:
     """Return the arguments of a class or function.
 
     The arguments of a class that forwards ``**kwargs`` include those of its base classes.
-
-    Args:
-        target: Class or function to inspect.
     """
     if not isinstance(target, type):
         return _read_signature(target, bound=False)
@@ -152,13 +148,7 @@ def _make_annotation_finder(function: Any) -> Callable[[str], Any]:
 
 @dataclass(frozen=True)
 class _ForwardedArguments:
-    """Arguments that a constructor passes to ``super().__init__`` in addition to its ``**kwargs``.
-
-    Attributes:
-        keywords: Names of the keyword arguments.
-        by_place: Number of positional arguments.
-        variadic: Whether the constructor also passes its ``*args``.
-    """
+    """Arguments that a constructor passes to ``super().__init__`` in addition to its ``**kwargs``."""
 
     keywords: set[str]
     by_place: int
@@ -166,10 +156,7 @@ class _ForwardedArguments:
 
 
 def _find_forwarded(init: Any) -> _ForwardedArguments | None:
-    """Return the arguments passed with ``**kwargs`` to ``super().__init__``.
-
-    None if there is no ``**kwargs``, if it has another use, or if the source of the function is not available.
-    """
+    """Return the arguments passed with ``**kwargs`` to ``super().__init__``; None if they cannot be determined."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(init)))
     except (OSError, TypeError, SyntaxError):
@@ -199,14 +186,9 @@ def _find_forwarded(init: Any) -> _ForwardedArguments | None:
 
 
 def described(target: Any) -> dict[str, str]:
-    """Return the descriptions of the arguments in a docstring of Google or Sphinx style.
+    """Return the descriptions of arguments in docstrings of Google or Sphinx style, by name.
 
-    Args:
-        target: Class or function that has the docstring. For a class, the docstrings of ``__init__`` and of the base
-            classes are also searched.
-
-    Returns:
-        Descriptions by name, for the arguments that have one.
+    For a class, the docstrings of ``__init__`` and of the base classes are also searched.
     """
     texts = [inspect.getdoc(target) or ""]
     if isinstance(target, type):
@@ -225,7 +207,6 @@ _SPHINX = re.compile(r"^\s*:param\s+(?:[\w.\[\]]+\s+)?(\w+):\s*(.*)$")
 
 
 def _parse_arguments(text: str) -> list[tuple[str, str]]:
-    """Return the names and descriptions in the argument sections of a docstring."""
     entries: list[tuple[list[str], list[str]]] = []
     inside, indent = False, 0
     for line in text.splitlines():

@@ -72,10 +72,8 @@ class Stored:
     """Hyperparameters in the form that checkpoints store, and the names of those that cannot be stored.
 
     Attributes:
-        values: Values by name, which checkpoints can store. A mapping that can be stored only in part is reduced to
-            that part.
-        left_out: Place, and type or another reason, of the first value in each hyperparameter that could not be stored,
-            by the hyperparameter's name.
+        values: Values by name. A mapping that can be stored only in part is reduced to that part.
+        left_out: Place of the first value in each hyperparameter that could not be stored, and the reason, by name.
     """
 
     values: dict[str, Any]
@@ -85,10 +83,8 @@ class Stored:
 def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
     """Return hyperparameters in the form that checkpoints store, without values that cannot be stored.
 
-    Args:
-        hparams: Values by name, as the user passed them.
-        defaults: The constructor's defaults. A default that cannot be stored is not reported, because the constructor
-            provides it.
+    A value that is the default in ``defaults`` and cannot be stored is not reported, because the constructor provides
+    it.
     """
     flattener = _Flattener()
     values = flattener.mapping(hparams, ())
@@ -101,11 +97,7 @@ def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
 
 
 def make_config(values: Any) -> Any:
-    """Return values as an OmegaConf container, or unchanged if OmegaConf does not support them.
-
-    Args:
-        values: Dict of values, or any other value.
-    """
+    """Return values as an OmegaConf container, or unchanged if OmegaConf does not support them."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -116,12 +108,7 @@ def make_config(values: Any) -> Any:
 
 
 def copied_config(config: Any, ignored: set[str]) -> Any:
-    """Return a copy of a ``DictConfig`` without some keys. Its flags and the targets of its references are kept.
-
-    Args:
-        config: ``DictConfig`` to copy.
-        ignored: Keys to omit.
-    """
+    """Return a copy of a ``DictConfig`` without the keys in ``ignored``."""
     from omegaconf import flag_override
 
     copied = copy.deepcopy(config)
@@ -132,11 +119,7 @@ def copied_config(config: Any, ignored: set[str]) -> Any:
 
 
 def entries(config: Any) -> dict[Any, Any]:
-    """Return the values of a ``DictConfig`` by name. A missing value or a broken reference is returned as written.
-
-    Args:
-        config: ``DictConfig`` to read.
-    """
+    """Return the values of a ``DictConfig`` by name. A missing value or a broken reference is returned as written."""
     from omegaconf import OmegaConf
 
     written = OmegaConf.to_container(config)
@@ -151,20 +134,12 @@ def entries(config: Any) -> dict[Any, Any]:
 
 
 def class_name(kind: type) -> str:
-    """Return the name by which a record refers to a class.
-
-    Args:
-        kind: A dataclass, an enum class or a mapping class.
-    """
+    """Return the name by which a record refers to a class."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def readable(value: Any) -> Any:
-    """Return a stored value in readable form: records are replaced by their content, and enum members by text.
-
-    Args:
-        value: Value in its stored form.
-    """
+    """Return a stored value in readable form: records are replaced by their content, and enum members by text."""
     if isinstance(value, Record):
         name = value.name.partition(":")[2]
         return f"{name}.{value.content}" if value.kind == "enum" else readable(value.content)
@@ -178,7 +153,6 @@ def readable(value: Any) -> Any:
 
 
 def _make_readable_key(key: Any) -> Any:
-    """Return a mapping's key in a readable and hashable form."""
     name = readable(key)
     return name if isinstance(name, Hashable) else str(key)
 
@@ -212,7 +186,6 @@ class _Flattener:
         return flattened
 
     def data(self, value: Any, place: tuple[str, ...]) -> Any:
-        """Return a value as data, or raise `_NoData`."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, enum.Enum):
@@ -223,7 +196,6 @@ class _Flattener:
             return self._flatten_container(value, place)
 
     def _flatten_container(self, value: Any, place: tuple[str, ...]) -> Any:
-        """Return a container, a dataclass or an array-like value as data."""
         kind = type(value)
         if is_config(value):
             return Record(kind.__name__, "", self._flatten_config(value, place))
@@ -328,22 +300,11 @@ class CannotRebuild(ValueError):
 def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: bool = False) -> Any:
     """Rebuild an argument from its stored form. No module that the stored form names is imported.
 
-    Args:
-        value: Stored form of the argument.
-        annotation: Annotation of the argument in the constructor. A dataclass is built only if the annotation names it
-            or one of its base classes. Within a dataclass, the annotations of its fields apply.
-        default: Default of the argument, whose class is treated as if the annotation named it.
-        home: Name of the module that defines the constructor's class. An enum class is looked up here if the module
-            named in the checkpoint does not have it, for example because that module was a script.
-        from_text: Whether the data comes from a text file, in which case the annotation determines the types. Default:
-            False.
-
-    Returns:
-        The argument.
+    A dataclass is built only if ``annotation`` or ``default`` allows its class. ``home`` is a module that is searched
+    for enum classes. ``from_text`` means that the annotation determines the types.
 
     Raises:
-        CannotRebuild: If the argument contains an object that cannot be built, for example because ``annotation`` does
-            not allow its class.
+        CannotRebuild: If the argument contains an object that cannot be built.
     """
     allowed = [*_iterate_classes(annotation)]
     if isinstance(default, enum.Enum) or _is_dataclass(default):
@@ -352,14 +313,11 @@ def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: boo
 
 
 class _Rebuilder:
-    """Converter of stored data to the original values."""
-
     def __init__(self, home: str, from_text: bool) -> None:
         self.home = home
         self.from_text = from_text
 
     def value(self, value: Any, allowed: tuple[type, ...]) -> Any:
-        """Rebuild the original value from a stored value."""
         kind = type(value)
         if kind is Record:
             return self._build_object(value, allowed)
@@ -373,7 +331,6 @@ class _Rebuilder:
         return self._interpret(value, allowed) if self.from_text else value
 
     def _build_object(self, record: Record, allowed: tuple[type, ...]) -> Any:
-        """Return the object that a record describes."""
         if record.kind == "enum":
             return self._find_member(record, allowed)
         if record.kind == "dataclass":
@@ -388,7 +345,6 @@ class _Rebuilder:
         raise CannotRebuild(f"it is stored as {record.kind!r:.40}, which this version of Treadle does not support")
 
     def _find_member(self, record: Record, allowed: tuple[type, ...]) -> Any:
-        """Return the enum member that a record describes."""
         module, _, name = record.name.partition(":")
         classes = [cls for cls in allowed if cls.__qualname__ == name]
         classes += [_look_up(module_name, name) for module_name in (module, self.home)]
@@ -398,7 +354,6 @@ class _Rebuilder:
         raise CannotRebuild(f"{name}.{record.content}, an enum member that cannot be found")
 
     def _build_dataclass(self, record: Record, allowed: tuple[type, ...]) -> Any:
-        """Return the dataclass instance that a record describes."""
         name = record.name.partition(":")[2]
         bases = [cls for cls in allowed if dataclasses.is_dataclass(cls)]
         matching_class = next(
@@ -411,7 +366,6 @@ class _Rebuilder:
         return self._instantiate(matching_class, record.content)
 
     def _instantiate(self, kind: type, content: Mapping[str, Any]) -> Any:
-        """Build an instance of a dataclass from the values of its fields."""
         try:
             hints = typing.get_type_hints(kind)
         except Exception:  # for example a name imported for type checkers only
@@ -447,14 +401,7 @@ class _Rebuilder:
 
 
 def build_config(content: Any) -> Any:
-    """Build an OmegaConf configuration. References were resolved when it was stored, so ``${`` is escaped in text.
-
-    Args:
-        content: A dict, a list or None.
-
-    Raises:
-        CannotRebuild: If the content has the wrong type.
-    """
+    """Build an OmegaConf configuration. References were resolved when it was stored, so ``${`` is escaped in text."""
     from omegaconf import DictConfig, ListConfig, OmegaConf
 
     if content is None:
@@ -467,7 +414,6 @@ def build_config(content: Any) -> Any:
 
 
 def _escape_references(content: Any) -> Any:
-    """Return the content with ``${`` escaped, which OmegaConf then reads as text instead of a reference."""
     if isinstance(content, str):
         return _REFERENCE_START.sub(lambda match: match[1] * 2 + "\\${", content)
     if type(content) is dict:
@@ -485,7 +431,6 @@ def _iterate_classes(annotation: Any) -> Iterator[type]:
 
 
 def _iterate_subclasses(kind: type) -> Iterator[type]:
-    """Yield a class and its subclasses, at any depth."""
     yield kind
     subclasses: list[type] = type.__subclasses__(kind)
     for subclass in subclasses:

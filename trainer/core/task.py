@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Module):
     """Model with its training code: override ``training_step`` and ``configure_optimizers``, then call ``Trainer.fit``.
 
-    Methods and attributes that Lightning also has keep their names. A task needs no code for processes or devices.
-
     Attributes:
         automatic_optimization: Whether the Trainer runs the backward pass and steps the optimizer. Default: True.
         strict_loading: Whether checkpoints must hold exactly this task's weights. Default: True.
-        example_input_array: An input of ``forward`` for graph logging and export. Default: None.
+        example_input_array: Input of ``forward`` for graph logging and export. Default: None.
 
     Example:
         >>> import torch
@@ -79,16 +77,15 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         A dict may also hold ``"weight"``: the number of items, such as tokens, over which the loss is averaged, if
         these are not the batch's samples. The gradient of the optimizer step is then the mean over these items on all
-        processes. Optimizers that need a closure do not support a weight, and manual optimization ignores it.
+        processes. Manual optimization ignores it.
 
         Args:
             args: The batch, then its index ``batch_idx``; ``batch_idx`` may be omitted from the signature.
-            kwargs: Not used by the Trainer, which passes all arguments by position.
+            kwargs: Not used by the Trainer.
 
         Returns:
-            The loss as a tensor with one element, or a dict that holds it as ``"loss"``. On a single process, None is
-            accepted with a warning, and the batch contributes no gradient; this does not apply with a loss scaler or an
-            optimizer that needs a closure. Any value is accepted with ``automatic_optimization=False``.
+            The loss as a tensor with one element, or a dict with it as ``"loss"``. With
+            ``automatic_optimization=False``, any value.
         """
         raise NotImplementedError
 
@@ -96,9 +93,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Process one validation batch and log its metrics.
 
         Args:
-            args: The batch, ``batch_idx`` and ``dataloader_idx``. With a single dataloader, the signature may omit the
-                last one or two.
-            kwargs: Not used by the Trainer, which passes all arguments by position.
+            args: The batch, ``batch_idx`` and ``dataloader_idx``; with a single dataloader, the last ones may be
+                omitted.
+            kwargs: Not used by the Trainer.
 
         Returns:
             Any value; ``on_validation_batch_end`` receives it as ``outputs``.
@@ -109,9 +106,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Process one test batch and log its metrics.
 
         Args:
-            args: The batch, ``batch_idx`` and ``dataloader_idx``. With a single dataloader, the signature may omit the
-                last one or two.
-            kwargs: Not used by the Trainer, which passes all arguments by position.
+            args: See `validation_step`.
+            kwargs: Not used by the Trainer.
 
         Returns:
             Any value; ``on_test_batch_end`` receives it as ``outputs``.
@@ -122,9 +118,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Return the predictions for one batch. Default: ``self(batch)``.
 
         Args:
-            args: The batch, ``batch_idx`` and ``dataloader_idx``. With a single dataloader, the signature may omit the
-                last one or two.
-            kwargs: Not used by the Trainer, which passes all arguments by position.
+            args: See `validation_step`.
+            kwargs: Not used by the Trainer.
         """
         return self(args[0])
 
@@ -139,10 +134,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         raise NotImplementedError
 
     def train_dataloader(self) -> Any:
-        """Return the training dataloader, or several in a dict, list or tuple, which are read together.
-
-        The Trainer calls it only if neither ``fit`` nor the data module provides a training dataloader.
-        """
+        """Return the training dataloader, or several in a dict, list or tuple, which are read together."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
@@ -178,7 +170,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of ``optimizer``'s parameters by ``"norm"`` or by ``"value"``.
+        """Clip the gradients of an optimizer's parameters.
 
         Args:
             optimizer: Optimizer whose gradients are clipped.
@@ -222,21 +214,18 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         Args:
             epoch: Number of completed epochs.
             batch_idx: Index of the accumulation group's last micro-batch.
-            optimizer: Optimizer to step. Its gradients are complete, reduced over the ranks and clipped, unless it
-                needs a closure.
-            optimizer_closure: Function that returns the detached loss of the last micro-batch. For an optimizer that
-                needs a closure (L-BFGS), the function recomputes the gradients of all micro-batches of the step and
-                returns their mean loss over all processes.
+            optimizer: Optimizer to step; its gradients are complete unless it needs a closure.
+            optimizer_closure: Function that returns a detached loss. For an optimizer that needs a closure (L-BFGS), it
+                recomputes the gradients of the step and returns the mean loss over all processes.
         """
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        """Reset an optimizer's gradients after its step or, if it needs a closure, at the start of each closure call.
+        """Reset an optimizer's gradients.
 
         Args:
             epoch: Number of completed epochs.
-            batch_idx: Index of the accumulation group's last micro-batch or, if the optimizer needs a closure, of its
-                first.
+            batch_idx: Index of a micro-batch of the accumulation group.
             optimizer: Optimizer whose gradients are reset.
         """
         optimizer.zero_grad()
@@ -272,7 +261,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log one value. The overhead is small, because values are reduced over all processes and read later, in bulk.
+        """Log one value. Log the same names on every process.
 
         Args:
             name: Name under which the value is logged.
@@ -282,21 +271,18 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             on_step: Log the value of single steps. Default: True in training batches.
             on_epoch: Log the value of the epoch. Default: True outside of training batches.
             reduce_fx: Reduction over the batches of an epoch and over processes: ``"mean"``, ``"sum"``, ``"min"``,
-                ``"max"``, or a function with one of these names, such as ``torch.max``. Default: ``"mean"``.
-            enable_graph: Accepted for compatibility with Lightning; values are always detached.
-            sync_dist: Accepted for compatibility with Lightning; values are always reduced over all processes.
-            sync_dist_group: Accepted for compatibility with Lightning and ignored.
+                ``"max"``, or a function with one of these names. Default: ``"mean"``.
+            enable_graph: Ignored; values are always detached.
+            sync_dist: Ignored; Treadle reduces values over the processes.
+            sync_dist_group: Ignored.
             add_dataloader_idx: Append ``/dataloader_idx_N`` to the name if there are several evaluation dataloaders.
                 Default: True.
-            batch_size: Weight of the value in the mean of an epoch. Default: the number of samples in the batch; 1
-                outside of a batch.
-            metric_attribute: Accepted for compatibility with Lightning; metrics are not restored by attribute.
-            rank_zero_only: Accepted for compatibility with Lightning and ignored. Log the same names on every process.
+            batch_size: Weight of the value in the mean of an epoch. Default: the number of samples in the batch.
+            metric_attribute: Ignored.
+            rank_zero_only: Ignored.
 
         Raises:
-            TypeError: If the name is not a string, or the value is not a number.
-            ValueError: If a tensor has several elements, ``reduce_fx`` is unknown, or arguments or calls contradict
-                each other.
+            TypeError, ValueError: If an argument is invalid, or arguments or calls contradict each other.
         """
         if is_dynamo_compiling():  # in a step compiled by the user: called between two graphs
             log_arguments = (name, value, prog_bar, logger, on_step, on_epoch, reduce_fx)
@@ -336,22 +322,15 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             self._trainer.print(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
-        """Stack every process's tensors along a new first dimension, if the world size is larger than 1.
+        """Return the tensors of all processes, stacked along a new first dimension. With one process, none is added.
 
         Args:
-            data: Tensors or numbers, nested in dicts, lists and tuples. Shapes must be the same on all processes;
-                ``self.trainer.accelerator.gather`` concatenates batches of different sizes.
+            data: Tensors or numbers, nested in dicts, lists and tuples, with the same shapes on all processes.
             group: A torch process group to gather from. Default: all processes.
-            sync_grads: Let gradients flow back to the process that each tensor came from; see `Accelerator.gather` for
-                their scale. If False and the world size is larger than 1, the result has no gradients. Default: False.
-
-        Returns:
-            ``data`` with each tensor or number as a tensor of shape ``(world_size, ...)``, where ``world_size`` counts
-            the processes of ``group``. With one process, no dimension is added.
+            sync_grads: Let gradients flow back to the process of each tensor; see `Accelerator.gather`. Default: False.
 
         Raises:
-            ValueError: On every process, if the number, shapes or dtypes of the tensors differ. Also if this process is
-                not in ``group``.
+            ValueError: If the tensors differ in number, shape or dtype, or this process is not in ``group``.
             RuntimeError: If the task has no Trainer.
         """
         world = self.trainer.accelerator.world
@@ -376,8 +355,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Run the backward pass in the run's precision, in ``training_step`` with ``automatic_optimization=False``.
 
         Args:
-            loss: 0-d tensor, the mean over the batch's samples. With several processes, the loss is weighted by the
-                number of samples.
+            loss: 0-d tensor, the mean over the batch's samples.
             args: Positional arguments of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward``.
 
@@ -411,8 +389,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             optimizer: Optimizer whose parameters keep their gradients.
 
         Raises:
-            RuntimeError: If an earlier call has disabled gradients and `untoggle_optimizer` has not enabled them again,
-                or the task has no Trainer.
+            RuntimeError: If gradients are already disabled by an earlier call, or the task has no Trainer.
         """
         parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if self._toggled:
@@ -427,7 +404,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Enable the gradients that `toggle_optimizer` disabled.
 
         Args:
-            optimizer: Accepted for compatibility with Lightning and ignored.
+            optimizer: Ignored.
         """
         for parameter in self._toggled:
             parameter.requires_grad = True
@@ -437,8 +414,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Return the optimizer if there is only one, otherwise the list of all optimizers.
 
         Args:
-            use_pl_optimizer: Return the prepared optimizers, which step as the run's precision and accumulation
-                require. False returns the original ones. Default: True.
+            use_pl_optimizer: Return the prepared optimizers; False returns the original ones. Default: True.
         """
         chosen = [o if use_pl_optimizer else o.optimizer for o in self.trainer.accelerator.optimizers]
         return chosen[0] if len(chosen) == 1 else chosen
@@ -460,29 +436,22 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         sha256: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build the task from the hyperparameters in a checkpoint and load its weights. Saved code never runs.
+        """Return the task, built from the hyperparameters in a checkpoint and with its weights.
 
         Args:
-            checkpoint_path: Path or URL of a Treadle checkpoint; of a Lightning ``.ckpt``, whose ``hyper_parameters``
-                are passed to ``__init__`` if it accepts them; or of any other source of weights that `load_weights`
+            checkpoint_path: Treadle checkpoint, Lightning ``.ckpt``, or another source of weights that `load_weights`
                 accepts.
             map_location: Device of the task; see `load_checkpoint`. Default: the CPU.
             hparams_file: Path of a logger's ``hparams.yaml`` or ``.csv``, which replaces the saved hyperparameters.
             strict: Whether the weights must match exactly. Default: the task's ``strict_loading``.
-            weights_only: Accepted for compatibility with Lightning; code in a file never runs.
-            sha256: Expected SHA-256 digest of the file, verified before the file is parsed. Required for an ``http``,
-                ``https`` or ``file`` URL.
+            weights_only: Ignored; code in a file never runs.
+            sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
             kwargs: Arguments of ``__init__``, which override the saved ones.
 
-        Returns:
-            The task with the loaded weights.
-
         Raises:
-            TypeError: If an argument has the wrong type, or a required argument of ``__init__`` is neither saved nor
-                passed.
-            ValueError: If the checkpoint or ``hparams_file`` cannot be loaded, the weights belong to another model,
-                ``sha256`` is missing or wrong, or torch cannot use the device.
-            OSError: If a download fails, or ``hparams_file`` cannot be opened.
+            TypeError: If an argument has the wrong type, or a required argument of ``__init__`` is missing.
+            ValueError: If an argument is invalid, or the checkpoint cannot be loaded.
+            OSError: If a download fails, or a file cannot be opened.
         """
         from .loading import build, warn_of_code
 
@@ -493,19 +462,12 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def device_mesh(self) -> Any:
-        """Grid of processes: torch's ``DeviceMesh``, with dimensions such as ``"data_parallel"``.
-
-        None if no mesh is in use, or without a Trainer.
-        """
+        """Grid of processes, a torch ``DeviceMesh``; None if there is none."""
         return None if self._trainer is None else self._trainer.accelerator.strategy.device_mesh
 
     @property
     def trainer(self) -> Trainer:
-        """Trainer that runs this task.
-
-        Raises:
-            RuntimeError: If the task has no Trainer.
-        """
+        """Trainer that runs this task. Reading it raises a RuntimeError if there is none."""
         if self._trainer is None:
             raise RuntimeError(
                 f"{type(self).__name__} is not attached to a Trainer. Read self.trainer after fit, validate, test or "
@@ -520,7 +482,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def device(self) -> torch.device:
-        """Device of the first parameter or buffer; without one, the Trainer's device, or the CPU without a Trainer."""
+        """Device of the first parameter or buffer, else of the Trainer, else the CPU."""
         if (first := next(itertools.chain(self.parameters(), self.buffers()), None)) is not None:
             return first.device
         return torch.device("cpu") if self._trainer is None else self._trainer.accelerator.device
@@ -542,7 +504,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def global_step(self) -> int:
-        """Number of optimizer steps taken, or of batches with a step in manual optimization; 0 without a Trainer."""
+        """See `Trainer.global_step`; 0 without a Trainer."""
         return 0 if self._trainer is None else self._trainer.global_step
 
     @property
@@ -584,22 +546,12 @@ TaskModule.__jit_ignored_attributes__ = [  # type: ignore[attr-defined]
 
 
 def task_modules(task: TaskModule) -> list[TaskModule]:
-    """Return the task itself and its nested TaskModules, at any depth.
-
-    Args:
-        task: Task whose modules are searched.
-    """
+    """Return the task itself and its nested TaskModules, at any depth."""
     return [part for part in task.modules() if isinstance(part, TaskModule)]
 
 
 def has_own(owner: object, name: str, base: type) -> bool:
-    """Return whether an object or its class overrides a method of ``base``. A method set to None does not count.
-
-    Args:
-        owner: Task, data module or other object.
-        name: Name of the method.
-        base: Class that defines the default.
-    """
+    """Return whether an object or its class overrides a method of ``base``. A method set to None does not count."""
     method = getattr(owner, name)
     return method is not None and getattr(method, "__func__", method) is not getattr(base, name)
 

@@ -1,4 +1,4 @@
-"""Logged values and the time spent in each activity, available during the run and afterwards."""
+"""Logged values, and the time spent in each activity."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ MOST_POINTS = 4096
 
 
 class Curve:
-    """Values of one metric over the optimizer steps.
-
-    A curve that reaches `MOST_POINTS` points drops every second one and records later ones at half the rate. The curve
-    of a long run is therefore coarser, not longer, so memory and checkpoints stay small. Loggers are not affected.
+    """Values of one metric over the optimizer steps. A long curve drops points to limit its memory.
 
     Attributes:
         steps: Optimizer steps of the points.
@@ -46,12 +43,7 @@ class Curve:
         return f"Curve({len(self)} points, last {self.last})"
 
     def add(self, step: int, value: float) -> None:
-        """Add a value, which replaces the latest one if both have the same step.
-
-        Args:
-            step: Number of optimizer steps.
-            value: Value to add.
-        """
+        """Add a value, which replaces the latest one if both have the same step."""
         if self.last is not None and self.last[0] == step:
             if self.steps[-1] == step:
                 self.values[-1] = value
@@ -67,7 +59,7 @@ class Curve:
         self._passed += 1
 
     def points(self) -> tuple[list[int], list[float]]:
-        """Return the steps and values of all points, for a plot. The latest value is always included."""
+        """Return the steps and values of the points, for a plot. The latest value is always included."""
         if self.last is None or self.steps[-1] == self.last[0]:
             return list(self.steps), list(self.values)
         return [*self.steps, self.last[0]], [*self.values, self.last[1]]
@@ -83,11 +75,7 @@ class Curve:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned.
-
-        Args:
-            state_dict: Result of `state_dict`, as read from the checkpoint.
-        """
+        """Restore the state that `state_dict` returned."""
         self.steps, self.values = state_dict["steps"].tolist(), state_dict["values"].tolist()
         self.last = state_dict["last"] and tuple(state_dict["last"])
         self._every, self._passed = state_dict["every"], state_dict["passed"]
@@ -96,22 +84,17 @@ class Curve:
 class History(Mapping[str, Curve]):
     """Curves of a run by name: ``trainer.history["train_loss"].values``.
 
-    A value that ``self.log`` sends to the loggers is also added to the curve with its name, even if there is no logger.
     Values of single evaluation batches have no curve. A resumed run continues the curves and rates of its checkpoint;
     times and throughput are those of this process.
 
     Args:
-        cursor: The accelerator's cursor, which counts the seconds that this process has waited for batches.
+        cursor: The accelerator's cursor, which counts the seconds of waiting for batches.
 
     Attributes:
-        rates: Learning rates for the next step, under the names of `LearningRateMonitor`. They are recorded when
-            training begins and every ``log_every_n_steps``.
-        throughput: Samples per second of training over all processes, measured every ``log_every_n_steps``. The time of
-            validations and checkpoints does not count.
-        spent: Seconds by activity: ``"setup"``, ``"training"``, ``"validation"``, ``"checkpoints"``, ``"test"``,
-            ``"predict"``.
-        waits: Seconds by activity in which the process waited for batches; ``spent`` includes them. An accelerator may
-            have been computing during this time.
+        rates: Learning rates, under the names of `LearningRateMonitor`.
+        throughput: Training samples per second over all processes. Validations and checkpoints do not count.
+        spent: Seconds by activity, such as ``"training"`` and ``"validation"``.
+        waits: Seconds by activity in which the process waited for batches; ``spent`` includes them.
     """
 
     def __init__(self, cursor: Cursor) -> None:
@@ -156,7 +139,7 @@ class History(Mapping[str, Curve]):
         _add(self.curves, row, step)
 
     def begin(self, progress: Progress, rates: Mapping[str, float]) -> None:
-        """Record the start of training, from which `measure` counts, and the learning rates if none are recorded yet.
+        """Record the start of training, and the learning rates if none are recorded yet.
 
         Args:
             progress: Counters of the run.
@@ -201,7 +184,6 @@ class History(Mapping[str, Curve]):
         self._switch(self._part)
 
     def _switch(self, part: str | None) -> None:
-        """Add the elapsed time to the current activity, and switch to another."""
         current_time, waited = time.perf_counter(), self._cursor.waited
         if self._part is not None:
             self.spent[self._part] = self.spent.get(self._part, 0.0) + current_time - self._since
@@ -221,7 +203,7 @@ class History(Mapping[str, Curve]):
         """Restore the state that `state_dict` returned.
 
         Args:
-            state_dict: Result of `state_dict`, as read from the checkpoint.
+            state_dict: Result of `state_dict`.
         """
         for name in ("curves", "rates"):
             setattr(self, name, {key: _load_curve(state) for key, state in state_dict[name].items()})
@@ -229,18 +211,9 @@ class History(Mapping[str, Curve]):
     def plot(self, *names: str, show: bool = False) -> Figure:
         """Draw curves with matplotlib and return the figure, with one plot for each quantity.
 
-        For example, ``train_loss`` and ``val_loss`` share a plot.
-
-        A notebook displays the figure once, as the value of the cell. With an inline backend, the figure is closed in
-        pyplot, which would otherwise display it again.
-
         Args:
-            names: Names of the curves, which may be those of learning rates, such as ``"lr-SGD"``. Default: all, with
-                the learning rates.
+            names: Names of curves, including those of learning rates, such as ``"lr-SGD"``. Default: all.
             show: Show the figure in a window. Default: False.
-
-        Returns:
-            The figure.
 
         Raises:
             KeyError: If a name was not logged.
@@ -277,7 +250,6 @@ class History(Mapping[str, Curve]):
 
 
 def _add(curves: dict[str, Curve], row: Mapping[str, float], step: int) -> None:
-    """Add each value of a row to the curve with its name, and create missing curves."""
     for name, value in row.items():
         curve = curves.get(name)
         if curve is None:
@@ -286,7 +258,6 @@ def _add(curves: dict[str, Curve], row: Mapping[str, float], step: int) -> None:
 
 
 def _load_curve(state: Mapping[str, Any]) -> Curve:
-    """Rebuild a curve from its saved state."""
     curve = Curve()
     curve.load_state_dict(state)
     return curve

@@ -1,4 +1,4 @@
-"""Destinations of logged values: the dictionaries that users read, the loggers, and the history."""
+"""Destinations of logged values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .history import History
 
 
 class SilentLogger(Logger):
-    """Logger that accepts every call and stores nothing. ``fast_dev_run`` uses it in place of the loggers."""
+    """Logger that accepts every call and stores nothing."""
 
     @property
     def experiment(self) -> Any:
@@ -45,24 +45,25 @@ class SilentLogger(Logger):
 
 
 class Logbook:
-    """Store of logged values, which reduces them over all processes and sends them to the loggers and the history.
+    """Store of logged values, which reduces them over the processes and sends them to the loggers and the history.
+
+    A logger that fails is disabled with a warning, unless it is strict, because a tracking service must not end a
+    training run.
 
     Args:
         world: All processes.
         data_world: Processes over which values are reduced.
-        loggers: Loggers that receive the values, on rank zero. A logger that fails is disabled with a warning, unless
-            it is strict, because a tracking service must not end a training run.
-        history: History that receives the values, on all processes.
+        loggers: Loggers that receive the values, on rank zero.
+        history: History that receives the values.
 
     Attributes:
-        callback_values: The latest reduced value of everything logged, by name.
+        callback_values: The latest reduced values, by name.
         bar_values: The latest reduced values for the progress bar, by name.
-        logged_values: The latest values sent to the loggers, by name.
+        logged_values: The latest values for the loggers, by name.
         evaluated: Number of batches processed from each validation dataloader within ``fit``.
-        newest: Names of the values with ``on_epoch=True`` that the last epoch or evaluation logged, with and without
-            the suffix ``_epoch``.
+        newest: Names of the epoch values in the latest `update_epoch`, with and without the suffix ``_epoch``.
         watch: Names and step of the latest validation within ``fit``.
-        folder: The run's folder if it was created because no logger has one; otherwise None.
+        folder: The run's folder if one was created because no logger has one; otherwise None.
     """
 
     def __init__(self, world: World, data_world: World, loggers: list[Logger], history: History) -> None:
@@ -123,14 +124,13 @@ class Logbook:
     def write_batches(self, metrics: Metrics, counts: list[int], step: int, *, keep_counting: bool) -> None:
         """Send the values that single batches of an evaluation logged to the loggers. Call it on all processes.
 
-        The x-axis is the index of the batch in its dataloader, because the step is constant in an evaluation. The row
-        includes the number of optimizer steps.
+        Their x-axis counts batches, because the optimizer step is constant in an evaluation.
 
         Args:
             metrics: Values logged in the evaluation.
             counts: Number of batches processed from each dataloader.
             step: Number of optimizer steps.
-            keep_counting: Continue the count across evaluations, as in ``fit``.
+            keep_counting: Continue the count across evaluations.
         """
         before = self.evaluated if keep_counting else []
         before = before + [0] * (len(counts) - len(before))
@@ -149,11 +149,11 @@ class Logbook:
             self.evaluated = [previous + count for previous, count in zip(before, counts, strict=False)]
 
     def keep_step_values(self, metrics: Metrics, newer: Container[str] = ()) -> None:
-        """Reduce the values of the epoch's last step and keep them as the latest values. Call it on all processes.
+        """Keep the reduced values of the latest step. Call it on all processes.
 
         Args:
             metrics: Values logged in training.
-            newer: Names that a validation has logged since, whose values are kept. Default: none.
+            newer: Names of newer values, which are kept. Default: none.
         """
         for entry, value in metrics.step_values(self.data_world):
             name = entry.label("step")
@@ -165,10 +165,7 @@ class Logbook:
                     self.logged_values[name] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the reduced values, the names of the latest validation, and the counts of validation batches.
-
-        A scheduler or a monitoring callback may need a value before it is logged again.
-        """
+        """Return the state to save in checkpoints."""
         values, watch = dict(self.callback_values), self.watch.state_dict()
         return {"values": values, "watch": watch, "evaluated": list(self.evaluated)}
 
@@ -176,7 +173,7 @@ class Logbook:
         """Restore the state that `state_dict` returned.
 
         Args:
-            state_dict: Result of `state_dict`, as read from the checkpoint.
+            state_dict: Result of `state_dict`.
         """
         self.callback_values.clear()
         self.callback_values.update(state_dict["values"])
@@ -184,7 +181,7 @@ class Logbook:
         self.evaluated = list(state_dict.get("evaluated", ()))
 
     def note_epoch(self, step: int) -> None:
-        """Add the epoch's values to the history before the loggers get them, because a checkpoint is saved in between.
+        """Add the epoch's values to the history.
 
         Args:
             step: Number of optimizer steps.
@@ -201,7 +198,7 @@ class Logbook:
         self.write_row(self._epoch_row, step, epoch)
 
     def write_row(self, row: dict[str, float], step: int, epoch: int) -> None:
-        """Send a row of reduced values to the loggers, with the epoch, and to the history. An empty row is not sent.
+        """Send a row of reduced values to the loggers and the history. An empty row is not sent.
 
         Args:
             row: Values by name.
@@ -215,7 +212,7 @@ class Logbook:
         self.call("log_metrics", {"epoch": epoch, **row}, step=step)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of every logger that has not failed, on rank zero.
+        """Call a method of the loggers that have not failed, on rank zero.
 
         Args:
             method: Name of the method.
@@ -256,22 +253,22 @@ class Logbook:
         return list(dict.fromkeys(map(str, places)))
 
     def clear(self) -> None:
-        """Clear the latest values, for example before a stage. The history is kept."""
+        """Clear the latest values."""
         self.watch = LatestValidation()
         self.callback_values.clear()
         self.bar_values.clear()
         self.logged_values.clear()
 
     def describe(self, task: TaskModule, datamodule: DataModule | None, hyperparameters: bool = True) -> None:
-        """Send the hyperparameters to the loggers, and the model's graph to those that record it.
+        """Send the hyperparameters and the model to the loggers.
 
         Args:
             task: The user's task.
-            datamodule: The data module, or None.
+            datamodule: The data module.
             hyperparameters: Whether to send hyperparameters. Default: True.
 
         Raises:
-            ValueError: If the task and the data module would send different values for a hyperparameter.
+            ValueError: If the task and the data module have different values for a hyperparameter.
         """
         merged: dict[str, Any] = {}
         for owner in (task, datamodule) if hyperparameters and self.loggers else ():
@@ -316,9 +313,7 @@ class Logbook:
     def directory(self, root: str) -> str:
         """Return the run's folder. Call it on rank zero only.
 
-        This is the folder of the first logger that has one. If none has one (MLflow, for example), a folder is created
-        below ``root``, once for this logbook, so that no two runs share it. Without a logger, with ``fast_dev_run``, or
-        if the folder cannot be created, it is ``root`` itself.
+        If no logger has a folder, this is one below ``root``, or ``root`` itself.
 
         Args:
             root: The Trainer's ``default_root_dir``.
@@ -329,7 +324,7 @@ class Logbook:
         return root if folder is None else str(folder)
 
     def folder_of_runs(self, root: str) -> str:
-        """Return the parent of run folders if no logger has a folder: a folder in ``root`` named after the experiment.
+        """Return the parent of the folders of runs whose loggers have none.
 
         Args:
             root: The Trainer's ``default_root_dir``.
@@ -337,7 +332,7 @@ class Logbook:
         return str(as_path(root) / (_make_file_name(self.loggers[0].name) or "treadle_logs"))
 
     def existing_folder(self, root: str) -> str | None:
-        """Return the run's folder if no logger has one; None if it is not known yet. Call it on rank zero only.
+        """Return the folder of a run whose loggers have none; None if it is not known yet.
 
         Args:
             root: The Trainer's ``default_root_dir``.
@@ -369,7 +364,7 @@ class Logbook:
 
 
 def tensors_by_name(values: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Convert numbers to tensors, which scripts written for Lightning expect.
+    """Return numbers as tensors, which scripts written for Lightning expect.
 
     Args:
         values: Numbers by name.

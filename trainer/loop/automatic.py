@@ -1,4 +1,4 @@
-"""Loop body for automatic optimization, which takes one optimizer step for each group of micro-batches."""
+"""Loop body for automatic optimization."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Steps:
     """Loop body that takes one optimizer step for each group of micro-batches.
 
     Args:
-        trainer: The Trainer, with flags, accelerator and progress.
+        trainer: Trainer of the run.
         task: The user's task.
         model: The task as prepared by the accelerator.
-        hooks: Dispatch table of the overridden hooks.
-        schedules: Schedulers of the task, some of which step after optimizer steps.
+        hooks: The overridden hooks.
+        schedules: Schedulers of the task.
         wants_to_stop: Function that returns whether this process requests a stop.
 
     Attributes:
@@ -75,7 +75,7 @@ class Steps:
         self.bad_batches: list[str] = []  # descriptions of the step's batches whose loss is not finite
 
     def use(self, model: Any) -> None:
-        """Use another wrapped form of the task, after the strategy has wrapped it again.
+        """Use another wrapped form of the task.
 
         Args:
             model: Task as wrapped by the strategy.
@@ -84,13 +84,13 @@ class Steps:
         self.step = self.accelerator.method(model, "training_step")
 
     def close(self) -> None:
-        """Release objects that the steps hold. Call it after the run."""
+        """Release objects that the steps hold."""
 
     def take(self, group: Iterable[Any]) -> None:
-        """Process a group of micro-batches, and step the optimizer after the last one.
+        """Process the micro-batches of one optimizer step.
 
         Args:
-            group: Micro-batches of one optimizer step.
+            group: The micro-batches.
         """
         accumulation, hooks, progress, cursor = self.accumulation, self.hooks, self.progress, self.cursor
         steps_before = progress.step
@@ -141,7 +141,6 @@ class Steps:
                     hook(outputs, batch, index)
 
     def _optimize(self, index: int, loss: Tensor, batch: Any) -> None:
-        """Agree across ranks, clip, step and reset gradients; then step the schedulers with the interval "step"."""
         accumulation, optimizer, progress, hooks = self.accumulation, self.optimizer, self.progress, self.hooks
         self.agreement.next_place = progress.step + 1, progress.epoch, index
         if accumulation.always_agree or accumulation.watches_gradients or accumulation.unfinished:
@@ -175,18 +174,10 @@ class Steps:
                 self.schedules.after_step()
 
     def _leave_together(self, batches: Iterable[Any], index: int) -> None:
-        """Check that every rank ends the epoch at this accumulation group.
+        """Check that every rank ends the epoch at this accumulation group; raise a ValueError on every rank otherwise.
 
-        The caller then discards the group's gradients. A rank that does not leave is already in the group's
-        collectives, so this rank participates in them, with weight zero. This rank's vote is part of these collectives,
-        so other steps have no overhead.
-
-        Args:
-            batches: The remaining batches of the group.
-            index: Index of the micro-batch for which a hook returned -1.
-
-        Raises:
-            ValueError: On every rank, if some ranks stay.
+        A rank that does not leave is already in the group's collectives, so this rank participates in them, with weight
+        zero.
         """
         accumulation, cursor, agreement = self.accumulation, self.cursor, self.agreement
         agreement.leave_vote = True
@@ -216,8 +207,6 @@ class Steps:
     def vote_to_leave(self, index: int) -> None:
         """Check in a separate collective that all ranks end the epoch or none does.
 
-        Only loop bodies whose steps do not exchange this vote call it.
-
         Args:
             index: Index of the micro-batch.
 
@@ -232,10 +221,10 @@ class Steps:
         """Raise an error, because some ranks leave the epoch and others stay.
 
         Args:
-            index: Index of the micro-batch for which this rank's hook returned -1; None if it did not.
+            index: Index of the micro-batch for which this rank's hook returned -1, or None.
 
         Raises:
-            ValueError: Always; the message names the ranks and their micro-batches, where known.
+            ValueError: Always.
         """
         world = self.accelerator.world
         # If votes are read one step late, the other ranks are already in another step.
@@ -259,7 +248,7 @@ class Steps:
         """Refuse a call of ``manual_backward``; `ManualSteps` overrides this method.
 
         Args:
-            loss: Loss of the batch, a 0-d tensor.
+            loss: Loss of the batch.
             args: Positional arguments of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward``.
 
@@ -273,7 +262,7 @@ class Steps:
         )
 
     def clip(self) -> None:
-        """Clip the gradients with the task's ``configure_gradient_clipping``, which by default applies the flags."""
+        """Clip the gradients with the task's ``configure_gradient_clipping``."""
         trainer, optimizer = self.trainer, self.optimizer
         assert optimizer is not None
         self.accumulation.unscale_gradients()
@@ -285,7 +274,7 @@ class Steps:
         """Reset the gradients, with the task's hook if it is overridden.
 
         Args:
-            index: Index of a micro-batch of the step, which the task's hook receives as ``batch_idx``.
+            index: Index of a micro-batch of the step.
         """
         assert self.optimizer is not None
         if self.custom_zero_grad is None:
@@ -300,23 +289,23 @@ class Steps:
             self.refuse()
 
     def note_batch(self, batch: Any) -> None:
-        """Record a description of a micro-batch with a non-finite loss, because it is freed before the step is refused.
+        """Record a description of a micro-batch with a non-finite loss, before it is freed.
 
         Args:
-            batch: Micro-batch whose loss is not finite.
+            batch: The micro-batch.
         """
         text, _ = nonfinite.describe_batch(batch, batch_indices(self._find_loader()))
         self.bad_batches += [text] if text else []
 
     def refuse(self, optimizer: PreparedOptimizer | None = None, *, batch: Any = None) -> None:
-        """Reject a step with a loss or gradient that is not finite on some rank. Call it on all ranks in the same step.
+        """Raise an error for a step with non-finite values, or skip it. Call it on all ranks.
 
         Args:
             optimizer: In manual optimization, the optimizer that is about to step.
             batch: The last micro-batch of the step.
 
         Raises:
-            ValueError: If ``on_nonfinite="raise"``; the message names the step and, where known, the cause.
+            ValueError: If ``on_nonfinite="raise"``.
         """
         step, epoch, last = self.agreement.place
         found = self.describe_not_finite(last, batch)
@@ -334,7 +323,7 @@ class Steps:
         """Count a step as skipped and reset the gradients.
 
         Args:
-            losses: True if a loss is not finite, False if only a gradient is not.
+            losses: Whether a loss is not finite, as opposed to only a gradient.
             optimizer: See `refuse`.
         """
         self.progress.skipped += 1
@@ -342,7 +331,7 @@ class Steps:
             self.optimizer.optimizer.zero_grad()
 
     def describe_not_finite(self, last: int, batch: Any) -> nonfinite.Findings:
-        """Return the findings of all ranks about non-finite values, and reset them. Call it on all ranks.
+        """Return the findings of all ranks about non-finite values. Call it on all ranks.
 
         Args:
             last: Index of the step's last micro-batch.
@@ -367,7 +356,6 @@ class Steps:
         return nonfinite.combine(dict(enumerate(self.accelerator.world.gather_objects(evidence))), first, last)
 
     def _find_loader(self) -> Any:
-        """Return the training dataloader."""
         assert self.trainer.sources is not None
         return self.trainer.sources.train
 

@@ -1,4 +1,4 @@
-"""Steps of optimizers that compute loss and gradients several times per step, such as L-BFGS."""
+"""Steps of optimizers that require a closure, such as L-BFGS."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 class ClosureSteps(Steps):
     """Loop body that passes a closure to the optimizer. Each closure call processes the whole group of micro-batches.
 
-    The group's batches stay in memory. Every process gets the same loss, the mean over all processes, so the optimizers
-    of all ranks make the same decisions.
+    Every process gets the same loss, so the optimizers of all ranks make the same decisions.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -29,11 +28,7 @@ class ClosureSteps(Steps):
         self.voting = self.may_leave()
 
     def take(self, group: Iterable[Any]) -> None:
-        """Process a group of micro-batches in one step. The backward and optimizer hooks run in each closure call.
-
-        Args:
-            group: Micro-batches of one optimizer step.
-        """
+        """Process a group of micro-batches in one step. The backward and optimizer hooks run in each closure call."""
         hooks, progress, cursor = self.hooks, self.progress, self.cursor
         micro_batches: list[tuple[Any, Any]] = []
         for batch in group:
@@ -105,13 +100,11 @@ class ClosureSteps(Steps):
         return results
 
     def _replay_batches(self, micro_batches: list[tuple[Any, Any]]) -> Iterator[Any]:
-        """Yield the group's batches for another closure call, and set the cursor and the metrics' weight for each."""
         for batch, micro in micro_batches:
             self.cursor.micro, self.metrics.weight = micro, micro.samples
             yield batch
 
     def _forward_and_backward(self, batch: Any, index: int, last: bool) -> tuple[Any, Tensor]:
-        """Add the gradients of one micro-batch, and return the result of ``training_step`` and its loss."""
         accumulation, hooks = self.accumulation, self.hooks
         with accumulation.accumulate(self.model):
             output = self.step(batch, index) if self.takes_index else self.step(batch)
@@ -141,12 +134,7 @@ class ClosureSteps(Steps):
 
 
 def check_closure(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ValueError for settings that do not support an optimizer with a closure.
-
-    Args:
-        trainer: Trainer with the strategy, precision and flags of the run.
-        optimizer: Optimizer that requires a closure.
-    """
+    """Raise a ValueError for settings that do not support an optimizer with a closure."""
     strategy, precision = trainer.accelerator.strategy, trainer.accelerator.precision
     in_parts = strategy.sharded or strategy.keeps_apart(optimizer)
     reasons = {
@@ -160,11 +148,7 @@ def check_closure(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer.step`` requires a closure.
-
-    Args:
-        optimizer: Optimizer to inspect.
-    """
+    """Return whether ``optimizer.step`` requires a closure."""
     step = inspect.signature(type(optimizer).step)
     closure = step.parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,4 +1,4 @@
-"""Sources of batches: dataloaders that the user passes or that the data module or task returns."""
+"""Dataloaders that the user passes or that the data module or task returns."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 
 
 class Sources:
-    """Dataloaders of one stage. Each kind is created on first use; `reload` creates those of hooks again.
+    """Dataloaders of one stage, created on first use.
 
     Args:
         task: The user's task.
         datamodule: The user's data module, or None.
-        passed_loaders: Dataloaders that the user passed to the entry point, by kind (``"train"``, ``"val"``,
-            ``"test"``, ``"predict"``).
-        accelerator: The accelerator that prepares the dataloaders.
+        passed_loaders: Dataloaders that the user passed, by kind: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
+        accelerator: Accelerator that prepares the dataloaders.
         limits: The checked ``limit_*_batches``, by kind.
-        shard: Whether to shard each dataloader over the processes.
-        fixed_order: Whether training and validation read the same batches in each epoch, without shuffling. Default:
-            False.
+        shard: Whether to shard the dataloaders over the processes.
+        fixed_order: Whether training and validation read the same batches in each epoch. Default: False.
     """
 
     def __init__(
@@ -71,9 +69,7 @@ class Sources:
         """Prepared training dataloader, created on first use.
 
         Raises:
-            TypeError: If the training dataloader is not an iterable of batches.
-            ValueError: If neither the user nor a hook provides a training dataloader, or the dataloader or its limit is
-                invalid.
+            TypeError, ValueError: If there is no training dataloader, or it is invalid.
         """
         if self._train is None:
             source = self._find("train")
@@ -94,8 +90,7 @@ class Sources:
             kind: ``"val"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            TypeError: If a dataloader is not an iterable of batches.
-            ValueError: If the processes have different numbers of dataloaders, or a dataloader or its limit is invalid.
+            TypeError, ValueError: If a dataloader is invalid, or the processes have different numbers of them.
         """
         if kind not in self._evaluation:
             sources = list(_split_sources(self._find(kind)))
@@ -107,7 +102,7 @@ class Sources:
         return self._evaluation[kind]
 
     def empty(self, kind: str) -> list[Loader]:
-        """Return the dataloaders of `evaluation` whose length is known to be 0 on all processes.
+        """Return the dataloaders whose length is known to be 0 on all processes.
 
         Args:
             kind: ``"val"``, ``"test"`` or ``"predict"``.
@@ -116,10 +111,7 @@ class Sources:
         return self._empty[kind]
 
     def warn_of_empty_validation(self) -> None:
-        """Warn about validation dataloaders without batches.
-
-        Within ``fit``, they are not an error, because a small split may be empty.
-        """
+        """Warn about validation dataloaders without batches, which are not an error within ``fit``."""
         if self.limits["val"] == 0:
             return
         loaders = self.evaluation("val")
@@ -154,12 +146,12 @@ class Sources:
     def for_another(
         self, task: TaskModule, datamodule: DataModule | None, watch: Callable[[str, Any], None]
     ) -> Sources:
-        """Return sources for copies of the task and the data module, whose hooks have not been called yet.
+        """Return sources for copies of the task and the data module.
 
         Args:
             task: Copy of the task.
-            datamodule: Copy of the data module, or None.
-            watch: Function called with each kind and the dataloader that is about to be prepared.
+            datamodule: Copy of the data module.
+            watch: Function that is called with each kind and dataloader.
         """
         other = copy.copy(self)
         other.task, other.datamodule, other._watch = task, datamodule, watch
@@ -167,7 +159,6 @@ class Sources:
         return other
 
     def _find(self, kind: str) -> Any:
-        """Return the passed dataloader or the one that a hook returns; None if there is neither."""
         if self.passed_loaders.get(kind) is not None:
             return self.passed_loaders[kind]
         method = f"{kind}_dataloader"
@@ -178,7 +169,6 @@ class Sources:
         return None
 
     def _prepare(self, kind: str, source: Any, number: int) -> Loader:
-        """Prepare a dataloader and limit its number of batches."""
         if self._watch is not None:
             self._watch(kind, source)
         for single_source in source.flattened if isinstance(source, CombinedLoader) else [source]:
@@ -199,7 +189,6 @@ class Sources:
         return loader
 
     def _choose_transfer(self, number: int) -> Callable[[Any], Any] | None:
-        """Return a function that moves a batch with the user's transfer hooks; None if no such hook is overridden."""
         owners = [owner for owner in (self.datamodule, self.task) if owner is not None]
         # Each hook separately: a data module may augment while the task moves.
         chosen = [next((o for o in owners if _overrides(o, name)), None) for name in _TRANSFER]
@@ -211,19 +200,12 @@ class Sources:
         return partial(self._transfer, before, move, after, number)
 
     def _transfer(self, before: Any, move: Any, after: Any, number: int, batch: Any) -> Any:
-        """Move a batch to the device with the chosen hooks."""
         batch = move(before(batch, number), self._accelerator.device, number)
         return after(self._accelerator.precision.cast(batch), number)
 
 
 def check_kinds(stage: str, task: Any, datamodule: Any) -> None:
-    """Raise a TypeError unless the task is an initialized TaskModule and the data module a DataModule.
-
-    Args:
-        stage: Name of the stage, for messages.
-        task: Object that was passed as the task.
-        datamodule: Object that was passed as the data module, or None.
-    """
+    """Raise a TypeError unless the task is an initialized TaskModule and the data module a DataModule."""
     if not isinstance(task, TaskModule):
         hint = ""
         if isinstance(task, type):
@@ -241,12 +223,7 @@ def check_kinds(stage: str, task: Any, datamodule: Any) -> None:
 
 
 def explain_empty(loader: Loader, processes: int) -> str:
-    """Return the likely reason why a dataloader yielded nothing, and the fix.
-
-    Args:
-        loader: The prepared dataloader.
-        processes: Number of processes.
-    """
+    """Return the likely reason why a dataloader yielded nothing, and the fix."""
     source = loader.source
     dataset = getattr(source, "dataset", None)
     try:
@@ -270,7 +247,6 @@ def explain_empty(loader: Loader, processes: int) -> str:
 
 
 def _overrides(owner: TransferHooks, name: str) -> bool:
-    """Return whether an owner overrides a transfer hook."""
     return getattr(type(owner), name) is not getattr(TransferHooks, name)
 
 

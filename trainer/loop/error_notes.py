@@ -1,4 +1,4 @@
-"""Notes added to an error that a stage raised: the position of the run, and explanations of torch's messages."""
+"""Notes on errors: the position of the run, and explanations of torch's messages."""
 
 from __future__ import annotations
 
@@ -55,15 +55,7 @@ _RUN_CODES = {FitLoop.run.__code__, EvaluationLoop.run.__code__}
 
 
 def annotate(error: BaseException, trainer: Trainer) -> None:
-    """Add notes to an error: the position of the run, and the cause if torch's message does not state it.
-
-    With one process, only an error in the loop gets the position. Ctrl-C gets no notes: the Trainer announces where it
-    interrupted the run.
-
-    Args:
-        error: The error, changed in place.
-        trainer: The running Trainer.
-    """
+    """Add notes to an error: the position of the run, and explanations of some of torch's messages."""
     if isinstance(error, KeyboardInterrupt):
         return  # see `RunSummary.announce_interrupt`
     world = trainer.accelerator.world
@@ -85,15 +77,7 @@ def annotate(error: BaseException, trainer: Trainer) -> None:
 
 
 def place(trainer: Trainer, stage: str, error: BaseException) -> str:
-    """Return the position of a run when an error occurred: ``"in fit, epoch 0, after optimizer step 3, in batch 3"``.
-
-    The batch number is the ``batch_idx`` that hooks receive.
-
-    Args:
-        trainer: Trainer that ran the stage.
-        stage: Name of the stage.
-        error: The error, whose traceback shows the current batch.
-    """
+    """Return the position of a run when an error occurred: ``"in fit, epoch 0, after optimizer step 3"``."""
     words = [f"in {stage}"]
     if stage == "fit":
         words += [f"epoch {trainer.progress.epoch}", f"after optimizer step {trainer.progress.step}"]
@@ -101,7 +85,6 @@ def place(trainer: Trainer, stage: str, error: BaseException) -> str:
 
 
 def _describe_batch(next_batch: int, within_fit: bool, frames: Sequence[FrameType]) -> Iterator[str]:
-    """Yield descriptions of the validation within ``fit`` and of the batch in which the error occurred, if any."""
     codes = [frame.f_code for frame in frames]
     kind = ""
     if within_fit and EvaluationLoop.run.__code__ in codes:
@@ -126,12 +109,6 @@ def _describe_batch(next_batch: int, within_fit: bool, frames: Sequence[FrameTyp
 
 
 def _describe_signature(method: str, trainer: Trainer) -> Iterator[str]:
-    """Yield the signature of a hook, if a user-defined override does not accept the arguments it is called with.
-
-    Args:
-        method: The method's qualified name, as in Python's message.
-        trainer: Trainer whose task, data module and callbacks are searched for the method.
-    """
     name = method.rpartition(".")[2]
     owners = ((trainer.task, TaskModule), (trainer.datamodule, DataModule), *((c, Callback) for c in trainer.callbacks))
     for owner, base in owners:
@@ -143,7 +120,6 @@ def _describe_signature(method: str, trainer: Trainer) -> Iterator[str]:
 
 
 def _describe_mismatch(error: BaseException, task: nn.Module) -> str:
-    """Return the dtypes and devices of the task's innermost module in the traceback and of its local tensors."""
     names = {id(module): name for name, module in task.named_modules()}
     task_frames = [frame for frame in _iterate_frames(error) if id(frame.f_locals.get("self")) in names]
     if not task_frames:
@@ -167,7 +143,6 @@ def _describe_mismatch(error: BaseException, task: nn.Module) -> str:
 
 
 def _iterate_frames(error: BaseException) -> Iterator[FrameType]:
-    """Yield the frames of an error's traceback."""
     trace = error.__traceback__
     while trace is not None:
         yield trace.tb_frame
@@ -185,5 +160,4 @@ def _iterate_tensors(name: str, value: Any, depth: int = 0) -> Iterator[tuple[st
 
 
 def _describe_format(tensor: Tensor) -> str:
-    """Return the dtype and the device of a tensor as text."""
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

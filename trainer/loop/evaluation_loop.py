@@ -1,4 +1,4 @@
-"""Validation, testing and prediction, which share one loop over batches."""
+"""Validation, testing and prediction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NO_BATCH = object()
 
 
 class _LeftEarly(Exception):
-    """Exception for a signal that ends the run within an evaluation, on all ranks before the same batch."""
+    """Exception for a signal that ends the run within an evaluation."""
 
 
 STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
@@ -38,8 +38,7 @@ class Evaluation:
 
     Attributes:
         metrics: Logged values by name, in one dict for each dataloader.
-        predictions: Results of ``predict_step`` on this process: a list for each dataloader, with one result for each
-            batch; the lists are empty if predictions are not collected.
+        predictions: Results of ``predict_step`` on this process, in one list for each dataloader.
     """
 
     metrics: list[dict[str, float]]
@@ -50,13 +49,12 @@ class EvaluationLoop:
     """One pass through evaluation dataloaders, in evaluation mode and without gradients.
 
     Args:
-        trainer: The Trainer, with flags and processes.
+        trainer: Trainer of the run.
         task: The user's task.
-        hooks: Dispatch table of the overridden hooks.
+        hooks: The overridden hooks.
         loaders: The prepared dataloaders.
         stage: ``"validate"``, ``"test"`` or ``"predict"``.
-        within_fit: Whether this is a validation within ``fit``. Such a validation does not use inference mode, because
-            tensors created in that mode cannot be trained later.
+        within_fit: Whether this is a validation within ``fit``.
         keep_predictions: Collect the results of ``predict_step``. Default: False.
     """
 
@@ -83,16 +81,11 @@ class EvaluationLoop:
         self._before: BeforeValidation | None = None
 
     def run(self) -> Evaluation:
-        """Evaluate the task on all dataloaders. Call it on all processes.
-
-        Returns:
-            Logged values and predictions.
+        """Return the logged values and predictions for all dataloaders. Call it on all processes.
 
         Raises:
-            ValueError: If a dataloader is empty on all processes, unless within ``fit``; or if there are several
-                dataloaders, and a step or a hook does not accept ``dataloader_idx``.
-            Preempted: If a signal ended the run. Within ``fit``, except in the sanity check, the run is first saved as
-                of before the validation, if a callback saves full checkpoints.
+            ValueError: If a dataloader is empty, unless within ``fit``, or a step or hook does not fit the dataloaders.
+            Preempted: If a signal ended the run.
             KeyboardInterrupt: If Ctrl-C ended the run.
         """
         if self.within_fit and not self.trainer.sanity_checking:
@@ -156,7 +149,6 @@ class EvaluationLoop:
         return Evaluation(_split_by_loader(values, len(self.loaders)), predictions)
 
     def _run_loader(self, number: int) -> list[Any]:
-        """Process the batches of one dataloader, and return the predictions, if they are collected."""
         trainer, task, metrics, loader = self.trainer, self.task, self.metrics, self.loaders[number]
         metrics.suffix = f"/dataloader_idx_{number}" if len(self.loaders) > 1 else ""
         step = trainer.accelerator.local_method(task, f"{self.name}_step")
@@ -186,10 +178,6 @@ class EvaluationLoop:
         raise _LeftEarly  # raised outside of the loop: a traceback would keep the iterator alive
 
     def _check_empty(self, index: int, loader: Loader) -> None:
-        """Raise a ValueError if a dataloader yielded no batch on any process.
-
-        Within ``fit``, warn instead, unless the dataloader's length is 0, about which ``fit`` has already warned.
-        """
         trainer = self.trainer
         if trainer.accelerator.world.all(index < 0):
             reason = explain_empty(loader, trainer.world_size)
@@ -212,7 +200,6 @@ class EvaluationLoop:
         return False
 
     def _end_epoch(self, counts: list[int]) -> dict[str, float]:
-        """Call the epoch-end hooks, send logged values to the loggers, and return the epoch's values."""
         trainer, metrics = self.trainer, self.metrics
         metrics.suffix = ""
         metrics.between_batches(True)
@@ -227,7 +214,6 @@ class EvaluationLoop:
         return values
 
     def _get_hooks(self, moment: str) -> tuple[Any, ...]:
-        """Return the hooks of this evaluation for a moment such as ``"epoch_start"``."""
         return getattr(self.hooks, f"on_{self.name}_{moment}")
 
     def _own_hook(self, moment: str) -> Callable[[], Any] | None:
@@ -236,7 +222,6 @@ class EvaluationLoop:
         return getattr(self.task, name) if hasattr(TaskModule, name) and overrides(self.task, name) else None
 
     def _fire(self, moment: str) -> None:
-        """Call the hooks of this evaluation for a moment such as ``"epoch_start"``."""
         for hook in self._get_hooks(moment):
             hook()
 
@@ -254,7 +239,7 @@ def _warn_of_shared_metrics(training: Metrics, validation: Metrics) -> None:
 
 
 def check_step(task: TaskModule, stage: str) -> None:
-    """Raise a ValueError if the task has no step for a stage. For ``"predict"``, ``forward`` is sufficient.
+    """Raise a ValueError if the task lacks the step of a stage. For ``"predict"``, ``forward`` is sufficient.
 
     Args:
         task: Task to check.
@@ -270,15 +255,7 @@ def check_step(task: TaskModule, stage: str) -> None:
 
 
 def step_arguments(step: Callable[..., Any], loaders: int) -> int:
-    """Return how many of the arguments (batch, batch_idx, dataloader_idx) a step accepts.
-
-    Args:
-        step: Bound method of the task, such as ``validation_step``.
-        loaders: Number of dataloaders.
-
-    Raises:
-        ValueError: If there are several dataloaders and the step does not accept ``dataloader_idx``.
-    """
+    """Return how many of the arguments (batch, batch_idx, dataloader_idx) a step accepts."""
     count = count_positional(step)
     if loaders > 1 and count < 3:
         raise ValueError(
@@ -300,9 +277,7 @@ def _split_by_loader(values: dict[str, float], loaders: int) -> list[dict[str, f
 
 
 def predictions_in_order(evaluation: Evaluation, world: World) -> list[Any]:
-    """Return the predictions of all processes, one per batch; a list for each of several dataloaders.
-
-    The predictions are in the dataset's order if Treadle shards the dataset.
+    """Return the predictions of all processes, in the dataset's order if Treadle shards the dataset.
 
     Args:
         evaluation: Result of the evaluation on this process.

@@ -61,17 +61,7 @@ if TYPE_CHECKING:
 
 
 class FitLoop:
-    """Training loop of a task, created once per ``fit`` after everything is prepared.
-
-    Args:
-        trainer: The Trainer, with flags, accelerator, progress and loggers.
-        task: The user's task.
-        model: The task as prepared by the accelerator.
-        hooks: Dispatch table of the overridden hooks.
-        loader: The prepared training dataloader.
-        schedulers: Schedulers that the task's ``configure_optimizers`` returned.
-        validate: Function that runs a validation.
-    """
+    """Training loop of a task, created once per ``fit``."""
 
     def __init__(
         self,
@@ -107,11 +97,7 @@ class FitLoop:
     def run(self, random_state: Any = None) -> None:
         """Train until a limit is reached or a stop is requested.
 
-        Args:
-            random_state: RNG state of a resumed run; None keeps the current state of the process.
-
-        Raises:
-            ValueError: If the training dataloader yields no batch. Errors of the run itself are raised unchanged.
+        ``random_state`` is the RNG state of a resumed run; None keeps the current state of the process.
         """
         trainer, progress = self.trainer, self.progress
         self.started = time.monotonic() - progress.seconds
@@ -142,12 +128,10 @@ class FitLoop:
                 hook()
 
     def _is_complete(self) -> bool:
-        """Return whether ``max_epochs`` or ``max_steps`` is reached."""
         trainer, progress = self.trainer, self.progress
         return 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step
 
     def _is_finished(self) -> bool:
-        """Return whether training is complete, or all processes agree to stop."""
         if self._is_complete():
             return True
         return self._agree_to_stop()
@@ -160,7 +144,6 @@ class FitLoop:
         return stop
 
     def _may_stop(self, requested: bool) -> bool:
-        """Return whether to stop now: a stop is requested, and the minimum epochs and steps are reached."""
         trainer, progress = self.trainer, self.progress
         return requested and progress.epoch >= trainer.min_epochs and progress.step >= (trainer.min_steps or 0)
 
@@ -212,7 +195,6 @@ class FitLoop:
             progress.next_epoch()
 
     def _reload(self) -> None:
-        """Call the dataloader hooks again, and use the dataloaders that they return."""
         sources = self.trainer.sources
         assert sources is not None
         self.progress.loaded = self.progress.epoch
@@ -223,15 +205,12 @@ class FitLoop:
         self.validation_every = self._compute_validation_interval()
 
     def _explain_empty(self) -> str:
-        """Return the likely reason why the training dataloader is empty, and the fix."""
         return explain_empty(self.loader, self.trainer.world_size)
 
     def _wants_to_stop(self) -> bool:
-        """Return whether this process requests a stop, because ``should_stop`` is set or ``max_time`` has elapsed."""
         return self.trainer.should_stop or self._is_late()
 
     def _is_late(self) -> bool:
-        """Return whether ``max_time`` has elapsed."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     # -- between two steps ---------------------------------------------------------------------------------------
@@ -274,7 +253,6 @@ class FitLoop:
     # -- validation and schedulers -------------------------------------------------------------------------------
 
     def _iterate_groups(self) -> Iterator[Iterable[Any]]:
-        """Yield the groups of micro-batches of the epoch."""
         groups = self.loader.groups()
         for group in itertools.islice(groups, 1):
             self.total = self.loader.length  # only the first batch of a stream shows whether it is sharded
@@ -282,11 +260,7 @@ class FitLoop:
         yield from groups
 
     def _compute_validation_interval(self) -> int | None:
-        """Return the number of micro-batches between validations; None if there are none before the end of an epoch.
-
-        Raises:
-            ValueError: If the interval does not fit the length of the training dataloader.
-        """
+        """Return the number of micro-batches between validations; None if there are none before the end of an epoch."""
         trainer = self.trainer
         interval, total = self.trainer.val_check_interval, self.total
         if not trainer.has_validation:
@@ -309,7 +283,6 @@ class FitLoop:
         return max(1, int(total * interval))
 
     def _is_validation_epoch(self) -> bool:
-        """Return whether validation runs in this epoch."""
         every = self.trainer.check_val_every_n_epoch
         return every is None or (self.progress.epoch + 1) % every == 0
 
@@ -320,7 +293,6 @@ class FitLoop:
         self.progress.validated = self.progress.batches
 
     def _is_validation_due(self) -> bool:
-        """Return whether a validation is due at the end of the epoch."""
         if self.clock is not None:
             return self.clock.is_over(self.trainer)
         progress, every = self.progress, self.validation_every
@@ -342,15 +314,7 @@ class FitLoop:
 
 
 def choose_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:
-    """Return the loop body for a task: automatic, manual, or with a closure.
-
-    Args:
-        trainer: Trainer whose accelerator has the prepared optimizers.
-        task: The user's task.
-
-    Raises:
-        ValueError: If an optimizer needs a closure, but the strategy, precision or flags do not support it.
-    """
+    """Return the loop body for a task: automatic, manual, or with a closure."""
     if not task.automatic_optimization:
         return ManualSteps
     optimizers = [prepared.optimizer for prepared in trainer.accelerator.optimizers]

@@ -1,4 +1,4 @@
-"""Setup of ``fit`` before its first step: optimizers, placement, the resumed state, the sanity check."""
+"""Setup and run of ``fit``."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ class Fit:
 
     Args:
         trainer: Trainer that runs the stage.
-        schedule: Source of learning rates after a resume: ``"saved"``, ``"script"`` or None; see
-            `Accelerator.load_state`.
+        schedule: Source of learning rates after a resume; see `Accelerator.load_state`.
     """
 
     task: TaskModule
@@ -43,11 +42,11 @@ class Fit:
         self.trainer, self.schedule = trainer, schedule
 
     def run(self, task: TaskModule, hooks: Hooks, sources: Sources) -> None:
-        """Prepare everything, restore the checkpoint to resume from, if any, and train.
+        """Prepare the run, restore the checkpoint to resume from, if any, and train.
 
         Args:
             task: The user's task.
-            hooks: Dispatch table of the overridden hooks.
+            hooks: The overridden hooks.
             sources: Dataloaders for training and validation.
         """
         self.task, self.hooks, self.sources = task, hooks, sources
@@ -85,13 +84,9 @@ class Fit:
             hook()
 
     def _prepare(self, reloads: bool) -> tuple[Any, Any]:
-        """Prepare the run up to the sanity check.
+        """Prepare the run up to the sanity check, and return the wrapped model and the RNG state of a resumed run.
 
-        Args:
-            reloads: Whether the epoch begins with new dataloaders, which start at their first batch.
-
-        Returns:
-            The wrapped model, and the RNG state to set before the first step, which is None unless the run is resumed.
+        ``reloads`` is whether the epoch begins with new dataloaders, which start at their first batch.
         """
         trainer, task, sources = self.trainer, self.task, self.sources
         prepare_training(trainer, task)
@@ -131,11 +126,7 @@ class Fit:
     def _reload_dataloaders(self) -> bool:
         """Recreate the dataloaders of a resumed run that reloads them.
 
-        In their hooks, ``current_epoch`` is the epoch that begins if a reload is due. Otherwise, it is the epoch in
-        which the saved run created its dataloaders.
-
-        Returns:
-            Whether a reload is due, so that the dataloaders start at their first batch.
+        Return whether they start at their first batch.
         """
         trainer, sources = self.trainer, self.sources
         every, progress = trainer.reload_dataloaders_every_n_epochs, trainer.progress
@@ -157,7 +148,6 @@ class Fit:
         return reloads
 
     def _check_validation(self) -> None:
-        """Warn about a dataloader without a validation step, or a validation step without a dataloader."""
         task, loaders = self.task, self.sources.evaluation("val")
         name = type(task).__name__
         has_step = overrides(task, "validation_step")
@@ -201,17 +191,8 @@ class Fit:
 def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
     """Place the model, build its optimizers and schedulers, and return the wrapped model.
 
-    Args:
-        trainer: Trainer of the run.
-        task: The user's task.
-
-    Returns:
-        The model as wrapped by the strategy.
-
     Raises:
-        TypeError: If the result of ``configure_optimizers`` is invalid.
-        ValueError: If the task has no ``training_step`` or ``configure_optimizers``, the strategy does not support the
-            task, or the result of ``configure_optimizers`` is invalid, for example a schedule of infinite length.
+        TypeError, ValueError: If the task or the result of ``configure_optimizers`` is invalid.
     """
     accelerator = trainer.accelerator
     _check_steps(task)
@@ -241,14 +222,13 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
 
 
 def _why_endless(trainer: Trainer) -> str:
-    """Return the reason why the number of optimizer steps is infinite, and the fix."""
     why = "the training dataloader has no length" if trainer.max_epochs != -1 else "max_epochs=-1"
     unlimited = f"{why} and max_steps={trainer.max_steps}"
     return f"trainer.estimated_stepping_batches is infinite, because {unlimited}. Set max_steps."
 
 
 def wrap(trainer: Trainer, task: TaskModule) -> Any:
-    """Wrap the task with the strategy, or wrap it again if the trained parameters have changed. Call it on all ranks.
+    """Return the task as wrapped by the strategy. Call it on all ranks.
 
     Args:
         trainer: Trainer of the run.
@@ -261,7 +241,6 @@ def wrap(trainer: Trainer, task: TaskModule) -> Any:
 
 
 def _check_steps(task: TaskModule) -> None:
-    """Raise a ValueError if the task has no ``training_step`` or no ``configure_optimizers``."""
     name = type(task).__name__
     if type(task).training_step is TaskModule.training_step:
         own_methods = [m for m in dir(task) if callable(getattr(type(task), m, None)) and not hasattr(TaskModule, m)]
@@ -277,17 +256,7 @@ def _check_steps(task: TaskModule) -> None:
 
 
 def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
-    """Call a task's ``configure_optimizers`` and return the validated optimizers and schedulers.
-
-    Args:
-        task: The user's task.
-        ranks: World size. Default: 1.
-
-    Raises:
-        TypeError: If the result has an invalid form.
-        ValueError: If the result has an invalid form, or the optimizers or schedulers do not fit the task, such as
-            several optimizers with automatic optimization.
-    """
+    """Call a task's ``configure_optimizers`` and return the validated optimizers and schedulers."""
     optimizers, schedulers = parse_optimizers(task.configure_optimizers())
     check_ownership(task, optimizers, schedulers)
     if task.automatic_optimization:  # otherwise training_step steps them
@@ -324,7 +293,6 @@ def _warn_of_evaluation_mode(task: TaskModule) -> None:
 
 
 def _is_frozen(part: torch.nn.Module) -> bool:
-    """Return whether a module has parameters and all of them are frozen."""
     parameters = list(part.parameters())
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
@@ -332,9 +300,7 @@ def _is_frozen(part: torch.nn.Module) -> bool:
 def validate(trainer: Trainer, steps: int = -1) -> None:
     """Run a validation within ``fit``.
 
-    Args:
-        trainer: The Trainer, with task and dataloaders.
-        steps: Maximum number of batches of each dataloader; -1 for all. Default: -1.
+    ``steps`` is the maximum number of batches of each dataloader; -1 for all.
     """
     assert trainer.task is not None
     assert trainer.hooks is not None

@@ -1,4 +1,4 @@
-"""Dispatch table of the overridden hooks, built once per stage, so that hooks without an override add no overhead."""
+"""Dispatch table of the overridden hooks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ _TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer")
 class Hooks:
     """Functions to call for each hook name, in order: ``for hook in hooks.on_train_start: hook()``.
 
-    Callbacks come first, as listed; then the task; then the callbacks with ``after_task``, which use logged values.
+    Callbacks without ``after_task`` come first, then the task, then the other callbacks, which use logged values.
 
     Args:
         trainer: The running Trainer.
         task: The user's task.
-        callbacks: Callbacks of the Trainer, in order.
+        callbacks: Callbacks of the Trainer.
 
     Attributes:
         without_loader_index: Hooks of evaluation batches without an argument ``dataloader_idx``, by name.
 
     Raises:
-        ValueError: If the task or a callback defines ``training_epoch_end``, ``validation_epoch_end``,
-            ``test_epoch_end`` or ``configure_sharded_model``, which Treadle never calls.
+        ValueError: If the task or a callback defines certain hooks of Lightning that Treadle never calls.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, callbacks: Iterable[Callback]) -> None:
@@ -56,16 +55,12 @@ class Hooks:
             setattr(self, name, (*before, *task_hooks, *after))
 
     def _bind(self, callback: Callback, name: str, trainer: Trainer, task: TaskModule) -> Hook:
-        """Return a callback's hook with Trainer and task as its first arguments."""
         return partial(self._fit_arguments(getattr(callback, name), name, 2), trainer, task)
 
     def _fit_arguments(self, hook: Hook, name: str, bound: int = 0) -> Hook:
         """Return a hook that accepts ``dataloader_idx``, which users may omit with a single dataloader.
 
-        Args:
-            hook: Method of a callback or a task.
-            name: Name of the hook.
-            bound: Number of arguments that precede those of the batch; for a callback's hook, the Trainer and the task.
+        ``bound`` is the number of arguments that precede those of the batch.
         """
         if name not in _EVALUATION_BATCH or count_positional(hook) != bound + _EVALUATION_BATCH[name] - 1:
             return hook
@@ -124,11 +119,7 @@ _OF_CALLBACK = set(HOOKS)
 
 
 def _check_uncalled_hooks(owner: object, valid_names: set[str]) -> None:
-    """Warn about methods that look like hooks and are never called.
-
-    Raises:
-        ValueError: If a method has one of the names in `_LOST`.
-    """
+    """Warn about methods that look like hooks and are never called; raise a ValueError for those in `_LOST`."""
     kind = type(owner)
     for name in dir(kind):
         if name in _LOST and callable(getattr(kind, name)):
@@ -140,31 +131,17 @@ def _check_uncalled_hooks(owner: object, valid_names: set[str]) -> None:
 
 
 def callback_overrides(callback: Callback, name: str) -> bool:
-    """Return whether a callback overrides the method ``name``.
-
-    Args:
-        callback: Callback to check.
-        name: Name of the method.
-    """
+    """Return whether a callback overrides the method ``name``."""
     return has_own(callback, name, Callback)
 
 
 def task_overrides(task: TaskModule, name: str) -> bool:
-    """Return whether a task overrides the hook ``name``. A hook set to None does not count.
-
-    Args:
-        task: Task to check.
-        name: Name of the hook.
-    """
+    """Return whether a task overrides the hook ``name``. A hook set to None does not count."""
     return has_own(task, name, TaskHooks)
 
 
 def count_positional(function: Callable[..., Any]) -> int:
-    """Return the number of positional arguments that a bound method accepts; 99 for any number, or if unknown.
-
-    Args:
-        function: Bound method to inspect.
-    """
+    """Return the number of positional arguments that a bound method accepts; 99 for any number, or if unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # for example a builtin
@@ -175,8 +152,6 @@ def count_positional(function: Callable[..., Any]) -> int:
 
 
 def _drop_last_argument(hook: Hook) -> Hook:
-    """Return a hook that ignores its last argument."""
-
     @wraps(hook)
     def call(*arguments: Any) -> Any:
         return hook(*arguments[:-1])
@@ -185,10 +160,6 @@ def _drop_last_argument(hook: Hook) -> Hook:
 
 
 def name_of(hook: Hook) -> str:
-    """Return the name of a hook for messages: ``"EMA.on_exception"``.
-
-    Args:
-        hook: Hook of a callback or a task.
-    """
+    """Return the name of a hook for messages: ``"EMA.on_exception"``."""
     function = hook.func if isinstance(hook, partial) else hook
     return getattr(function, "__qualname__", repr(function))

@@ -1,4 +1,4 @@
-"""Learning rate schedulers of a task, and the times at which they step."""
+"""Learning rate schedulers of a task."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ if TYPE_CHECKING:
 
 class Schedules:
     """Schedulers of a task, some of which step after optimizer steps and some after epochs.
-
-    Args:
-        trainer: The Trainer, with the logged values for plateau schedulers.
-        task: The task, whose ``lr_scheduler_step`` is called if overridden.
-        configs: Schedulers with their intervals.
 
     Attributes:
         by_step: Schedulers that step after optimizer steps.

@@ -1,4 +1,4 @@
-"""Steps of tasks with manual optimization (``automatic_optimization=False``)."""
+"""Steps of tasks with manual optimization."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ _AUTOMATIC = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipp
 class ManualSteps(Steps):
     """Loop body that calls ``training_step``, which steps the optimizers; their counters show whether a step was taken.
 
-    If ``configure_optimizers`` returns no optimizer, as in a task that steps Pyro's optimizers, each batch counts as a
-    step.
-
-    Each process keeps its gradients until an optimizer's step or clipping needs them. They are then reduced once per
-    step, which is exact for any number of losses, optimizers and micro-batches.
+    If ``configure_optimizers`` returns no optimizer, each batch counts as a step. Each process keeps its gradients
+    until an optimizer's step or clipping needs them. They are then reduced once per step, which is exact.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -96,13 +93,7 @@ class ManualSteps(Steps):
                     hook(outputs, batch, index)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of ``manual_backward``.
-
-        Args:
-            loss: Loss of the batch, a 0-d tensor.
-            args: Positional arguments of ``Tensor.backward``.
-            kwargs: Keyword arguments of ``Tensor.backward``.
-        """
+        """Run the backward pass of ``manual_backward``."""
         for hook in self.hooks.on_before_backward:
             hook(loss)
         if not self.agreement.watch(loss):
@@ -113,7 +104,6 @@ class ManualSteps(Steps):
             hook()
 
     def _count_steps(self) -> tuple[list[int], list[int]]:
-        """Return the number of steps that each optimizer took, and of those that a float16 overflow prevented."""
         return [optimizer.steps_taken for optimizer in self.optimizers], [
             optimizer.skipped for optimizer in self.optimizers
         ]
@@ -144,7 +134,7 @@ class ManualSteps(Steps):
         return True
 
     def leave_out(self, losses: bool, optimizer: PreparedOptimizer | None = None) -> None:
-        """Skip a step. A loss that is not finite may affect the gradients of every optimizer. See `Steps.leave_out`."""
+        """Skip a step; see `Steps.leave_out`. A loss that is not finite may affect the gradients of every optimizer."""
         self.accumulation.agreed_taint = None
         if losses or optimizer is None:
             self.tainted.update(self.optimizers)

@@ -1,4 +1,4 @@
-"""End of a stage by a signal; a ``fit`` is saved first if a callback saves it."""
+"""End of a stage by a signal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ if TYPE_CHECKING:
 
 
 def save_and_leave(trainer: Trainer) -> NoReturn:
-    """Save the run between two steps and end it. Call it on all ranks.
-
-    After Ctrl-C, each callback with ``save_on_exception`` saves. After any other signal, only the first callback that
-    saves full checkpoints saves.
-
-    Args:
-        trainer: The running Trainer.
+    """Save the run between two steps, if a callback saves it, and end it. Call it on all ranks.
 
     Raises:
         Preempted: For every signal except Ctrl-C.
@@ -48,9 +42,6 @@ def save_and_leave(trainer: Trainer) -> NoReturn:
 
 def leave_now(trainer: Trainer) -> NoReturn:
     """End a stage that has nothing to save. Call it on all ranks.
-
-    Args:
-        trainer: The running Trainer.
 
     Raises:
         Preempted: For every signal except Ctrl-C.

@@ -20,9 +20,7 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of a run and its phase, which together are the position that a checkpoint stores.
-
-    No position within an optimizer step is stored, because checkpoints are saved between steps.
+    """Counters of a run and its phase, which checkpoints store.
 
     Attributes:
         epoch: Number of completed epochs.
@@ -31,8 +29,8 @@ class Progress:
         batch: Number of micro-batches done in the current epoch, on this process.
         batches: Number of micro-batches done in all epochs, on this process.
         samples: Number of training samples processed, over all processes.
-        validated: Value of ``batches`` when a validation was last due, even if ``check_val_every_n_epoch`` skipped it.
-        skipped: Number of optimizer steps that a float16 overflow, or a loss or gradient that is not finite, prevented.
+        validated: Value of ``batches`` when a validation was last due.
+        skipped: Number of optimizer steps skipped because of values that are not finite.
         seconds: Training time in seconds, for ``max_time``.
         loaded: Index of the epoch in which the dataloaders were last created.
         phase: Current phase of the loop; see `Phase`.
@@ -60,22 +58,22 @@ class Progress:
 
     @property
     def in_step(self) -> bool:
-        """True while a step processes its micro-batches, when no checkpoint to resume from can be saved."""
+        """True while a step processes its micro-batches."""
         return self.phase is Phase.IN_STEP
 
     @property
     def step_is_unfinished(self) -> bool:
-        """True if the last step is taken, but its validation and checkpoints still follow."""
+        """True between a step and the checkpoints that follow it."""
         return self.phase is Phase.STEP_TAKEN or self.phase is Phase.ENDING_STEP
 
     @property
     def epoch_is_trained(self) -> bool:
-        """True if the epoch's steps, validation and scheduler steps are done, or a hook has ended the epoch early."""
+        """True if no further step of the epoch follows."""
         return self.phase is Phase.EPOCH_TRAINED or self.phase is Phase.EPOCH_END
 
     @property
     def epoch_is_over(self) -> bool:
-        """True if the epoch is ending, as opposed to one that a limit cut short and that a resumed run continues."""
+        """True if the epoch is ending, unlike one that a limit cut short and that a resumed run continues."""
         return self.phase is Phase.EPOCH_END
 
     # -- transitions ---------------------------------------------------------------------------------------------
@@ -109,10 +107,10 @@ class Progress:
         return {**asdict(state), "phase": state.phase.value}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned, in this version or an earlier one.
+        """Restore the state that `state_dict` returned.
 
         Args:
-            state_dict: Result of `state_dict`, as read from the checkpoint.
+            state_dict: Result of `state_dict`.
         """
         state = _add_phase(state_dict) if state_dict else {}
         for name, value in state.items():

@@ -1,4 +1,4 @@
-"""Description of a run: its settings when it begins, and its results when it ends."""
+"""Announcements of a run's settings and results."""
 
 from __future__ import annotations
 
@@ -23,19 +23,17 @@ _SHOWN = 8  # metrics in one line
 
 
 class RunSummary:
-    """Announcements of the settings and the results of ``fit``.
+    """Announcements about a run.
 
     Args:
-        trainer: The Trainer to describe.
+        trainer: Trainer of the run.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
     def announce_start(self, loader: Loader) -> None:
-        """Announce the settings once: devices, strategy, precision, effective batch size, steps and parameters.
-
-        The parameters are omitted if a `ModelSummary` has just printed them below its table.
+        """Announce the settings of ``fit``, such as devices and precision.
 
         Args:
             loader: The prepared training dataloader.
@@ -48,7 +46,6 @@ class RunSummary:
         announce(settings if is_counted else trainer.decided)
 
     def _describe_settings(self, loader: Loader) -> str:
-        """Return the settings as text, without the numbers of parameters."""
         trainer = self.trainer
         accelerator, task = trainer.accelerator, trainer.task
         assert task is not None
@@ -81,7 +78,6 @@ class RunSummary:
         return "\n".join(lines)
 
     def _describe_batch(self, loader: Loader) -> str:
-        """Return the effective batch size as text."""
         accelerator, task = self.trainer.accelerator, self.trainer.task
         assert task is not None
         size = getattr(loader.source, "batch_size", None)
@@ -94,7 +90,6 @@ class RunSummary:
         return f"{kind}: the dataloader's batches {factors}"
 
     def _describe_steps(self) -> str:
-        """Return the number of optimizer steps as text."""
         trainer, progress = self.trainer, self.trainer.progress
         steps, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
         done = "" if not progress.step else f"; {progress.step:,} {'is' if progress.step == 1 else 'are'} done"
@@ -112,7 +107,6 @@ class RunSummary:
         return f"{format_count(int(steps), 'optimizer step')}, {epoch}{done}"
 
     def _describe_manual_steps(self) -> str:
-        """Return the number of batches and the limits of the run as text, for manual optimization."""
         trainer = self.trainer
         batches, epochs = trainer.num_training_batches, trainer.max_epochs
         per_epoch = "the dataloader has no length" if batches is None else f"{format_count(batches, 'batch')} per epoch"
@@ -123,11 +117,11 @@ class RunSummary:
         return f"manual optimization: training_step steps the optimizers; {per_epoch}{until}{done}"
 
     def announce_interrupt(self, stage: str, place: str) -> None:
-        """Announce where Ctrl-C ended a stage; for ``fit``, also the latest checkpoint, if any, and how to resume.
+        """Announce where Ctrl-C ended a stage and, for ``fit``, how to resume.
 
         Args:
             stage: Name of the stage.
-            place: Position of the run as text, such as ``"in fit, epoch 0, after optimizer step 3"``.
+            place: Position of the run as text.
         """
         trainer = self.trainer
         lines = [f"interrupted {place}"]
@@ -141,7 +135,7 @@ class RunSummary:
         announce("\n".join(lines))
 
     def latest_checkpoint(self) -> tuple[int, AnyPath] | None:
-        """Return the optimizer step and the path of the last checkpoint from which this run can be resumed, if any."""
+        """Return the optimizer step and path of the last checkpoint from which this run can be resumed, if any."""
         callbacks = self.trainer.checkpoint_callbacks
         directories = dict.fromkeys(callback.dirpath for callback in callbacks if callback.dirpath is not None)
         depth = max((callback.name_depth for callback in callbacks), default=0)
@@ -158,7 +152,7 @@ class RunSummary:
         return step, path
 
     def announce_end(self, since: float) -> None:
-        """Announce compilations since ``fit`` began, the paths of logs, report and checkpoint, and the last metrics.
+        """Announce the results of ``fit``, such as the paths of checkpoints and the last metrics.
 
         Args:
             since: Time at which ``fit`` began, as returned by ``time.time()``.
@@ -201,7 +195,6 @@ def _describe_parameters(module: nn.Module) -> str:
 
 
 def _describe_best(callback: ModelCheckpoint) -> str:
-    """Return the best or last checkpoint of a callback as text."""
     if callback.monitor is None:
         return f"last checkpoint: {callback.best_model_path}"
     score = "" if callback.best_model_score is None else f" ({callback.monitor} {float(callback.best_model_score):.4g})"

@@ -1,4 +1,4 @@
-"""One stage of a run (``fit``, ``validate``, ``test``, ``predict``): its setup, its work and its teardown."""
+"""One stage of a run: its setup, its work and its teardown."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ class Stage:
         task: The user's task; None for the task of the last stage.
         loaders: Dataloaders that the user passed, by kind; the first may be a data module.
         datamodule: Data module to use instead of dataloaders.
-        ckpt_path: Checkpoint to restore: a path, a word such as ``"last"``, or None.
+        ckpt_path: Checkpoint to restore, or None.
 
     Raises:
-        TypeError: If the task is not a `TaskModule`, or the data module is not a `DataModule`.
-        ValueError: If another stage is running, dataloaders and a data module are passed, or there is no task.
+        TypeError, ValueError: If an argument is invalid, or another stage is running.
     """
 
     def __init__(
@@ -77,13 +76,10 @@ class Stage:
         self.failure: BaseException | None = None
 
     def run(self, work: Callable[[TaskModule, Hooks, Sources], Any] | None) -> Any:
-        """Set up the stage, run it, and tear it down, even after an error.
+        """Run the stage with its setup and teardown, and return the result of ``work``.
 
         Args:
-            work: Function that runs the stage; None ends the stage after the tuning searches that precede it.
-
-        Returns:
-            The result of ``work``, or None if there is no ``work``.
+            work: Function that runs the stage; None ends it after the tuning searches.
         """
         trainer, task = self.trainer, self.task
         trainer.stage = trainer.latest_stage = self.name
@@ -124,7 +120,6 @@ class Stage:
                 mark_stage(running=False)
 
     def _set_up(self) -> tuple[Hooks, Sources]:
-        """Attach task and data, resolve the checkpoint, and call ``prepare_data`` and ``setup``."""
         trainer, task, datamodule = self.trainer, self.task, self.datamodule
         accelerator = trainer.accelerator
         task.trainer = trainer
@@ -159,7 +154,6 @@ class Stage:
         return hooks, sources
 
     def _call_on_exception(self, error: BaseException) -> None:
-        """Add notes to the error and call the ``on_exception`` hooks."""
         trainer = self.trainer
         error_notes.annotate(error, trainer)
         hide_frames(error)
@@ -191,7 +185,6 @@ class Stage:
                 RunSummary(trainer).announce_interrupt(self.name, place)
 
     def _clean_up(self) -> None:
-        """Call the ``teardown`` hooks and release resources."""
         trainer, failure = self.trainer, self.failure
         errors: list[Exception] = []
         owners = () if self.datamodule is None else (self.datamodule.teardown,)
@@ -225,17 +218,12 @@ class Stage:
             trainer.preemption.agree()  # about a signal that arrived after the last step
 
     def _note_in_teardown(self, what: str, error: Exception) -> None:
-        """Add an error of the teardown to the notes of the first error."""
         if self.failure is not None:
             self.failure.add_note(f"in the teardown after this error, {what} raised {type(error).__name__}: {error}")
 
 
 def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:
-    """Return the task of the last stage, and ``ckpt_path``, which defaults to the best checkpoint, if there is one.
-
-    Raises:
-        ValueError: If no stage has run.
-    """
+    """Return the task of the last stage, and ``ckpt_path``, which defaults to the best checkpoint, if there is one."""
     if trainer.task is None:
         other = "" if stage == "fit" else ", or call fit first"
         raise ValueError(f"{stage} needs a model. Pass a TaskModule as model{other}.")
@@ -245,11 +233,7 @@ def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule
 
 
 def uncompiled(task: Any) -> Any:
-    """Return the task inside a compiled task, with its compilation settings; other values are returned unchanged.
-
-    Args:
-        task: A task, or the result of ``torch.compile(task)``.
-    """
+    """Return the task inside a compiled task, with its compilation settings; other values are returned unchanged."""
     inner = getattr(task, "_modules", {}).get("_orig_mod")
     if not isinstance(inner, TaskModule):
         return task

@@ -1,4 +1,4 @@
-"""Checks of the result of ``training_step``: a loss with a gradient, alone or in a dict with its weight."""
+"""Checks and conversion of the result of ``training_step``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ _RULE = "It must return the loss (a tensor), or a dict with the loss under 'loss
 def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
     """Return the loss and the weight (None if not set) in a result of ``training_step`` that is not a tensor.
 
-    Args:
-        output: Result of ``training_step``.
-        may_skip: Accept None as a micro-batch without gradients, like Lightning, with a warning. Default: False.
-
-    Raises:
-        ValueError, TypeError: If the result is invalid, or is None and ``may_skip`` is False.
+    ``may_skip`` accepts None as a micro-batch without gradients, like Lightning, with a warning.
     """
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -51,11 +46,7 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
 
 
 def check_loss(loss: Tensor) -> None:
-    """Raise a ValueError if a loss is not a single number with a gradient.
-
-    Args:
-        loss: Loss that ``training_step`` returned.
-    """
+    """Raise a ValueError if a loss is not a single number with a gradient."""
     if loss.numel() != 1:
         raise ValueError(
             f"training_step returned a loss with the shape {tuple(loss.shape)}, but the loss must be one number. "
@@ -82,13 +73,7 @@ def _check_weight(weight: Any) -> None:
 
 
 def for_hooks(output: Any) -> Any:
-    """Return the ``outputs`` for the hooks after a batch: a dict with the detached loss and other results.
-
-    None becomes an empty dict. Any other value that is neither a tensor nor a mapping is returned unchanged.
-
-    Args:
-        output: Result of ``training_step``.
-    """
+    """Return the ``outputs`` for the hooks after a batch: usually a dict with the detached loss and other results."""
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     if not isinstance(output, Mapping):

@@ -24,14 +24,7 @@ _OF_VALIDATION = {"val", "valid", "validation", "eval"}
 
 
 def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
-    """Warn about trainable parameters that are in none of the optimizers, and about modules that are not registered.
-
-    The first warning is omitted if the optimizers have no parameters or there are none.
-
-    Args:
-        trainer: Trainer with the prepared optimizers.
-        task: The user's task.
-    """
+    """Warn about trainable parameters that are in none of the optimizers, and about modules that are not registered."""
     optimized_ids = {
         id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]
     }
@@ -57,13 +50,7 @@ def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
 def hidden_modules(task: nn.Module) -> Iterator[str]:
     """Yield the places of trainable modules and parameters in lists, tuples and dicts, which torch does not register.
 
-    Long or deeply nested containers are skipped.
-
-    Args:
-        task: Task whose attributes are searched.
-
-    Yields:
-        Expressions such as ``"layers[0]"``.
+    A place is an expression such as ``"layers[0]"``. Long or deeply nested containers are skipped.
     """
     registered = {id(parameter) for parameter in task.parameters()}
     for path, module in task.named_modules():
@@ -73,7 +60,6 @@ def hidden_modules(task: nn.Module) -> Iterator[str]:
 
 
 def _iterate_hidden(place: str, value: Any, registered: set[int], depth: int) -> Iterator[str]:
-    """Yield the places of unregistered trainable parameters in a value."""
     if isinstance(value, nn.Module | nn.Parameter):
         parameters: Iterable[nn.Parameter] = value.parameters() if isinstance(value, nn.Module) else [value]
         if any(p.requires_grad and id(p) not in registered for p in parameters):
@@ -85,14 +71,9 @@ def _iterate_hidden(place: str, value: Any, registered: set[int], depth: int) ->
 
 
 def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
-    """Check that the values that callbacks and schedulers monitor will be logged.
+    """Check that the values that callbacks and schedulers monitor will be logged, and warn about likely mistakes.
 
-    Names that training, or a validation in a later epoch, will log are not known yet. A monitor that looks like a
-    validation value and was not logged by the sanity check therefore only causes a warning.
-
-    Args:
-        trainer: The Trainer, with callbacks and schedulers.
-        logged: Names that the sanity check logged; None if there was none.
+    ``logged`` holds the names that the sanity check logged; None if there was none.
 
     Raises:
         ValueError: If ``barebones=True`` disables logging and a strict monitor needs a logged value.
@@ -118,7 +99,6 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
 
 
 def _iterate_monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool]]:
-    """Yield, for each monitored value, its owner, its name, and whether its absence is an error."""
     watching: list[EarlyStopping | ModelCheckpoint] = [*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks]
     for callback in watching:
         if callback.monitor is not None:
@@ -129,6 +109,5 @@ def _iterate_monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool]]:
 
 
 def _join_first(names: list[str]) -> str:
-    """Return the first names, and the number of the remaining ones, as text."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"

@@ -1,4 +1,4 @@
-"""Settings that must be the same on every rank when a stage begins, because they determine steps and collectives."""
+"""Checks that ranks have the same settings."""
 
 from __future__ import annotations
 
@@ -45,12 +45,7 @@ _WORDS = ("last", "best", "auto")
 def collect_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: Any) -> dict[str, Any]:
     """Return the settings that ranks compare when a stage begins, by their user-facing names.
 
-    Args:
-        trainer: Trainer with the flags, the strategy and the callbacks.
-        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        task: The user's task.
-        ckpt_path: Value that the user passed. Ranks may pass different paths, because rank zero resolves the
-            checkpoint.
+    Ranks may pass different paths as ``ckpt_path``, because rank zero resolves the checkpoint.
     """
     accelerator = trainer.accelerator
     return {
@@ -69,17 +64,10 @@ def collect_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: 
 def check_optimizers_match(
     task: TaskModule, optimizers: Sequence[Optimizer], schedulers: Sequence[SchedulerConfig], world: World
 ) -> None:
-    """Check that ``configure_optimizers`` gave every rank the same result, with one collective. Call it on all ranks.
-
-    Args:
-        task: The user's task.
-        optimizers: Optimizers that ``configure_optimizers`` returned.
-        schedulers: Schedulers that ``configure_optimizers`` returned.
-        world: All processes.
+    """Check that ``configure_optimizers`` gave every rank the same result. Call it on all ranks.
 
     Raises:
-        ValueError: On every rank, if the results differ, because replicas would silently diverge. The message lists the
-            differences.
+        ValueError: On every rank, if the results differ, because replicas would silently diverge.
     """
     if world.size == 1:
         return

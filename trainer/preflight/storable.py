@@ -1,4 +1,4 @@
-"""Check before the first step that everything a run will save can be saved."""
+"""Check before the first step that the state of a run can be saved."""
 
 from __future__ import annotations
 
@@ -21,21 +21,12 @@ _TRAINER_ENTRIES = ("progress", "logged", "metrics", "callbacks")
 
 
 def check_storable(trainer: Trainer, task: TaskModule) -> None:
-    """Encode the state of everything that a checkpoint of this run holds, without writing it.
+    """Check that the state that this run saves in checkpoints can be encoded.
 
-    Entries of ``on_save_checkpoint`` hooks are checked at the first save, because calling the hooks might change state.
-    The state that an optimizer creates in its first step is also checked at the first save. Nothing is checked if no
-    `ModelCheckpoint` saves anything.
-
-    Args:
-        trainer: Trainer of the run.
-        task: The user's task.
+    State that exists only later, such as that of optimizers, is checked at the first save.
 
     Raises:
-        TypeError: If a state of this process is not data. The message names the owner of the state, the place and type
-            of the value, and the fix.
-        ValueError: If a state of this process contains itself or is nested too deeply, or two callbacks have the same
-            ``state_key``.
+        TypeError, ValueError: If a state of this process cannot be saved.
         PeerFailed: If only another process has such a state.
     """
     if not any(callback.saves for callback in trainer.checkpoint_callbacks):
@@ -50,7 +41,6 @@ def check_storable(trainer: Trainer, task: TaskModule) -> None:
 
 
 def _iterate_states(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, Any]]:
-    """Yield the owner and the state of everything that a checkpoint holds."""
     accelerator = trainer.accelerator
     for owner in (task, trainer.datamodule):
         if owner is not None:
@@ -74,7 +64,6 @@ def _iterate_states(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, A
 
 
 def _check_weights(task: nn.Module) -> None:
-    """Raise an error if a weight or an extra state cannot be saved."""
     extra: dict[str, Any] = {}
     for name, value in task.state_dict().items():
         if not isinstance(value, Tensor):

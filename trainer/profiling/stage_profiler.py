@@ -1,7 +1,4 @@
-"""Profiling of a stage: functions that the loop calls are replaced by measured ones until the stage ends.
-
-Without a profiler nothing is replaced, so steps have no overhead.
-"""
+"""Profiling of a stage: functions that the loop calls are replaced by measured ones until the stage ends."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class Profiled:
 
     Args:
         trainer: Trainer with the profiler.
-        hooks: Dispatch table of the stage; those of later stages are not changed.
+        hooks: Dispatch table of the stage.
         stage: Name of the stage.
     """
 
@@ -68,7 +65,7 @@ class Profiled:
         self._follow_steps(hooks)
 
     def end(self, stage: str) -> None:
-        """Show the report and restore all functions.
+        """Restore all functions and show the report.
 
         Args:
             stage: Name of the stage.
@@ -89,21 +86,16 @@ class Profiled:
     # -- measurements --------------------------------------------------------------------------------------------
 
     def _measure(self, owner: Any, method: str, action: str) -> None:
-        """Replace a method with a measured one."""
         self._replace(owner, method, measured(self.profiler, action, getattr(owner, method)))
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute until the stage ends."""
         self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
     def _measure_method(self, find: Callable[..., Any], model: Any, name: str) -> Any:
-        """Return a measured step; this replaces ``Accelerator.method``."""
         return measured(self.profiler, _STEPS.get(name, name), find(model, name))
 
     def _measure_optimizers(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that prepares an optimizer with measured methods."""
-
         def prepare_optimizer(*args: Any, **kwargs: Any) -> Any:
             prepared = prepare(*args, **kwargs)
             if "step" not in vars(prepared):
@@ -114,8 +106,6 @@ class Profiled:
         return prepare_optimizer
 
     def _measure_loaders(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that prepares a measured dataloader."""
-
         def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
             loader = prepare(*args, **kwargs)
             if "_begin" not in vars(loader):
@@ -138,7 +128,6 @@ class Profiled:
         self.profiler.advice[action] = _advise(loader)
 
     def _measure_hook(self, name: str, function: Any) -> Any:
-        """Return a measured hook."""
         if function == self.trainer.update_train_epoch_values:
             return function  # the logbook is measured instead
         text = name_of(function)
@@ -161,26 +150,14 @@ class Profiled:
 
 
 def begin(trainer: Trainer, hooks: Hooks, stage: str) -> None:
-    """Measure a stage until its teardown, if there is a profiler.
-
-    Args:
-        trainer: Trainer with the profiler.
-        hooks: Dispatch table of the stage.
-        stage: Name of the stage.
-    """
+    """Measure a stage until its teardown, if there is a profiler."""
     if not isinstance(trainer.profiler, PassThroughProfiler):
         trainer.profiled = Profiled(trainer, hooks, stage)
         setattr(hooks, "teardown", (*hooks.teardown, trainer.profiled.end))  # noqa: B010  # as `Hooks` itself sets them
 
 
 def measured(profiler: Profiler, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, measured as an action of ``profiler``; unchanged for the default profiler.
-
-    Args:
-        profiler: Profiler of the Trainer.
-        action: Name under which the profiler reports the calls.
-        function: Function to measure.
-    """
+    """Return ``function``, measured as an action of ``profiler``; unchanged for the default profiler."""
     if isinstance(profiler, PassThroughProfiler):
         return function
     start, stop = profiler.start, profiler.stop
@@ -197,12 +174,10 @@ def measured(profiler: Profiler, action: str, function: Callable[..., Any]) -> C
 
 
 def _needs_directory(profiler: Profiler) -> bool:
-    """Return whether the profiler writes to the run's folder."""
     return profiler.dirpath is None and profiler.needs_directory
 
 
 def _advise(loader: Loader) -> str:
-    """Return advice on how to shorten the wait for a dataloader."""
     workers = getattr(loader.source, "num_workers", None)
     if workers is None:
         return "The batches do not come from a DataLoader, which could read them in other processes (num_workers)."

@@ -33,7 +33,7 @@ _MOST_POINTS = 256  # a curve keeps twice as many points, for display; the logge
 class RunFolder:
     """Folder of one run, which only one job at a time can hold.
 
-    All processes of the job create this object. Rank zero records the run, and the other ranks record only errors.
+    All processes of the job create this object. Ranks other than zero record only errors.
 
     Use the object in a ``with`` block, whose outcome is recorded as the outcome of the run.
 
@@ -48,10 +48,9 @@ class RunFolder:
         lock              the holder of the folder; see `RunLock`
 
     Attributes:
-        path: Path or URL of the folder, the same on all processes. If it is a URL, files are uploaded in the
-            background.
-        lock: Lock on the folder, held until `release` or until the process ends; None except on rank zero.
-        trial: The run's number among the trials of a sweep, the same on all processes; None if it is not a trial.
+        path: Path or URL of the folder, the same on all processes.
+        lock: Lock on the folder; None except on rank zero.
+        trial: The run's number among the trials of a sweep; None if it is not a trial.
 
     Example:
         >>> import tempfile
@@ -83,23 +82,21 @@ class RunFolder:
     def create(
         cls, directory: str | Path = "runs", name: str = "default", settings: Mapping[str, Any] | None = None
     ) -> RunFolder:
-        """Create the folder of the next free number below ``directory/name``. Many jobs may call it concurrently.
+        """Create the folder of the next free number below ``directory/name``. Several jobs may call it concurrently.
 
         Args:
-            directory: Directory above all runs, or a URL such as ``s3://bucket/runs``; created if missing. Default:
-                ``"runs"``.
-            name: Common name of runs that belong together, which is the name of a folder. Default: ``"default"``.
+            directory: Directory above all runs, or a URL such as ``s3://bucket/runs``. Default: ``"runs"``.
+            name: Name of a folder that runs share. Default: ``"default"``.
             settings: Flags of the Trainer. ``accelerator``, ``devices`` and ``num_nodes`` determine the processes of
-                the job; missing processes are launched as `Trainer` would launch them. The launched processes run the
-                script too, so they must also reach this call.
+                the job; missing processes are launched. They run the script too, so they must also reach this call.
 
         Returns:
             The folder, held by this job.
 
         Raises:
-            ValueError: If the name is not valid for a folder, or the URL or a flag in ``settings`` is invalid.
-            TypeError: If the name is not a string, or a flag in ``settings`` has the wrong type.
-            OSError: If the folder cannot be created; the message states its path.
+            ValueError: If an argument is invalid.
+            TypeError: If an argument has the wrong type.
+            OSError: If the folder cannot be created.
             SystemExit: If this call has launched processes; raised when they have ended.
         """
         check_name(name)
@@ -118,8 +115,7 @@ class RunFolder:
         """Continue the run of an existing folder.
 
         If the Trainer of `flags` begins neither a training epoch nor another stage, the end of the ``with`` block
-        restores the earlier ``run.json`` and the other files that describe the run. A waiting run (see `prepare`)
-        begins like a new one.
+        restores the files that described the run. A waiting run (see `prepare`) begins like a new one.
 
         Args:
             path: Path or URL of the folder.
@@ -129,9 +125,8 @@ class RunFolder:
             The folder, held by this job.
 
         Raises:
-            ValueError: If the path is not a run's folder, another job holds the folder, or a flag in ``settings`` is
-                invalid.
-            TypeError: If a flag in ``settings`` has the wrong type.
+            ValueError: If the path is not a run's folder, another job holds it, or a flag is invalid.
+            TypeError: If a flag has the wrong type.
             OSError: If the folder cannot be written to.
             SystemExit: If this call has launched processes; raised when they have ended.
         """
@@ -160,7 +155,7 @@ class RunFolder:
     def prepare(cls, path: Path, config: str, facts: Mapping[str, Any]) -> None:
         """Write the folder of a run that another process will begin with `open`; until then the run is waiting.
 
-        Only one process at a time may call it. Files that a killed process left incomplete are written again.
+        Only one process at a time may call it.
 
         Args:
             path: Path of the folder, whose name is the run's number.
@@ -189,7 +184,6 @@ class RunFolder:
         facts: dict[str, Any],
         earlier: dict[str, bytes] | None = None,
     ) -> RunFolder:
-        """Return the folder on all processes, with the first record written."""
         agreed_path, trial = world.broadcast((str(path), facts.get("trial")))
         folder = cls(as_path(agreed_path), lock, facts)
         folder.trial = trial
@@ -213,17 +207,16 @@ class RunFolder:
     def flags(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the flags of a Trainer that writes everything to this folder: ``Trainer(**folder.flags(settings))``.
 
-        A `RunRecord` is added. A logger, a `ModelCheckpoint` and a `RunReport` are added if they are missing and no
-        flag disables them. Callbacks in ``settings`` are kept; a `ModelCheckpoint` or `RunReport` among them writes to
-        this folder, unless it has a directory. If no `ModelCheckpoint` keeps the latest checkpoint, the first one that
-        saves full checkpoints also keeps a ``last.ckpt``, unless it has ``save_last=False``.
+        A logger, a `ModelCheckpoint` and a `RunReport` are added if they are missing and no flag disables them. A
+        `ModelCheckpoint` or `RunReport` in ``settings`` writes to this folder, unless it has a directory. If no
+        `ModelCheckpoint` keeps the latest checkpoint, the first one that saves full checkpoints also keeps a
+        ``last.ckpt``, unless it has ``save_last=False``.
 
         Args:
             settings: Flags of the Trainer to complete. Default: none.
 
         Raises:
-            ValueError: If ``default_root_dir`` is another directory, a callback writes to another run's folder, or a
-                callback is listed twice.
+            ValueError: If a flag contradicts this folder, or a callback is listed twice.
             TypeError: If ``callbacks`` contains anything other than callbacks.
         """
         from ...callbacks.reporting import RunRecord
@@ -247,7 +240,6 @@ class RunFolder:
         return flags
 
     def _complete_callbacks(self, flags: Mapping[str, Any], plain: bool) -> list[Callback]:
-        """Return the callbacks with their directories, and the default ones that are missing."""
         from ...callbacks import ModelCheckpoint, OnExceptionCheckpoint, RunReport
         from ..default_callbacks import as_callbacks
 
@@ -305,9 +297,8 @@ class RunFolder:
         """Record the state of the run in ``run.json``, and its curves in ``curves.json``.
 
         Args:
-            facts: The changed entries by name: ``state``, ``steps``, ``best``, ... Values are plain data. Ranks other
-                than zero record only an error.
-            charts: Steps and values of the curves of each chart, by name; None if the charts have not changed.
+            facts: The changed entries by name, as plain data: ``state``, ``steps``, ``best``, ...
+            charts: Steps and values of the curves of each chart, by name; None if they have not changed.
         """
         state = facts.get("state", "running")
         if state.startswith("failed"):
@@ -346,10 +337,7 @@ class RunFolder:
             self.release()
 
     def discard(self) -> None:
-        """Remove the folder, unless it contains more than descriptions of the run and the lock.
-
-        On ranks other than zero, do nothing.
-        """
+        """Remove the folder on rank zero, unless it contains more than descriptions of the run and the lock."""
         files = (*DESCRIPTIONS, LOCK)
         if self.lock is not None and set(os.listdir(self._files)) <= set(files):
             self.release()
@@ -361,7 +349,6 @@ class RunFolder:
                 self.path.rmdir()
 
     def _put_back(self, earlier: Mapping[str, bytes]) -> None:
-        """Restore the files that the folder had when it was opened, and release the folder."""
         if self.lock is not None:
             for name in DESCRIPTIONS:
                 if name in earlier:
@@ -384,10 +371,9 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Record how the block ended, unless the end is recorded, and release the folder. Errors are not suppressed.
+        """Record how the block ended, and release the folder. Errors are not suppressed.
 
-        If the Trainer of a continued run began neither a training epoch nor another stage, the run's files are restored
-        instead.
+        If the Trainer of a continued run has begun nothing, the run's files are restored instead.
         """
         from ...callbacks.reporting import describe_error
 
@@ -416,7 +402,6 @@ class RunFolder:
                 file.write(text)
 
     def _drop_error(self) -> None:
-        """Remove the error of an earlier session."""
         (self._files / ERROR).unlink(missing_ok=True)
         if isinstance(self.path, RemotePath):  # each process writes to the store itself
             with contextlib.suppress(OSError):
@@ -424,7 +409,6 @@ class RunFolder:
 
     @property
     def _files(self) -> Path:
-        """Local folder to which this process writes."""
         return local_folder(self.path)
 
     def _write(self, name: str, content: str | bytes, durable: bool = True) -> None:
@@ -446,9 +430,6 @@ class RunFolder:
 def check_name(name: Any) -> str:
     """Return ``name`` unchanged if it is a valid name for the folder of a group of runs.
 
-    Args:
-        name: Name that the runs share.
-
     Raises:
         TypeError: If the name is not a string.
         ValueError: If the name is not valid for a folder.
@@ -467,7 +448,7 @@ def check_name(name: Any) -> str:
 
 
 def _claim(home: AnyPath) -> tuple[AnyPath, RunLock | RemoteLock]:
-    """Create and lock the next free number's folder. Creating the folder succeeds for one job only, and claims it."""
+    """Create and lock the next free number's folder. Only one job can create a folder."""
     if isinstance(home, RemotePath):
         number = max((int(entry) for entry in home.names() if entry.isascii() and entry.isdigit()), default=0) + 1
         while True:
@@ -479,7 +460,6 @@ def _claim(home: AnyPath) -> tuple[AnyPath, RunLock | RemoteLock]:
 
 
 def _make_numbered(home: Path) -> Path:
-    """Create the folder of the next free number."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         number = max((int(entry) for entry in os.listdir(home) if entry.isascii() and entry.isdigit()), default=0) + 1
@@ -495,7 +475,6 @@ def _make_numbered(home: Path) -> Path:
 
 
 def _lock(folder: AnyPath) -> RunLock | RemoteLock:
-    """Acquire the lock on a folder."""
     try:
         return RemoteLock(folder) if isinstance(folder, RemotePath) else RunLock(folder)
     except OSError as error:
@@ -519,7 +498,6 @@ def _resolve_path(path: str | Path | RemotePath) -> AnyPath:
 
 
 def _thin_curve(steps: Any, values: Any) -> dict[str, Any]:
-    """Return a curve with few points, for display."""
     from ...callbacks.reporting import thin_points
 
     points = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
@@ -528,7 +506,7 @@ def _thin_curve(steps: Any, values: Any) -> dict[str, Any]:
 
 
 def _make_plain(value: Any) -> Any:
-    """Return values as data for strict JSON. Numbers that are not finite, and objects of other types, become text."""
+    """Return values as data for strict JSON. Numbers that are not finite, and other objects, become text."""
     if isinstance(value, Mapping):
         return {str(name): _make_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -47,12 +47,10 @@ class Run:
     """Run as recorded in its folder.
 
     Attributes:
-        path: Path or URL of the folder.
         name: The name that the run shares with other runs.
-        number: Number of the run; 0 if the folder's name is not a number, for example after a copy.
-        state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` if the record
-            states that the run is running, but no process holds the lock; ``"waiting"``; ``"pruned"``;
-            ``"unreadable"``.
+        number: Number of the run; 0 if the folder's name is not a number.
+        state: Such as ``"running"``, ``"finished"``, ``"failed: <Error>"`` or ``"interrupted"``; ``"killed"`` if the
+            record states that the run is running, but no process holds the lock.
         facts: Entries of the record whose values have the right types.
         problem: The reason why the record cannot be read; "" if it can.
     """
@@ -66,12 +64,12 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Name and number of the run, from the current names of its folders: ``"digits/3"``."""
+        """Name and number of the run: ``"digits/3"``."""
         return f"{self.name}/{self.path.name}"
 
     @property
     def began(self) -> float:
-        """Start time in seconds since 1970; if unknown, the time of the folder's last change, or 0 without one."""
+        """Start time in seconds since 1970; if unknown, the time of the folder's last change, or 0."""
         if (began := self.facts.get("began")) is not None:
             return float(began)
         try:
@@ -94,7 +92,7 @@ class Run:
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """Parameters that a sweep set, by dotted key; empty for a run that is not a trial."""
+        """Parameters that a sweep set, by dotted key."""
         return self.facts.get("parameters", {})
 
     @property
@@ -103,10 +101,7 @@ class Run:
         return self.facts.get("metrics", {})
 
     def summary(self) -> dict[str, Any]:
-        """Return the entries of the record as plain data, with the run's path, name, number, state and duration.
-
-        If the record cannot be read, the result also has the key ``problem``.
-        """
+        """Return the entries of the record as plain data, with the run's path, name, number, state and duration."""
         identity = {"path": str(self.path), "name": self.name, "number": self.number, "state": self.state}
         return {
             **self.facts,
@@ -118,9 +113,6 @@ class Run:
 
 def read(path: str | AnyPath) -> Run:
     """Read the record of a run from its folder.
-
-    Args:
-        path: Path or URL of the folder.
 
     Raises:
         ValueError: If the path is not a run's folder.
@@ -151,7 +143,6 @@ def read(path: str | AnyPath) -> Run:
 
 
 def _read_first_error(path: AnyPath) -> dict[str, str]:
-    """Return the first error of any process, if one is recorded."""
     try:
         record = _read_json(path / ERROR)
     except ValueError:
@@ -162,11 +153,8 @@ def _read_first_error(path: AnyPath) -> dict[str, str]:
 def find(directory: AnyPath) -> list[Run]:
     """Return the runs in the folders ``<name>/<number>`` or ``<number>`` of a directory or URL, earliest first.
 
-    Args:
-        directory: Directory or URL to search.
-
     Raises:
-        ValueError: If the directory cannot be read, or a local directory does not exist.
+        ValueError: If the directory cannot be read.
     """
     try:
         names = _list_names(directory)
@@ -185,12 +173,11 @@ def find(directory: AnyPath) -> list[Run]:
 
 
 def _list_names(folder: AnyPath) -> list[str]:
-    """Return the names in a folder."""
     return folder.names() if isinstance(folder, RemotePath) else sorted(os.listdir(folder))
 
 
 def _list_numbered(folder: AnyPath) -> list[AnyPath]:
-    """Return the paths in a folder whose names are numbers; an empty list if the folder cannot be read."""
+    """Return the paths in a folder whose names are numbers."""
     try:
         return [folder / name for name in _list_names(folder) if name.isascii() and name.isdigit()]
     except OSError:
@@ -198,7 +185,6 @@ def _list_numbered(folder: AnyPath) -> list[AnyPath]:
 
 
 def _read_or_none(path: AnyPath) -> Run | None:
-    """Return a run, or None if the path is not a run's folder or cannot be read."""
     try:
         return read(path)
     except (ValueError, OSError):
@@ -208,14 +194,11 @@ def _read_or_none(path: AnyPath) -> Run | None:
 def locate(reference: str | None, directory: AnyPath, name: str | None = None) -> AnyPath:
     """Return the path of the run, or of something in its folder, that a command refers to.
 
-    Args:
-        reference: A number, a name and number (``"digits/3"``), or a path to a run's folder or to something in it, such
-            as a checkpoint. None for the latest run.
-        directory: Directory of all runs.
-        name: Consider only runs with this name. Default: None.
+    The reference is a number, a name and number (``"digits/3"``), a path, or None for the latest run. If it is a number
+    or None, only runs with the given ``name`` are considered.
 
     Raises:
-        ValueError: If no run or several runs match, the directory cannot be read, or a URL is invalid.
+        ValueError: If the reference does not lead to one run.
     """
     is_number = reference is not None and reference.isascii() and reference.isdigit()
     if reference is not None and not is_number:
@@ -247,20 +230,13 @@ def locate(reference: str | None, directory: AnyPath, name: str | None = None) -
 
 
 def holding(path: AnyPath) -> AnyPath:
-    """Return the run folder that contains a path, or the path itself if there is none.
-
-    Args:
-        path: Path of a run's folder, or of something in it.
-    """
+    """Return the run folder that contains a path, or the path itself if there is none."""
     path = absolute(path)
     return next((folder for folder in (path, *path.parents) if lexists(folder / RECORD)), path)
 
 
 def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
-    """Return the curves of each chart by name: steps, values, and the number of values that are infinite, NaN or huge.
-
-    Args:
-        run: Run whose file is read.
+    """Return the curves of each chart by name: steps, values, and the number of values that were left out.
 
     Raises:
         ValueError: If the file exists and cannot be read.
@@ -279,7 +255,7 @@ def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
 
 
 def _parse_points(curve: Any) -> tuple[Points, int]:
-    """Return the points of a saved curve, without infinite, NaN and huge ones, and the number of points left out."""
+    """Return the points of a saved curve, without infinite, NaN and huge ones, and the number left out."""
     steps, values = curve["steps"], curve["values"]
     points = [(s, float(v)) for s, v in zip(steps, values, strict=True) if _is_number(s) and _is_number(v)]
     points = sorted((step, value) for step, value in points if abs(step) <= LARGEST and abs(value) <= LARGEST)
@@ -289,10 +265,7 @@ def _parse_points(curve: Any) -> tuple[Points, int]:
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Return the versions, git revision and hardware recorded in the run's last session; empty if there are none.
-
-    Args:
-        run: Run whose file is read.
+    """Return the versions, git revision and hardware that the run recorded; empty if there are none.
 
     Raises:
         ValueError: If the file exists and cannot be read.
@@ -309,9 +282,6 @@ def environment(run: Run) -> dict[str, str]:
 def config(run: Run) -> str:
     """Return the YAML text of the configuration; "" if there is none.
 
-    Args:
-        run: Run whose file is read.
-
     Raises:
         ValueError: If the file exists and cannot be read.
     """
@@ -324,11 +294,7 @@ def config(run: Run) -> str:
 
 
 def _read_text(path: AnyPath) -> str:
-    """Return a file's text.
-
-    Raises:
-        ValueError: If the file is missing, not a regular file, too large, or not text.
-    """
+    """Return a file's text; raise a ValueError if it is missing, not a regular file, too large, or not text."""
     if isinstance(path, RemotePath):
         try:
             return path.read_bytes(_MOST_BYTES).decode("utf-8")
@@ -349,7 +315,6 @@ def _read_text(path: AnyPath) -> str:
 
 
 def _read_json(path: AnyPath) -> dict[str, Any]:
-    """Return the object in a JSON file."""
     try:
         document = json.loads(_read_text(path), parse_constant=_refuse_constant)
     except RecursionError as error:
@@ -360,12 +325,10 @@ def _read_json(path: AnyPath) -> dict[str, Any]:
 
 
 def _refuse_constant(text: str) -> Any:
-    """Raise a ValueError for NaN and infinity, which JSON does not have."""
     raise ValueError(f"it contains {text}, which is not valid JSON")
 
 
 def _select_facts(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a record whose values have the right types."""
     facts = {name: record[name] for name in _NUMBERS if _is_number(record.get(name)) and 0 <= record[name] < 1e15}
     facts |= {name: record[name] for name in _WORDS if isinstance(record.get(name), str)}
     metrics = record.get("metrics")
@@ -387,15 +350,12 @@ def _select_facts(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_parameter(value: Any) -> bool:
-    """Return whether a value can be a parameter of a sweep."""
     return value is None or isinstance(value, str | bool) or _is_number(value)
 
 
 def _is_value(value: Any) -> bool:
-    """Return whether a value can be a metric."""
     return _is_number(value) or (isinstance(value, str) and value in ("nan", "inf", "-inf"))

@@ -40,12 +40,10 @@ class Holder:
     """Process that holds the lock on a run folder, as recorded in the lock file.
 
     Attributes:
-        host: Hostname of the machine.
-        pid: Process ID.
         since: Time at which the process took the lock, in seconds since 1970.
-        place: Hostname and, if known, boot ID and PID namespace. A container usually has a namespace of its own.
+        place: Hostname and, if known, boot ID and PID namespace.
         began: Start time of the process, which distinguishes it from a later process with the same PID; "" if unknown.
-        token: Random ID of this lock, which is different for each attempt to take it.
+        token: Random ID of this lock.
         by: ``"system"`` for a file system lock, ``"beat"`` for a lock that heartbeats keep alive.
     """
 
@@ -63,11 +61,7 @@ class Holder:
 
     @classmethod
     def from_current_process(cls, by: str) -> Holder:
-        """Create a holder that describes the current process.
-
-        Args:
-            by: Kind of lock: ``"system"`` or ``"beat"``, as in the attribute ``by``.
-        """
+        """Create a holder that describes the current process; ``by`` is the kind of lock."""
         pid = os.getpid()
         began = "" if sys.platform == "win32" else read_start_time(pid) or ""
         return cls(socket.gethostname(), pid, time.time(), _describe_place(), began, uuid.uuid4().hex, by)
@@ -75,12 +69,8 @@ class Holder:
     def is_alive(self, file: AnyPath) -> bool:
         """Return whether the process is alive.
 
-        A process that cannot be checked, such as one on another machine or in another container, counts as alive if its
-        last heartbeat is less than `SILENCE` seconds old. If the lock has no heartbeats, or their age is unknown, the
-        process is assumed to be alive.
-
-        Args:
-            file: Path of the lock file, whose age is read if the process runs elsewhere.
+        A process that cannot be checked, such as one on another machine, counts as alive unless its last heartbeat is
+        known to be older than `SILENCE` seconds. ``file`` is the lock file.
         """
         if self.place == _describe_place() and sys.platform != "win32":  # Windows has no harmless check
             return read_start_time(self.pid) in ("", self.began)
@@ -93,11 +83,7 @@ class Holder:
 
 
 def holder(folder: AnyPath) -> Holder | None:
-    """Return the current holder of a folder's lock; None if it is free.
-
-    Args:
-        folder: Folder whose lock is checked.
-    """
+    """Return the current holder of a folder's lock; None if it is free."""
     file = folder / LOCK
     occupant = read_holder(file)
     if occupant is None or occupant.by == "beat" or fcntl is None or isinstance(file, RemotePath):
@@ -121,13 +107,9 @@ class RunLock:
     """Lock on a run folder, acquired when the object is created.
 
     If the file system has locks (`flock`; Linux supports it over NFS too), the system releases the lock when the
-    process ends, for any reason. Otherwise, a thread updates the file every `BEAT` seconds. A dead holder is detected
-    immediately from the same machine and container (on Windows, after `SILENCE` seconds), and after `SILENCE` seconds
-    from anywhere else. A file system whose locks are valid on one machine only (Lustre's ``localflock``, NFS with
-    ``local_lock``) does not protect against jobs on other machines.
-
-    Args:
-        folder: Folder to lock; the lock is a file in it.
+    process ends, for any reason. Otherwise, a thread updates the file every `BEAT` seconds, and a dead holder is
+    detected after about `SILENCE` seconds at the latest. A file system whose locks are valid on one machine only
+    (Lustre's ``localflock``, NFS with ``local_lock``) does not protect against jobs on other machines.
 
     Attributes:
         holder: This process, as written to the file.
@@ -158,7 +140,6 @@ class RunLock:
         self._close()
 
     def _close(self) -> None:
-        """Close the lock file, if it is open."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -205,7 +186,6 @@ class RunLock:
     # -- locks with a heartbeat ----------------------------------------------------------------------------------
 
     def _take_by_beat(self) -> None:
-        """Take the lock by creating its file, and start the heartbeat."""
         part = self.folder / f".{LOCK}-{self.holder.token}"
         part.write_bytes(encode_holder(self.holder))
         try:
@@ -237,21 +217,13 @@ class RunLock:
             os.rmdir(mark)
 
     def _beat(self) -> None:
-        """Update the modification time of the file every `BEAT` seconds, until the lock is released."""
         while not self._ended.wait(BEAT):
             with contextlib.suppress(OSError):
                 os.utime(self.file)
 
 
 def make_in_use_error(folder: AnyPath, file: AnyPath, occupant: Holder | None, certain: bool = False) -> ValueError:
-    """Return the error for a folder in use, with advice if its holder may be dead.
-
-    Args:
-        folder: Folder that is in use.
-        file: Path of the lock file.
-        occupant: Holder of the lock, or None if it is unknown.
-        certain: Whether the process is known to be alive. Default: False.
-    """
+    """Return the error for a folder in use, with advice if its holder may be dead."""
     occupant_text = "another job" if occupant is None else str(occupant)
     hint = ""
     if not certain and occupant is not None and occupant.place != _describe_place():
@@ -260,20 +232,12 @@ def make_in_use_error(folder: AnyPath, file: AnyPath, occupant: Holder | None, c
 
 
 def encode_holder(holder: Holder) -> bytes:
-    """Return the content of a lock file: the holder as JSON.
-
-    Args:
-        holder: Holder to write to the file.
-    """
+    """Return the content of a lock file."""
     return json.dumps(asdict(holder)).encode()
 
 
 def read_holder(file: AnyPath) -> Holder | None:
-    """Return the holder in a lock file; None if the file is empty, missing, unreadable or not a lock file.
-
-    Args:
-        file: Path of the lock file.
-    """
+    """Return the holder in a lock file; None if the file is empty, missing, unreadable or not a lock file."""
     try:
         document = json.loads(_read_start(file))
         values = {field.name: document[field.name] for field in fields(Holder)}
@@ -297,7 +261,7 @@ def _read_start(file: AnyPath, most: int = 65536) -> bytes:
 
 
 def _describe_place() -> str:
-    """Return the hostname and, if known, the machine's boot ID and the PID namespace as one identifier."""
+    """Return the hostname and, if known, the machine's boot ID and the PID namespace as one text."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())

@@ -18,17 +18,10 @@ class RemoteLock:
     """Lock on a run folder in an object store, acquired when the object is created.
 
     A store lets only one job create an object, so two jobs that begin a run at the same time never share it. A takeover
-    from a dead job is less strict: of two jobs that try within a second, one fails, because both check again which one
-    wrote last.
-
-    Args:
-        folder: Folder to lock.
-
-    Attributes:
-        holder: This process, as written to the object.
+    from a dead job is less strict.
 
     Raises:
-        ValueError: If another job holds the lock; the message names it.
+        ValueError: If another job holds the lock.
         OSError: If the store rejects the object.
     """
 
@@ -58,7 +51,6 @@ class RemoteLock:
                 self._object.unlink()
 
     def _beat(self) -> None:
-        """Rewrite the object every `BEAT` seconds, until the lock is released."""
         while not self._ended.wait(BEAT):
             with contextlib.suppress(OSError):
                 self._object.write_bytes(encode_holder(self.holder))

@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 
 class BatchSizeSearch:
-    """Search for the largest batch that fits on all processes.
-
-    Args:
-        trainer: The Trainer, before the stage begins.
-        finder: Callback that holds the settings of the search and receives the result.
-    """
+    """Search for the largest batch that fits on all processes. The result is written to the finder."""
 
     def __init__(self, trainer: Trainer, finder: BatchSizeFinder) -> None:
         self.trainer = trainer
@@ -36,9 +31,7 @@ class BatchSizeSearch:
         """Find the batch size and set it.
 
         Raises:
-            ValueError: If the attribute does not exist or is not used; if the user passed dataloaders, which cannot be
-                rebuilt; if ``keep_global_batch`` is combined with manual optimization or with an attribute that is not
-                a positive integer; or if a copy of the task cannot be created or run.
+            ValueError: If the settings do not fit the task or the dataloaders, or a copy of the task cannot be run.
             MemoryError: If none of the sizes that were tried fits.
         """
         trainer, finder, kind = self.trainer, self.finder, KIND_OF_STAGE[str(self.trainer.stage)]
@@ -73,7 +66,7 @@ class BatchSizeSearch:
         self.apply()
 
     def apply(self) -> None:
-        """Set the batch size that the search found or that was restored from the checkpoint of a resumed run."""
+        """Set the batch size that the search found or that was restored from a checkpoint."""
         trainer, finder = self.trainer, self.finder
         if trainer.stage == "fit" and finder.accumulate is not None:
             trainer.accelerator.gradient_accumulation_steps = finder.accumulate
@@ -109,7 +102,6 @@ class BatchSizeSearch:
             return self._count_most_samples(loader)
 
     def _train(self, inner: Trainer) -> Loader:
-        """Train and validate for a few steps, and return the training dataloader."""
         accelerator, steps = inner.accelerator, self.finder.steps_per_trial
         assert inner.sources is not None
         # Accumulated gradients are in memory alongside the second micro-batch; later ones need no more.

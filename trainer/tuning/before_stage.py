@@ -19,9 +19,6 @@ def run_searches(trainer: Trainer) -> None:
 
     The stage is set up, but the model is not built or placed yet. With ``fast_dev_run``, no search runs. In a resumed
     ``fit``, the results are restored from the checkpoint instead.
-
-    Args:
-        trainer: Trainer whose stage is set up.
     """
     searches: list[BatchSizeSearch | LRSearch] = [
         BatchSizeSearch(trainer, callback) for callback in trainer.callbacks if isinstance(callback, BatchSizeFinder)

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class LRSearch:
-    """Learning rate search that takes steps with rising rates until all rates are tried or the loss diverges.
-
-    Args:
-        trainer: The Trainer, before ``fit`` begins.
-        finder: Callback that holds the settings of the search and receives the result.
-    """
+    """Learning rate search that takes steps with rising rates, until all rates are tried or the loss diverges."""
 
     def __init__(self, trainer: Trainer, finder: LearningRateFinder) -> None:
         self.trainer = trainer
@@ -34,8 +29,7 @@ class LRSearch:
         """Find a learning rate and set it.
 
         Raises:
-            ValueError: If the attribute does not exist, the task uses manual optimization, it has no optimizer, or a
-                copy of it cannot be created or trained.
+            ValueError: If the settings do not fit the task, or a copy of the task cannot be trained.
         """
         trainer, finder = self.trainer, self.finder
         name, task = self._choose_attribute_name(), trainer.task
@@ -55,7 +49,7 @@ class LRSearch:
         self.apply()
 
     def apply(self) -> None:
-        """Set the learning rate that the search found or that was restored from the checkpoint of a resumed run."""
+        """Set the learning rate that the search found or that was restored from a checkpoint."""
         assert self.finder.optimal_lr is not None
         rate, name = self.finder.optimal_lr.suggestion(), self._choose_attribute_name()
         if rate is not None and name is not None:
@@ -63,7 +57,7 @@ class LRSearch:
         self.finder.announce_result(rate, name)
 
     def _choose_attribute_name(self) -> str | None:
-        """Return the name of the attribute to set; None if no attribute is to be set."""
+        """Return the name of the attribute to set, or None."""
         trainer, finder = self.trainer, self.finder
         if finder.attr_name:
             check_attribute(trainer, finder, finder.attr_name, "attr_name")
@@ -79,7 +73,6 @@ class LRSearch:
         return name
 
     def _run_range_test(self, inner: Trainer, curve: _LRFinder) -> None:
-        """Take steps with rising learning rates, until all steps are done or the loss diverges."""
         losses, rates, threshold = _StepLoss(), _RisingRate(inner, curve), self.finder.early_stop_threshold
         with torch.enable_grad():
             for step in take_trial_steps(inner, curve.num_training, [losses], rates.set):
@@ -112,14 +105,6 @@ class _RisingRate:
         self._shares: list[float] = []  # rate of each group relative to the largest
 
     def set(self, step: int) -> None:
-        """Set the learning rates for a step.
-
-        Args:
-            step: Index of the step.
-
-        Raises:
-            ValueError: If there is no optimizer.
-        """
         optimizers = self._inner.optimizers
         if not optimizers:
             name = type(self._inner.task).__name__
@@ -148,7 +133,6 @@ class _StepLoss(Callback):
         self._weight: Tensor | float = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        """Record the number of samples of a micro-batch."""
         self._micros.append(trainer.accelerator.cursor.micro)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

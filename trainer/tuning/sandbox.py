@@ -34,15 +34,8 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
     """Create a Trainer with the settings of ``trainer`` and a built copy of its task, within a context.
 
     The Trainer has no callbacks, writes nothing and ignores values that are not finite. The values of the original
-    task's tensors do not change. Afterwards, the RNG state, the accelerator, and the generators, samplers and datasets
-    that were read are restored. Nothing may be prepared in the accelerator before the search.
-
-    Args:
-        trainer: The Trainer, before its stage begins.
-        settings: Attributes to set in the copies of the task and the data module, if they have them.
-
-    Yields:
-        The Trainer with the copies.
+    task's tensors do not change. Afterwards, the RNG state, the accelerator, and the state of the data that was read
+    are restored. ``settings`` are set in the copies of the task and the data module, if they have them.
 
     Raises:
         ValueError: If the task cannot be copied, or a dataloader can be read only once.
@@ -78,7 +71,6 @@ def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
 
 
 def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
-    """Return a copy of ``trainer`` for the search, with its own task, data module, counters, metrics and history."""
     inner, accelerator, sources = copy.copy(trainer), trainer.accelerator, trainer.sources
     assert trainer.task is not None
     assert sources is not None
@@ -143,10 +135,7 @@ def _copy_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
 
 
 def _collect_shared(trainer: Trainer, owners: Iterable[Any]) -> dict[int, Any]:
-    """Return the memo for ``deepcopy`` with the objects to share: the Trainer, its parts, and the owners' data.
-
-    A module's tensors are not data, but a data module's are.
-    """
+    """Return the memo for ``deepcopy`` with the objects to share: the Trainer, its parts, and the owners' data."""
     shared = [trainer, trainer.accelerator, *trainer.callbacks, *trainer.loggers]
     memo: dict[int, Any] = {id(part): part for part in shared}
     for owner in owners:

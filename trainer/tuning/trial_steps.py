@@ -18,20 +18,12 @@ def take_trial_steps(
     callbacks: Iterable[Callback] = (),
     before_step: Callable[[int], None] | None = None,
 ) -> Iterator[int]:
-    """Take ``count`` optimizer steps, over as many epochs as needed.
+    """Take ``count`` optimizer steps, over as many epochs as needed, and yield the index of each when it is done.
 
-    Args:
-        inner: The Trainer of a `rehearsal`.
-        count: Number of optimizer steps.
-        callbacks: Callbacks to call during these steps. Default: none.
-        before_step: Function that is called before each step, with its index. Default: none.
-
-    Yields:
-        The index of each step when it is done.
+    ``before_step`` is called before each step, with its index.
 
     Raises:
         ValueError: If an epoch has no batch to train on, or the task cannot be trained.
-        TypeError: If ``configure_optimizers`` returns a result of an invalid form.
     """
     task = inner.task
     assert task is not None

@@ -12,12 +12,7 @@ if TYPE_CHECKING:
 
 
 def attribute_owners(trainer: Trainer, name: str) -> list[Any]:
-    """Return the objects that have an attribute ``name``: the task, the data module, or the hparams of either.
-
-    Args:
-        trainer: Trainer with the task and the data module.
-        name: Name of the attribute.
-    """
+    """Return the objects that have an attribute ``name``: the task, the data module, or the hparams of either."""
     owners: list[Any] = []
     for module in (trainer.task, trainer.datamodule):
         if module is None:
@@ -30,37 +25,19 @@ def attribute_owners(trainer: Trainer, name: str) -> list[Any]:
 
 
 def get_attribute(trainer: Trainer, name: str) -> Any:
-    """Return the value of the attribute; a data module's value takes precedence over the task's.
-
-    Args:
-        trainer: Trainer with the task and the data module.
-        name: Name of the attribute.
-    """
+    """Return the value of the attribute; a data module's value takes precedence over the task's."""
     owner = attribute_owners(trainer, name)[-1]
     return owner[name] if isinstance(owner, dict) else getattr(owner, name)
 
 
 def set_attribute(trainer: Trainer, name: str, value: Any) -> None:
-    """Set the attribute on every object that `attribute_owners` returns.
-
-    Args:
-        trainer: Trainer with the task and the data module.
-        name: Name of the attribute.
-        value: Value to set.
-    """
+    """Set the attribute on every object that `attribute_owners` returns."""
     for owner in attribute_owners(trainer, name):
         setattr(owner, name, value)
 
 
 def check_attribute(trainer: Trainer, finder: Callback, name: str, argument: str) -> None:
-    """Raise a ValueError if neither the task, the data module nor their hparams have the attribute.
-
-    Args:
-        trainer: Trainer with the task and the data module.
-        finder: The callback, for the message.
-        name: Name of the attribute.
-        argument: The callback's argument that sets this name, for the message.
-    """
+    """Raise a ValueError if neither the task, the data module nor their hparams have the attribute."""
     if attribute_owners(trainer, name):
         return
     modules = [module for module in (trainer.task, trainer.datamodule) if module is not None]

@@ -57,23 +57,21 @@ class Tuner:
             val_dataloaders: The validation dataloader, or several. The search does not use them.
             dataloaders: Must be None; pass ``train_dataloaders``.
             datamodule: Data module to use instead of dataloaders.
-            method: ``"fit"``, the only method with a learning rate. Default: ``"fit"``.
+            method: Must be ``"fit"``. Default: ``"fit"``.
             min_lr: See `LearningRateFinder`. Default: 1e-8.
             max_lr: See `LearningRateFinder`. Default: 1.0.
             num_training: ``num_training_steps`` of `LearningRateFinder`. Default: 100.
             mode: See `LearningRateFinder`. Default: ``"exponential"``.
             early_stop_threshold: See `LearningRateFinder`. Default: 4.0.
             update_attr: See `LearningRateFinder`. Default: True.
-            attr_name: See `LearningRateFinder`. Default: ``""``, which selects ``lr`` or ``learning_rate``.
+            attr_name: See `LearningRateFinder`. Default: ``""``.
 
         Returns:
             The learning rates and losses of the search, with ``suggestion()``; None with ``fast_dev_run``.
 
         Raises:
-            ValueError: If the Trainer already has a `LearningRateFinder`, an argument is invalid, or the search cannot
-                train a copy of the task.
+            ValueError: If an argument is invalid, or the search cannot train a copy of the task.
             TypeError: If an argument has the wrong type.
-            Exception: Any error that the task or its data raises.
         """
         if method != "fit":
             raise ValueError(f"method={method!r} of lr_find must be 'fit', the only method that uses a learning rate.")
@@ -107,7 +105,7 @@ class Tuner:
             train_dataloaders: A data module. Dataloaders raise an error, because they cannot be rebuilt.
             val_dataloaders: The validation dataloader, or several.
             dataloaders: A data module, for a ``method`` other than ``"fit"``.
-            datamodule: Data module whose dataloaders are used instead of the task's.
+            datamodule: Data module to use instead of dataloaders.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``. Default: ``"fit"``.
             mode: See `BatchSizeFinder`. Default: ``"power"``.
             steps_per_trial: See `BatchSizeFinder`. Default: 3.
@@ -122,11 +120,9 @@ class Tuner:
             The batch size; None with ``fast_dev_run``.
 
         Raises:
-            ValueError: If the Trainer already has a `BatchSizeFinder`, an argument is invalid, or the search cannot run
-                a copy of the task.
+            ValueError: If an argument is invalid, or the search cannot run a copy of the task.
             TypeError: If an argument has the wrong type.
             MemoryError: If none of the sizes that were tried fits.
-            Exception: Any error that the task or its data raises.
         """
         choose("method", method, KIND_OF_STAGE)
         finder = BatchSizeFinder(
@@ -164,7 +160,6 @@ class Tuner:
 
 
 def _map_loaders(method: str, train: Any, val: Any, other: Any) -> dict[str, Any]:
-    """Return the dataloaders that the user passed, by kind."""
     if method == "fit":
         if other is not None:
             raise ValueError("dataloaders does not apply to method='fit'. Pass train_dataloaders and val_dataloaders.")

@@ -23,7 +23,7 @@ class FaultInjected(RuntimeError):
 
 
 class Firing(NamedTuple):
-    """Occurrence of a fault: its index in the plan, the point, rank, step and process ID and, if any, the path."""
+    """Occurrence of a fault. ``fault`` is the fault's index in the plan."""
 
     fault: int
     point: str
@@ -41,21 +41,17 @@ class Fault:
     """Planned failure that happens once on each selected process.
 
     Args:
-        point: Point in the run. The docstring of ``treadle.testing.faults`` lists the points.
-        action: Action to perform. The same docstring lists the actions. Default: ``"raise"``.
+        point: Point in the run, such as ``"backward:after"`` or ``"disk:*"``; docs/faults.md lists the points.
+        action: Action to perform; docs/faults.md lists the actions. Default: ``"raise"``.
         rank: Rank on which the fault happens. Default: None, every rank.
-        step: Optimizer step in which the fault happens, counted from 1. A step lasts until the next one begins, so it
-            includes the validation and the save that follow. Step 0 is everything before the first step in this
-            process. Default: None, any step.
-        occurrence: Number of the visit to the point, counted from 1, at which the fault happens. Each process counts
-            its own visits, and only those that match the rank, the step and the file. Default: 1.
-        match: For disk points, a pattern for the path, such as ``"*/model*"``. If an operation has two paths, either
-            may match. Default: None, any path.
+        step: Optimizer step in which the fault happens, counted from 1, until the next step begins. Step 0 is
+            everything before the first step in this process. Default: None, any step.
+        occurrence: Number of the matching visit to the point at which the fault happens, counted from 1 in each
+            process. Default: 1.
+        match: For disk points, a pattern for the path, such as ``"*/model*"``. Default: None, any path.
 
     Raises:
-        TypeError: If ``point`` or ``action`` is of the wrong type.
-        ValueError: If an argument is invalid, or if ``match`` or the action ``oserror`` is used at a point that is not
-            a disk point.
+        TypeError, ValueError: If an argument is invalid.
 
     Example:
         >>> Fault("backward:after", "raise:ValueError", rank=1, step=3)
@@ -105,11 +101,7 @@ class Fault:
         return f"Fault({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields)})"
 
     def happen(self, firing: Firing) -> None:
-        """Perform the action.
-
-        Args:
-            firing: The occurrence. An action that is a function receives it.
-        """
+        """Perform the action. An action that is a function receives ``firing``."""
         kind, value = _parse(self.action)
         if kind == "call":
             value(firing)

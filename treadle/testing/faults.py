@@ -1,32 +1,4 @@
-"""Planned failures at exact points of a real run, and a check that each of them happened exactly once.
-
-    with FaultPlan([Fault("backward", "kill", rank=1, step=3)]):
-        trainer.fit(task)
-
-A point is a place in a run, with ``:before`` as the default moment:
-
-    forward[:before|after]           a prepared model's forward with gradients enabled; in a Trainer with automatic
-                                     optimization, the training_step
-    backward[:before|after]          `Accelerator.backward`, each micro-batch
-    step[:before|after]              a prepared optimizer's real step; after: weights updated, step not counted yet
-    callback:HOOK[:before|after]     before or after all calls of this hook, such as on_train_batch_end
-    disk:OPERATION[:before|after]    a disk operation on files that Treadle writes, such as those of a checkpoint
-    disk:write_...:half              half of the file is written
-
-`OPERATIONS` lists the disk operations. A point may contain ``*``: ``disk:*`` matches the moment before each of them. An
-action is one of:
-
-    raise[:ValueError]        raise this built-in exception, or `FaultInjected` if none is named
-    exit[:3]                  end the process immediately with this status, 1 by default
-    kill[:SIGTERM]            send this signal to the process, SIGKILL by default
-    hang[:30]                 sleep for this many seconds, or forever without a number
-    delay:0.5                 sleep for this many seconds
-    oserror[:ENOSPC]          fail the disk operation with this error, EIO by default
-    an exception              raise it; a class or an instance
-    any function              call it with the `Firing`
-
-The engine contains no code for faults. An armed plan replaces functions of Treadle and restores them at the end.
-"""
+"""Planned failures at exact points of a real run, and a check that each of them happened; see docs/faults.md."""
 
 from __future__ import annotations
 
@@ -68,28 +40,24 @@ _VARIABLE = "TREADLE_FAULTS"
 
 
 class FaultsNotFired(AssertionError):
-    """Error raised because a planned fault did not happen exactly once, so the test proves nothing."""
+    """Error raised because a planned fault did not happen exactly once."""
 
 
 class FaultPlan:
     """Faults that happen in this process while the plan is armed, that is, inside ``with plan:``.
 
-    At the end of the block, unless an error was raised, the plan raises `FaultsNotFired` if a fault for this rank did
-    not happen exactly once, or if a fault's rank does not exist. A fault happens once per process or, with a record,
-    once per rank over all restarts.
+    If the block ends without an error, the plan raises `FaultsNotFired` if a fault for this rank did not happen exactly
+    once, or if a fault's rank does not exist. A fault happens once per process or, with a record, once per rank over
+    all restarts.
 
     Args:
         faults: Faults to inject.
-        record: A file to which each firing is appended before its action is performed, so a firing that kills the
-            process is recorded, too. A recorded firing does not happen again. All processes of a run may share one
-            file. Default: None, no record.
+        record: A file to which each firing is appended before its action is performed. A recorded firing does not
+            happen again. All processes of a run may share one file. Default: None, no record.
 
     Raises:
-        TypeError: If an item of ``faults`` is not a `Fault`, or ``record`` is not a path.
-        ValueError: If there are no faults, or a fault is planned twice; when the block begins, if the record belongs to
-            another plan.
-        RuntimeError: When the block begins, if the plan is already armed.
-        OSError: When the block begins, if the record cannot be opened.
+        TypeError, ValueError: If an argument is invalid.
+
 
     Example:
         >>> with FaultPlan([Fault("disk:fsync", "delay:0.0")], record=None) as plan:
@@ -123,7 +91,8 @@ class FaultPlan:
         """Firings of this process or, with a record, of all processes.
 
         Raises:
-            ValueError: If the record contains a firing of another plan.
+            ValueError: If a recorded firing has a fault number that this plan lacks, or a point that this fault does
+                not match. Other differences are not detected.
         """
         if self.record is None:
             return list(self._fired)
@@ -139,16 +108,9 @@ class FaultPlan:
         return firings
 
     def check(self, world_size: int = 1) -> None:
-        """Check that each fault happened exactly once on each selected rank, over all restarts.
+        """Raise `FaultsNotFired` unless each fault happened exactly once on each selected rank, over all restarts.
 
-        Args:
-            world_size: World size of the run. Without a record, the plan knows only the faults that happened in this
-                process. Default: 1.
-
-        Raises:
-            FaultsNotFired: If faults did not happen, happened more than once, or happened on a rank that was not
-                selected. The error lists all of them.
-            ValueError: If the record contains a firing of another plan.
+        Without a record, the plan knows only the faults that happened in this process.
         """
         self._check(
             {
@@ -160,7 +122,6 @@ class FaultPlan:
         )
 
     def _check_local(self) -> None:
-        """Check the faults of this process, and report those planned for ranks that do not exist."""
         rank, size, _ = current_place()
         expected = {
             (number, rank if fault.rank is None else fault.rank)
@@ -197,7 +158,6 @@ class FaultPlan:
             self._check_local()
 
     def _collect_due(self, point: str, *paths: str) -> list[Firing]:
-        """Count a visit to a point and return the firings that are due."""
         due = []
         with self._lock:
             for number, fault in enumerate(self.faults):
@@ -244,11 +204,7 @@ class FaultPlan:
 
 
 def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractContextManager[FaultPlan | None]:
-    """Return a context manager that arms the plan that `FaultPlan.to_env` stored in the environment, if there is one.
-
-    Args:
-        env: Environment variables. Default: those of this process.
-    """
+    """Return a context manager that arms the plan that `FaultPlan.to_env` stored in ``env``, if there is one."""
     if not env.get(_VARIABLE):
         return nullcontext()
     plan = json.loads(env[_VARIABLE])
@@ -264,7 +220,7 @@ class DiskPoint(NamedTuple):
     Attributes:
         operation: Name of the operation, such as ``"fsync"``.
         moment: ``"before"``, ``"half"`` or ``"after"``.
-        number: Number of the operation among those of all kinds that reached this moment, counted from 1.
+        number: Number among the operations of all kinds that reached this moment, counted from 1.
         path: First path of the operation.
     """
 
@@ -274,21 +230,12 @@ class DiskPoint(NamedTuple):
     path: str
 
     def fault(self, action: Action = "kill", **fault_options: Any) -> Fault:
-        """Return a fault that happens at this moment when the same work is repeated.
-
-        Args:
-            action: The action; see `Fault`. Default: ``"kill"``.
-            **fault_options: Further arguments of `Fault`.
-        """
+        """Return a fault that happens at this moment when the work is repeated. The options are those of `Fault`."""
         return Fault(f"disk:*:{self.moment}", action, occurrence=self.number, **fault_options)
 
 
 def disk_points(work: Callable[[], Any]) -> list[DiskPoint]:
-    """Run ``work`` and return, in order, every moment at which one of its disk operations can fail.
-
-    Args:
-        work: Function to run.
-    """
+    """Run ``work`` and return, in order, every moment at which one of its disk operations can fail."""
     points: list[DiskPoint] = []
     counts: Counter[str] = Counter()
 
@@ -306,15 +253,9 @@ def disk_points(work: Callable[[], Any]) -> list[DiskPoint]:
 def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[str] | None = None) -> int:
     """Run ``work`` under a plan in a forked child process, wait for the child, and return its exit status.
 
-    Args:
-        work: Function to run.
-        *faults: Faults of the plan.
-        record: See `FaultPlan`.
-
-    Returns:
-        The child's exit status. It is 0 if the work was done and every fault for this rank happened, and 1 if an error
-        was raised, which is printed. A planned ``exit`` or a `SystemExit` sets its own status. If a signal killed the
-        child, the status is negative, such as -9 for a planned ``kill``.
+    The status is 0 if the work was done and every fault for this rank happened, and 1 if an error was raised, which is
+    printed. A planned ``exit`` or a `SystemExit` sets its own status. If a signal killed the child, the status is
+    negative, such as -9.
     """
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Points of a run at which a test can intervene without code in the engine."""
+"""Interception of points in a run, for tests."""
 
 from __future__ import annotations
 
@@ -41,14 +41,12 @@ class Places(Generic[Due]):
     """Interceptor of points in a run. While armed, it performs the firings that are due at each point.
 
     Args:
-        due: Function that is called as ``due(point, *paths)`` and returns the list of due firings, which is usually
-            empty.
+        due: Function that is called as ``due(point, *paths)`` and returns the list of due firings.
         happen: Function that performs these firings.
-        active_points: Points to intercept. Functions that only other points need are not replaced.
+        active_points: Points to intercept.
 
     Attributes:
-        step: Optimizer step in progress. A step lasts from its first micro-batch until the first one of the next step.
-            Before the first step, the value is 0.
+        step: Optimizer step in progress, which lasts until the next one begins; 0 before the first step.
     """
 
     def __init__(
@@ -107,7 +105,6 @@ class Places(Generic[Due]):
             self.happen(due)
 
     def _work(self, accumulation: Accumulation) -> None:
-        """Record the optimizer step that an Accelerator is working on."""
         self._accumulations.add(accumulation)
         progress = self._progress.get(accumulation)
         self.step = 1 + (accumulation.steps if progress is None else progress.step)

@@ -1,4 +1,4 @@
-"""Descriptions of annotations and values for error messages."""
+"""Functions that simplify and describe annotations and values."""
 
 from __future__ import annotations
 
@@ -38,13 +38,7 @@ WRITTEN = (*PATHS, torch.dtype, torch.device)
 
 
 def describe_unknown(name: str, key: Any, valid_names: list[str]) -> str:
-    """Return the error message for an unknown argument, with the closest valid name if one is close.
-
-    Args:
-        name: The name of the class or function.
-        key: The unknown argument.
-        valid_names: The arguments that a configuration may set.
-    """
+    """Return the error message for an unknown argument, with the closest valid name if one is close."""
     hint = nearest(key, valid_names)
     if not valid_names:
         return f": {name} has no argument {key!r}. It takes no arguments from the configuration."
@@ -73,15 +67,7 @@ def simplify(annotation: Any) -> Any:
 
 
 def has_shape(value: Value, member: Any) -> bool:
-    """Return whether the kind of a value (list, mapping, text) fits a member of a union.
-
-    A list fits a list, set or tuple type. A mapping fits a mapping type and any class that is built from arguments.
-    Text fits a ``Literal`` and a class of which a configuration must name a subclass. Other values fit nothing.
-
-    Args:
-        value: The value from the configuration.
-        member: Annotation of one member of the union, from `simplify`.
-    """
+    """Return whether the kind of a value (list, mapping, text) fits a member of a union."""
     kind = typing.get_origin(member) or member
     if isinstance(value.data, list):
         return kind in LISTS or kind is tuple
@@ -96,9 +82,7 @@ def has_shape(value: Value, member: Any) -> bool:
 def describe_annotation(annotation: Any, article: bool = False) -> str:
     """Return an annotation in words: ``int or null``, ``a list of float``, ``'min' or 'max'``.
 
-    Args:
-        annotation: The type annotation to describe.
-        article: Whether to add articles for use in a sentence, as in ``an integer or null``. Default: False.
+    ``article`` adds articles for use in a sentence, as in ``an integer or null``.
     """
     annotation = simplify(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
@@ -144,12 +128,7 @@ def describe_annotation(annotation: Any, article: bool = False) -> str:
 
 
 def format_value(value: Value, secrets: Mapping[str, str]) -> str:
-    """Return a value as messages show it: with secrets hidden, and at most 100 characters long.
-
-    Args:
-        value: The value from the configuration.
-        secrets: Mapping from each secret to the reference that replaces it.
-    """
+    """Return a value as messages show it: with secrets hidden, and at most 100 characters long."""
     data = to_plain(value)
     if data is None or isinstance(data, bool):
         return {None: "null", True: "true", False: "false"}[data]

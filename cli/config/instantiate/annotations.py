@@ -1,4 +1,4 @@
-"""Checks of values against annotations and constructors, before any object is built."""
+"""Checks of values against annotations and constructors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ class Checker:
     """Checker that converts configuration values to recipes and collects problems.
 
     Attributes:
-        problems: Error messages, in the order in which the problems were found.
         secrets: Mapping from each secret to the reference that replaces it in messages.
     """
 
@@ -59,23 +58,13 @@ class Checker:
         return Checker(self.secrets)
 
     def report(self, value: Value, path: Path, words: str) -> None:
-        """Add an error message to ``problems``.
-
-        Args:
-            value: The value. The message begins with its source.
-            path: The value's path in the configuration.
-            words: The rest of the message, after the value's source and path.
-        """
+        """Add an error message, which begins with the value's source and path, to ``problems``."""
         self.problems.append(hide_secrets(f"{value.source}: {format_path(path)}{words}", self.secrets))
 
     def check(self, value: Value, annotation: Any, path: Path, lenient: bool = True) -> Recipe | None:
         """Return a recipe for a value that fits an annotation. Report a problem and return None if it does not fit.
 
-        Args:
-            value: The value from the configuration.
-            annotation: The type to check the value against.
-            path: The value's path in the configuration.
-            lenient: Whether an unquoted number or boolean is accepted as text. Default: True.
+        ``lenient`` accepts an unquoted number or boolean as text.
         """
         annotation = simplify(annotation)
         origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
@@ -109,7 +98,6 @@ class Checker:
     # -- plain values --------------------------------------------------------------------------------------------
 
     def _report_wrong_type(self, value: Value, annotation: Any, path: Path, more: str = "") -> Any:
-        """Report a value of the wrong type and return None."""
         shown = format_value(value, self.secrets)
         self.report(value, path, f"={shown} must be {describe_annotation(annotation, article=True)}.{more}")
         return None
@@ -154,7 +142,7 @@ class Checker:
         return self._check_literal(value, tuple(member.name for member in kind), path)
 
     def _check_text_form(self, value: Value, kind: Any, path: Path) -> Recipe | None:
-        """Return a recipe for a path, a device or a dtype, written as text. Report a problem for any other value."""
+        """Return a recipe for a path, a device or a dtype, written as text."""
         if isinstance(value.data, str):
             if kind in PATHS:
                 return PlainRecipe(value, FilePath(value.data))
@@ -228,10 +216,7 @@ class Checker:
         return None if recipes is None else MappingRecipe(value, recipes)
 
     def _check_union(self, value: Value, members: tuple[Any, ...], path: Path) -> Recipe | None:
-        """Return a recipe for the first member of a union that fits the value. Report problems if none fits.
-
-        The member that is exactly the value's type, such as ``int``, is tried first.
-        """
+        """Return a recipe for the first member of a union that fits the value. The value's own type is tried first."""
         # A number is accepted as text if no member of the union is a number.
         numbers = any(candidate in (int, float, bool) for candidate in members)
         for strict in (True,) if numbers else (True, False):
@@ -350,7 +335,6 @@ class Checker:
         supplied: Iterable[str] = (),
         later: bool = False,
     ) -> ObjectRecipe | None:
-        """Return a recipe that calls ``target`` with the arguments in ``value``; None if they are invalid."""
         takes = signature(target)
         argument_values = (
             {key: item for key, item in value.data.items() if key != "class"} if isinstance(value.data, dict) else {}
@@ -372,16 +356,10 @@ class Checker:
         supplied: Iterable[str] = (),
         partly: bool = False,
     ) -> dict[str, Recipe] | None:
-        """Return recipes by argument name, or report invalid, unknown and missing arguments and return None.
+        """Return recipes by argument name, or report problems and return None.
 
-        Args:
-            value: The value that contains the arguments. Messages name its source.
-            argument_values: The values by argument name.
-            takes: The signature of the class or function.
-            name: The name of the class or function, for messages.
-            path: The value's path in the configuration.
-            supplied: Names of arguments that are passed only when the object is built. Default: none.
-            partly: Whether required arguments may be missing. Default: False.
+        ``supplied`` names arguments that are passed only when the object is built. ``partly`` allows required arguments
+        to be missing.
         """
         before = len(self.problems)
         supplied = set(supplied)

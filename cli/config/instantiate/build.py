@@ -40,8 +40,6 @@ class Optimizers:
     """Replacement for a task's ``configure_optimizers``.
 
     Attributes:
-        optimizer: Recipe of the optimizer for the task's trainable parameters.
-        scheduler: Recipe of the optimizer's scheduler, or None.
         schedule_options: Options of `SchedulerConfig`, such as interval and monitor.
     """
 
@@ -64,16 +62,9 @@ class CheckedConfig:
     """Valid configuration whose objects have not been built.
 
     Attributes:
-        config: The resolved configuration.
         trainer: Recipes of the Trainer's flags that the configuration sets, by name.
-        model: Recipe of the task.
-        data: Recipe of the data module, or None.
-        optimizers: The replacement for ``configure_optimizers``, or None.
         seed: Seed of the run. None leaves the RNG state unchanged.
-        ckpt_path: The checkpoint to resume from or to evaluate, or None.
-        schedule: Source of the learning rates and schedule after a resume, ``"saved"`` or ``"script"``; None if not
-            set.
-        run_name: Name of the run. Its folder is ``run_dir/run_name/NUMBER``.
+        schedule: ``"saved"`` or ``"script"``; None if not set.
         run_dir: The parent folder of all runs.
     """
 
@@ -104,7 +95,7 @@ class CheckedConfig:
         return None if self.data is None else self.data.make()
 
     def resolve_defaults(self) -> Value:
-        """Return the configuration with defaults and without ``vars``, as values with their sources."""
+        """Return the configuration with defaults and without ``vars``."""
         trainer = {
             name: self.trainer[name].resolve_defaults()
             if name in self.trainer
@@ -143,10 +134,7 @@ class Built:
 
     Attributes:
         trainer_settings: The Trainer's flags, with callbacks and loggers built.
-        model: The task. A configured optimizer replaces its ``configure_optimizers``.
-        data: The data module; None if the configuration has none.
         seed: Seed to set before the run. None leaves the RNG state unchanged.
-        ckpt_path: The checkpoint to resume from or to evaluate, or None.
     """
 
     trainer_settings: TrainerSettings
@@ -159,16 +147,7 @@ class Built:
 def build(config: Config, model: type[TaskModule] | None = None, data: type[DataModule] | None = None) -> Built:
     """Check a configuration and build all its objects except the Trainer.
 
-    Args:
-        config: The resolved configuration.
-        model: The task's class, unless the configuration names a subclass. Default: None; the configuration must then
-            name the task's class.
-        data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
-            then name a data module's class.
-
-    Raises:
-        ConfigError: If the configuration is invalid, or if a class of Treadle or torch rejects its arguments. Other
-            errors of imported modules and built classes are raised with a note.
+    ``model`` and ``data`` are used unless the configuration names subclasses of them.
     """
     checked = check(config, model, data)
     return Built(
@@ -179,16 +158,10 @@ def build(config: Config, model: type[TaskModule] | None = None, data: type[Data
 def check(config: Config, model: type[TaskModule] | None = None, data: type[DataModule] | None = None) -> CheckedConfig:
     """Check a whole configuration against the signatures of its classes. Import modules, but build nothing.
 
-    Args:
-        config: The resolved configuration.
-        model: The task's class, unless the configuration names a subclass. Default: None; the configuration must then
-            name the task's class.
-        data: The data module's class, unless the configuration names a subclass. Default: None; the configuration may
-            then name a data module's class.
+    ``model`` and ``data`` are used unless the configuration names subclasses of them.
 
     Raises:
-        ConfigError: If the configuration is invalid. The error lists the problems. Other errors of imported modules are
-            raised with a note.
+        ConfigError: If the configuration is invalid.
     """
     checker = Checker(config.secrets)
     root = config.root
@@ -329,10 +302,7 @@ def _check_simple(checker: Checker, value: Value | None, name: str, annotation: 
 def locate_error(config: Config, error: Exception, section: str = "trainer") -> ConfigError:
     """Convert an error of the Trainer or the run folder to a ConfigError that names the key and its source.
 
-    Args:
-        config: The resolved configuration.
-        error: The error to convert. Its message may begin with the name of a flag or section, as in ``devices=0``.
-        section: The section to name if the message names no flag or section. Default: ``"trainer"``.
+    The key is ``section`` if the message does not begin with the name of a flag or section.
     """
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     name = (re.match(r"\w*", text) or [""])[0]

@@ -1,4 +1,4 @@
-"""Lookup of classes by short name, if it is unambiguous, and of classes and functions by import path."""
+"""Lookup of classes by short name, and of classes and functions by import path."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def is_shelved(base: Any) -> bool:
 def list_short_names(base: Any) -> dict[str, str]:
     """Return the short names of subclasses of ``base``, each with its module.
 
-    Args:
-        base: The base class; ``object`` for all classes of `list_shelved`.
+    ``object`` stands for all classes of `list_shelved`.
     """
     if base is object:
         return {name: home for kind in list_shelved() for name, home in list_short_names(kind).items()}
@@ -100,15 +99,7 @@ def find(name: str, base: Any) -> Any:
 
 
 def import_target(name: str) -> Any:
-    """Return the object at an import path.
-
-    Args:
-        name: The import path, such as ``"my_package.module.Name"``.
-
-    Raises:
-        ConfigError: If ``name`` is not an import path, if the object does not exist, or if a module that it needs is
-            missing. Other errors of an imported module are raised with a note.
-    """
+    """Return the object at an import path, such as ``"my_package.module.Name"``."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         raise ConfigError(f"{name!r} must be an import path, such as 'my_package.module.Name'.")
@@ -146,12 +137,7 @@ def import_target(name: str) -> Any:
 
 
 def suggest_short_name(name: str, base: type = object) -> str:
-    """Return a hint if a class has the short name ``name``; otherwise, an empty string.
-
-    Args:
-        name: The name of the class, without a module.
-        base: The class that this class must extend. Default: ``object`` for all classes of `list_shelved`.
-    """
+    """Return a hint if a subclass of ``base`` has the short name ``name``; otherwise, an empty string."""
     return f" Use the short name {name!r}." if name in list_short_names(base) else ""
 
 

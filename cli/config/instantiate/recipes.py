@@ -17,20 +17,14 @@ NOTHING: Mapping[str, Any] = {}
 
 @dataclass(frozen=True)
 class Recipe:
-    """Checked value that can be built repeatedly.
-
-    Attributes:
-        value: The value as the configuration contains it, with its source.
-    """
+    """Checked value that can be built repeatedly."""
 
     value: Value
 
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
         """Build the value.
 
-        Args:
-            supplied: Arguments that are not in the configuration, such as a model's parameters. Each object receives
-                those that its signature accepts and the configuration does not set. Default: none.
+        Each object receives the ``supplied`` arguments that its signature accepts and the configuration does not set.
         """
         raise NotImplementedError
 
@@ -41,11 +35,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class PlainRecipe(Recipe):
-    """Recipe of a value that needs no construction.
-
-    Attributes:
-        built_value: The value, converted to the annotated type.
-    """
+    """Recipe of a value that needs no construction."""
 
     built_value: Any
 
@@ -56,12 +46,7 @@ class PlainRecipe(Recipe):
 
 @dataclass(frozen=True)
 class CollectionRecipe(Recipe):
-    """Recipe of a list, tuple, set or frozenset.
-
-    Attributes:
-        kind: Type of the collection, such as ``tuple``.
-        items: Recipes of the items.
-    """
+    """Recipe of a list, tuple, set or frozenset."""
 
     kind: Callable[[Any], Any]
     items: list[Recipe]
@@ -77,11 +62,7 @@ class CollectionRecipe(Recipe):
 
 @dataclass(frozen=True)
 class MappingRecipe(Recipe):
-    """Recipe of a dict.
-
-    Attributes:
-        items: Recipes of the dict's values, by key.
-    """
+    """Recipe of a dict."""
 
     items: dict[Any, Recipe]
 
@@ -102,12 +83,8 @@ class ObjectRecipe(Recipe):
 
     Attributes:
         name: The name of the class or function in the configuration; empty if the configuration does not name one.
-        target: Class or function that is called.
-        path: The value's path in the configuration.
-        signature: The signature of ``target``.
-        arguments: Recipes of the arguments that the configuration sets, by name.
-        base: Required class of a function's return value. Default: ``object``, any class.
-        later: Whether to build a ``functools.partial`` of the target instead of calling it. Default: False.
+        base: Required class of a function's return value.
+        later: Whether to build a ``functools.partial`` of the target instead of calling it.
     """
 
     name: str
@@ -119,12 +96,7 @@ class ObjectRecipe(Recipe):
     later: bool = False
 
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
-        """Call ``target`` and return the result; return a ``functools.partial`` if ``later`` is set.
-
-        Raises:
-            ConfigError: If a class or function of Treadle or torch raises a ValueError or TypeError, or if the result
-                is not an instance of ``base``. Other errors of ``target`` are raised with a note.
-        """
+        """Call ``target`` and return the result; return a ``functools.partial`` if ``later`` is set."""
         arguments = {name: recipe.make(supplied) for name, recipe in self.arguments.items()}
         for name, value in supplied.items():
             if name in self.signature.arguments:
@@ -144,10 +116,7 @@ class ObjectRecipe(Recipe):
         return built_object
 
     def _take_positional(self, arguments: dict[str, Any]) -> list[Any]:
-        """Remove the positional arguments from ``arguments`` and return them.
-
-        If ``*args`` are set, the arguments before them are positional, too.
-        """
+        """Remove the positional arguments from ``arguments`` and return them."""
         variadic_name = next(
             (argument.name for argument in self.signature.arguments.values() if argument.several), None
         )
@@ -160,10 +129,7 @@ class ObjectRecipe(Recipe):
         return positional + (arguments.pop(variadic_name) if variadic_name in arguments else [])
 
     def _explain_error(self, error: Exception) -> Exception:
-        """Convert a ValueError or TypeError of a Treadle or torch class to a ConfigError with its place.
-
-        A ConfigError is returned unchanged. Any other error gets a note with the place.
-        """
+        """Convert a ValueError or TypeError of a Treadle or torch class to a ConfigError with its place."""
         name = self.name or getattr(self.target, "__name__", str(self.target))
         home = getattr(self.target, "__module__", "") or ""
         if isinstance(error, ConfigError):
@@ -187,11 +153,7 @@ class ObjectRecipe(Recipe):
 
 @dataclass(frozen=True)
 class Opaque:
-    """Default that cannot be written as plain data.
-
-    Attributes:
-        words: The default as it is written in Python.
-    """
+    """Default that cannot be written as plain data, as its text in Python."""
 
     words: str
 
@@ -205,7 +167,6 @@ def make_default_value(default: Any) -> Value:
 
 
 def _describe_default(default: Any) -> str:
-    """Return a default as text: a class's or function's qualified name, an enum member's name, or a short ``repr``."""
     name = getattr(default, "__qualname__", None)
     if name is not None:
         home = getattr(default, "__module__", None)

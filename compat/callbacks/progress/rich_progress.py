@@ -1,4 +1,4 @@
-"""Parts of Lightning's rich progress bar, such as the columns, for scripts that override ``configure_columns``."""
+"""Parts of Lightning's rich progress bar, for scripts that override ``configure_columns``."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class CustomInfiniteTask(RichTask):
 
     @property
     def time_remaining(self) -> float | None:
-        """Return None, because the remaining time is unknown."""
+        """Return None."""
         return None
 
 
 class CustomProgress(Progress):
-    """Progress display of rich with a method that redraws it only where the output allows it."""
+    """Progress display of rich with the method `soft_refresh`."""
 
     def soft_refresh(self) -> None:
-        """Redraw the display if the output is a terminal or a notebook, where lines can be redrawn."""
+        """Redraw the display if the output is a terminal or a notebook."""
         if self.console.is_terminal or self.console.is_jupyter:
             self.refresh()
 
@@ -88,8 +88,8 @@ class MetricsTextColumn(ProgressColumn):
     """Column with the logged values that `update` set last.
 
     Args:
-        trainer: The Trainer, which is stored but not used.
-        style: The text's style, such as ``"green"``, as rich defines it.
+        trainer: Accepted and ignored.
+        style: The text's style, such as ``"green"``.
         text_delimiter: The separator between two values.
         metrics_format: The format specification of floats, such as ``".3f"``.
     """
@@ -101,11 +101,7 @@ class MetricsTextColumn(ProgressColumn):
         super().__init__()
 
     def update(self, metrics: dict[Any, Any]) -> None:
-        """Set the values to show.
-
-        Args:
-            metrics: The values by name. Only floats are formatted with ``metrics_format``.
-        """
+        """Set the values to show, by name."""
         words = (
             f"{name}: {format(value, self.metrics_format) if isinstance(value, float) else value}"
             for name, value in metrics.items()

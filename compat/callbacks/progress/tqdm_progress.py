@@ -13,15 +13,14 @@ __all__ = ["TQDMProgressBar", "Tqdm", "convert_inf"]
 
 
 class Tqdm(tqdm):  # type: ignore[type-arg]
-    """Progress bar that pads short numbers with zeros, so that the width of the line changes less often."""
+    """Progress bar that pads short floats with zeros, so that the width of the line changes less often."""
 
     @staticmethod
     def format_num(n: int | float | str) -> str:
-        """Format a number. Pad floats with zeros to at least five characters, as in ``0.500`` or ``10.00``.
+        """Format a number as tqdm does, with zeros appended to a short float without an exponent, as in ``0.500``.
 
         Args:
-            n: The number, or a text. A text with a decimal point is padded like a float. A number with an exponent, and
-                a text with the letter ``e`` or without a decimal point, is not padded.
+            n: The number, or its text.
         """
         text = n if isinstance(n, str) else tqdm.format_num(n)
         if isinstance(n, float) and "e" not in text and "." not in text and len(text) < 5:
@@ -30,9 +29,5 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
 
 def convert_inf(x: Any) -> Any:
-    """Return None for an infinite, NaN or missing length, and any other length unchanged.
-
-    Args:
-        x: The length, in batches.
-    """
+    """Return None for an infinite, NaN or missing length, and any other length unchanged."""
     return None if x is None or math.isinf(x) or math.isnan(x) else x

@@ -8,19 +8,11 @@ from ....loggers import CSVLogger as LightningCSVLogger
 
 
 class CSVLogger(LightningCSVLogger):
-    """Logger that writes ``metrics.csv`` and ``hparams.yaml`` to ``root_dir/name/version_N``.
+    """`treadle.loggers.CSVLogger` with ``root_dir`` instead of ``save_dir``.
 
     Args:
         root_dir: Parent directory of the experiments, or a URL; see `DirectoryLogger`.
-        name: Directory of the experiment in ``root_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
-        version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
-        prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        flush_logs_every_n_steps: Buffered rows are written once there are this many of them or they span as many steps.
-            Default: 100.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument has an invalid value.
+        name, version, prefix, flush_logs_every_n_steps: See `treadle.loggers.CSVLogger`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Names of ``lightning.fabric.utilities.cloud_io``, including a private function that libraries import."""
+"""Names of ``lightning.fabric.utilities.cloud_io``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,9 @@ __getattr__ = find_peer_names(__name__)
 
 
 def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Return the content of a ``torch.save`` file, or that of a run's checkpoint directory in Lightning's format.
+    """Return the content of a ``torch.save`` file, or of a run's checkpoint directory.
 
-    Libraries import this function as ``pl_load``, although it is private.
-
-    Args:
-        path_or_url: A path, or an open file.
-        map_location: Device to which tensors are loaded.
-        weights_only: See ``torch.load``. None means True, so that no code in a file is run. For a directory, the value
-            is ignored, and no code is run.
+    Libraries import this function as ``pl_load``. By default, no code in a file is run.
     """
     if isinstance(path_or_url, str | os.PathLike) and os.path.isdir(path_or_url):
         return load_checkpoint(path_or_url, map_location)

@@ -1,4 +1,4 @@
-"""Closure that runs a training step, clears the gradients and runs the backward pass."""
+"""Closure of an optimizer step, and its result."""
 
 from __future__ import annotations
 
@@ -19,13 +19,7 @@ _RULE = "It must return the loss (a tensor), a dict with the loss under 'loss', 
 
 @dataclass
 class ClosureResult(OutputResult):
-    """Loss of a step and its further outputs.
-
-    Attributes:
-        closure_loss: The loss with its autograd graph, or None.
-        extra: The further outputs by name.
-        loss: A copy of the loss without its autograd graph, or None.
-    """
+    """Loss of a step, as ``closure_loss`` and without its autograd graph as ``loss``, and its further outputs."""
 
     closure_loss: Tensor | None
     extra: dict[str, Any] = field(default_factory=dict)
@@ -37,14 +31,14 @@ class ClosureResult(OutputResult):
 
     @classmethod
     def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
-        """Build the result from the output of a training step.
+        """Return the result for the output of a training step.
 
         Args:
             training_step_output: A loss, a dict with ``"loss"``, or None.
             normalize: Divisor of the loss. Default: 1.
 
         Raises:
-            ValueError: If the output is neither a loss, a dict with a loss, nor None.
+            ValueError: If the output is anything else.
         """
         extra: dict[str, Any] = {}
         loss = training_step_output
@@ -59,7 +53,7 @@ class ClosureResult(OutputResult):
         return cls(None if loss is None else loss / normalize, extra=extra)
 
     def asdict(self) -> dict[str, Any]:
-        """Return the loss without its graph, under ``"loss"``, and the further outputs by name."""
+        """Return the loss without its graph, under ``"loss"``, and the further outputs."""
         return {"loss": self.loss, **self.extra}
 
 
@@ -69,7 +63,7 @@ class Closure(AbstractClosure[ClosureResult]):
     Args:
         step_fn: Function that runs the training step and returns its result.
         backward_fn: Function that runs the backward pass of a loss. Default: None, which skips the backward pass.
-        zero_grad_fn: Function that clears the gradients. Default: None, which keeps the gradients, for accumulation.
+        zero_grad_fn: Function that clears the gradients. Default: None, which keeps them.
     """
 
     def __init__(
@@ -83,14 +77,7 @@ class Closure(AbstractClosure[ClosureResult]):
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        """Run the step, clear the gradients, run the backward pass, and return the step's result.
-
-        Without a loss, a warning is issued and the backward pass is skipped.
-
-        Args:
-            *args: Accepted and ignored.
-            **kwargs: Accepted and ignored.
-        """
+        """Run the step, clear the gradients, run the backward pass of a loss, if any, and return the step's result."""
         result = self._step_fn()
         if result.closure_loss is None:
             warn("training_step returned None, so the backward pass is skipped.")
@@ -101,7 +88,7 @@ class Closure(AbstractClosure[ClosureResult]):
         return result
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Run the closure and return the loss without its graph; None without a loss."""
+        """Run the closure and return the loss without its graph, or None."""
         super().__call__(*args, **kwargs)
         assert self._result is not None
         return self._result.loss

@@ -1,4 +1,4 @@
-"""Base classes of closures that store their last result."""
+"""Base classes of closures and of their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OutputResult:
     """Base class of a training step's output."""
 
     def asdict(self) -> dict[str, Any]:
-        """Return the output as a dict. Subclasses must implement this method."""
+        """Return the output as a dict."""
         raise NotImplementedError
 
 
@@ -30,8 +30,7 @@ class AbstractClosure(ABC, Generic[T]):
         """Return the result of the last call and clear it.
 
         Raises:
-            ValueError: If there is no result, for example because the closure was not called since the last result was
-                consumed.
+            ValueError: If there is no result.
         """
         result, self._result = self._result, None
         if result is None:
@@ -40,12 +39,7 @@ class AbstractClosure(ABC, Generic[T]):
 
     @abstractmethod
     def closure(self, *args: Any, **kwargs: Any) -> T:
-        """Run the computation and return the result that `consume_result` will return.
-
-        Args:
-            *args: Positional arguments of the call.
-            **kwargs: Keyword arguments of the call.
-        """
+        """Run the computation and return the result that `consume_result` will return."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the closure, store its result, and return this object."""

@@ -22,11 +22,10 @@ class ManualResult(OutputResult):
 
     @classmethod
     def from_training_step_output(cls, training_step_output: Any) -> ManualResult:
-        """Build the result from the output of a training step. The loss is detached from its graph.
+        """Return the result for the output of a training step. The loss is detached from its graph.
 
         Args:
-            training_step_output: The step's return value: a loss, a dict whose ``"loss"``, if any, is a tensor, or
-                None.
+            training_step_output: A loss, a dict whose ``"loss"``, if any, is a tensor, or None.
 
         Raises:
             ValueError: If the output is neither a tensor, a dict, nor None.
@@ -42,5 +41,5 @@ class ManualResult(OutputResult):
         return cls(extra)
 
     def asdict(self) -> dict[str, Any]:
-        """Return the outputs of the step by name."""
+        """Return the outputs by name."""
         return self.extra

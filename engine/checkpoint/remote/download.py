@@ -20,13 +20,9 @@ _AT_ONCE = 4  # files downloaded concurrently; a large one already takes several
 
 
 class Download:
-    """Downloaded files of a checkpoint, each fetched once and compared with its digest.
+    """Downloaded files of a checkpoint, which are compared with their digests.
 
     The folder is deleted when this object is garbage-collected.
-
-    Args:
-        source: The checkpoint's URL.
-        manifest: The parsed manifest of this checkpoint.
 
     Attributes:
         folder: The local folder with the downloaded files.
@@ -42,9 +38,6 @@ class Download:
 
     def fetch(self, names: Iterable[str]) -> None:
         """Download the files that are not downloaded yet.
-
-        Args:
-            names: Names of the files, as listed in the manifest.
 
         Raises:
             ValueError: If a file is missing, or its content differs from the committed content.
@@ -73,12 +66,7 @@ class Download:
         self._here.add(name)
 
     def adopt(self, folder: Path, names: Iterable[str]) -> None:
-        """Link or copy files that another process of this machine has downloaded and compared, and may delete later.
-
-        Args:
-            folder: The download folder of the other process.
-            names: Names of the files, as listed in the manifest.
-        """
+        """Link or copy files that another process of this machine has downloaded and compared, and may delete later."""
         for name in names:
             if name not in self._here:
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -22,12 +22,8 @@ from ..manifest import FOLDER, MANIFEST, Manifest, read_manifest
 def check_target(target: RemotePath) -> None:
     """Check that a checkpoint may be written to a URL.
 
-    Args:
-        target: The checkpoint's URL.
-
     Raises:
         ValueError: If something other than a checkpoint exists at the URL.
-        OSError: If the store rejects a request.
     """
     objects = target.sizes()
     if MANIFEST not in objects and (foreign := _find_foreign(objects)):
@@ -42,13 +38,8 @@ def check_target(target: RemotePath) -> None:
 def check_writable(directory: RemotePath) -> None:
     """Check before a run that checkpoints can be saved, by writing an object and deleting it again.
 
-    Args:
-        directory: The URL of the checkpoints.
-
     Raises:
         OSError: If checkpoints cannot be saved. The text gives the reason.
-        ValueError: If fsspec does not support the URL's scheme.
-        ImportError: If the package of the URL's store is not installed.
     """
     probe = directory / f".probe-{os.urandom(8).hex()}"
     try:
@@ -63,11 +54,7 @@ def check_writable(directory: RemotePath) -> None:
 
 
 def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, RemotePath]], list[str]]:
-    """Return a folder's committed checkpoints with manifests, latest last, and a message for each unreadable manifest.
-
-    Args:
-        directory: The URL of the checkpoints.
-    """
+    """Return a folder's committed checkpoints with manifests, latest last, and messages about unreadable manifests."""
     checkpoints, problems = [], []
     for name in directory.names():
         path = directory / name
@@ -83,10 +70,7 @@ def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, Remote
 def find_next_sequence(directory: RemotePath) -> int:
     """Return a number above the sequence numbers of the checkpoints in a folder with readable manifests.
 
-    The process remembers the number. Later calls return higher numbers without listing the folder again.
-
-    Args:
-        directory: The URL of the checkpoints.
+    The process remembers the number. Later calls need not list the folder again.
     """
     highest = _known_sequences(directory)
     if not highest:
@@ -102,30 +86,12 @@ def _known_sequences(directory: RemotePath) -> list[int]:
 
 
 def check_files(path: RemotePath, manifest: Manifest) -> None:
-    """Check that the objects of a checkpoint exist, with the sizes in its manifest.
-
-    Args:
-        path: The checkpoint's URL.
-        manifest: The parsed manifest of this checkpoint.
-
-    Raises:
-        ValueError: If an object is missing or has the wrong size.
-    """
+    """Raise a ValueError unless a checkpoint's objects exist, with the sizes in its manifest."""
     compare_sizes(path, manifest, path.sizes())
 
 
 def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, int], fix: str = RESTORE) -> None:
-    """Check the sizes of objects that were already listed; see `check_files`.
-
-    Args:
-        path: The checkpoint's URL.
-        manifest: The parsed manifest of this checkpoint.
-        objects: The sizes in bytes of the objects below ``path``, by relative path.
-        fix: The advice at the end of the error message. Default: `filesystem.RESTORE`.
-
-    Raises:
-        ValueError: If an object is missing or has the wrong size.
-    """
+    """Check the sizes of objects that were already listed, by path relative to ``path``; see `check_files`."""
     for name, entry in {**manifest.files, **manifest.others}.items():
         size = objects.get(manifest.path_of(name))
         if size is None:
@@ -137,13 +103,9 @@ def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, in
 def remove(path: RemotePath) -> None:
     """Delete a committed checkpoint. The manifest is deleted first; without it, no checkpoint exists at the URL.
 
-    Args:
-        path: The checkpoint's URL.
-
     Raises:
         ValueError: If no checkpoint with a readable manifest exists at the URL, or the URL contains foreign objects. In
             these cases, nothing is changed.
-        OSError: If the store rejects a request.
     """
     manifest, objects = read_manifest(path), path.sizes()
     if others := [name for name in _find_foreign(objects) if name not in manifest.names]:
@@ -157,22 +119,15 @@ def remove(path: RemotePath) -> None:
 
 
 def delete(path: RemotePath, names: Iterable[str]) -> None:
-    """Delete objects of a folder.
-
-    Args:
-        path: The folder's URL.
-        names: Paths of the objects, relative to the folder.
-    """
+    """Delete objects of a folder, by their paths in it."""
     for name in sorted(names):
         (path / name).unlink()
 
 
 def delete_superseded(target: RemotePath, folder: str) -> None:
-    """Delete the objects that earlier saves left under a checkpoint's URL. A failure only causes a warning.
+    """Delete the objects of earlier saves under a checkpoint's URL, but not the new checkpoint's ``folder``.
 
-    Args:
-        target: The checkpoint's URL.
-        folder: The name of the new checkpoint's folder, which is kept.
+    If the store rejects a request, this is only a warning.
     """
     try:
         delete(target, (name for name in target.sizes() if _is_data(name) and name.partition("/")[0] != folder))
@@ -186,11 +141,7 @@ def delete_superseded(target: RemotePath, folder: str) -> None:
 def recover(directory: RemotePath) -> list[str]:
     """Delete the objects that killed and earlier saves left in a folder, except next to an unreadable manifest.
 
-    Args:
-        directory: The URL of the checkpoints.
-
-    Returns:
-        A message for each checkpoint of which objects were deleted.
+    A message is returned for each checkpoint of which objects were deleted.
     """
     left: dict[str, list[str]] = {}
     objects = directory.sizes()

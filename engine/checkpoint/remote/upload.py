@@ -24,12 +24,7 @@ _AT_ONCE = 4  # files uploaded concurrently; a large one already takes several r
 class Upload:
     """Save to a checkpoint's URL. Every process uploads its own files, and one process commits them.
 
-    Files for S3 are uploaded part by part while they are serialized. The packages of other stores upload whole files,
-    so their files are written to a folder of this process first, and deleted as soon as they are in the store.
-
-    Args:
-        target: The checkpoint's URL.
-        folder: The name of the folder for its files, the same on all processes; see `new_folder`.
+    ``folder`` is the name of the folder for its files, the same on all processes; see `new_folder`.
 
     Attributes:
         staging: The folder in which this process assembles its files; hooks write into it too.
@@ -42,18 +37,11 @@ class Upload:
 
     @staticmethod
     def new_folder() -> str:
-        """Return a random folder name, ``data-<random>``, that no other save uses."""
+        """Return a random folder name, ``data-<random>``."""
         return f"data-{os.urandom(8).hex()}"
 
     def write(self, files: Files) -> dict[str, filesystem.Entry]:
-        """Write and upload this process's files, and return their entries for the manifest.
-
-        Args:
-            files: The content of each file, by file name.
-
-        Raises:
-            OSError: If a disk operation or a request to the store fails.
-        """
+        """Write and upload this process's files, and return their entries for the manifest."""
 
         def transfer(name: str) -> filesystem.Entry:
             target = self._target / self._folder / name
@@ -72,15 +60,8 @@ class Upload:
     def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
         """Commit the files that all processes uploaded as the URL's checkpoint; see `store.commit`.
 
-        Args:
-            files: The entries that `write` returned on all processes, by file name.
-            info: Metadata for the manifest.
-            others: Include the files that hooks wrote to `staging`.
-
         Raises:
-            ValueError: If something other than a checkpoint exists at the URL, a file is missing in the store or has
-                the wrong size, the manifest would be invalid (for example, because a count is negative), or a hook
-                wrote a file that is not accepted.
+            ValueError: If the target, a file, the manifest or a file of a hook is not valid.
             TypeError: If ``info`` contains a tensor, an array or something that is not data.
             OSError: If a request to the store fails. An earlier checkpoint remains, unless the new manifest was written
                 although the store did not confirm it.
@@ -124,33 +105,21 @@ class Upload:
         return dict(zip(names, _run_side_by_side(transfer, names), strict=True))
 
     def discard(self, is_main: bool) -> None:
-        """Delete this process's files and, on rank zero, all uploaded files, unless they are or may be committed.
-
-        Args:
-            is_main: True on rank zero.
-        """
+        """Delete this process's files and, on rank zero, all uploaded files, unless they are or may be committed."""
         clear_staging(self._target)
         if is_main and not self._may_be_committed:
             delete(self._target, (name for name in self._target.sizes() if name.startswith(f"{self._folder}/")))
 
 
 def open_staging(target: RemotePath) -> Path:
-    """Return the folder, created if necessary, in which this process assembles files for a checkpoint's URL.
-
-    Args:
-        target: The checkpoint's URL.
-    """
+    """Return the folder, created if necessary, in which this process assembles files for a checkpoint's URL."""
     folder = temporary_folder(str(target))
     note_unfinished(folder)  # if the process is killed, the last process of the job deletes it
     return folder
 
 
 def clear_staging(target: RemotePath) -> None:
-    """Delete this process's folder for a checkpoint's URL, which `open_staging` returned.
-
-    Args:
-        target: The checkpoint's URL.
-    """
+    """Delete this process's folder for a checkpoint's URL, which `open_staging` returned."""
     folder = temporary_folder(str(target))
     shutil.rmtree(folder, ignore_errors=True)
     forget_unfinished(folder)

@@ -6,10 +6,9 @@ from __future__ import annotations
 class Outlook:
     """Votes on an upcoming group of micro-batches: each rank states whether its share is full or its data has ended.
 
-    The votes are part of the gradient reduction of an earlier group. If every rank casts one of these two votes, the
-    number of samples in the group follows from the counts of votes, and no further exchange is needed.
+    If every rank casts one of these two votes, the number of samples in the group follows from the counts of votes.
 
-    Args:
+    Attributes:
         width: Number of micro-batches in the group.
         is_full: Whether this rank has read all micro-batches of the group, and each of them is a full batch.
         has_ended: Whether this rank has no data left for the group.
@@ -24,13 +23,7 @@ class Outlook:
         self._full = self._ended = self._voters = 0
 
     def store_votes(self, full: float, ended: float, voters: int) -> None:
-        """Store the votes, summed over the ranks.
-
-        Args:
-            full: The number of ranks that voted that their share is full.
-            ended: The number of ranks that voted that their data has ended.
-            voters: The number of ranks that voted.
-        """
+        """Store the votes for each of the two states, summed over the ranks, and the number of ranks that voted."""
         self._full, self._ended, self._voters = round(full), round(ended), voters
 
     @property
@@ -41,9 +34,7 @@ class Outlook:
     def count_full(self, ranks: int) -> int | None:
         """Return the number of data ranks that have a full share; None if the votes do not determine it.
 
-        Args:
-            ranks: The number of ranks among which the data is divided. With tensor parallelism, several voters read the
-                same share.
+        ``ranks`` counts the shares of the data. With tensor parallelism, several voters read the same share.
         """
         if not self._voters or self._full + self._ended != self._voters:
             return None

@@ -1,4 +1,4 @@
-"""Check whether a stream may be read ahead of the loop, so that the ranks can vote on its end; see `Outlook`."""
+"""Check whether a stream may be read ahead of the loop."""
 
 from __future__ import annotations
 
@@ -23,13 +23,9 @@ _ITEMS = 100  # a longer list is treated as data
 def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
     """Return whether a stream may be read ahead of the loop.
 
-    A stream that is read in this process may not be read ahead if its samples could depend on the model being trained,
-    such as samples that the model generates. The same holds for a stream whose state could be expensive to read before
-    each batch, or could change after it was read.
-
-    Args:
-        source: The user's loader of an ``IterableDataset``.
-        state_owner: The object whose ``state_dict`` contains the position of the stream; None if no state is saved.
+    A stream that is read in this process may not be read ahead if its samples could depend on the model being trained.
+    The same holds for a stream whose state could be expensive to read before each batch, or could change after it was
+    read.
     """
     owners = [state_owner]
     if source.num_workers == 0:
@@ -42,9 +38,7 @@ def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
 def holds_model(dataset: Any) -> bool:
     """Return whether a dataset refers to an ``nn.Module``, directly or through nested objects and functions.
 
-    Args:
-        dataset: The dataset. References are followed for up to five levels and 1,000 objects; a list, tuple or dict
-            with more than 100 items is treated as data.
+    References are followed only to a limited depth and number.
     """
     visited, level = set[int](), [dataset, getattr(type(dataset), "__iter__", None)]
     for _ in range(_LEVELS):
@@ -60,7 +54,6 @@ def holds_model(dataset: Any) -> bool:
 
 
 def _iter_held(value: Any) -> Iterator[Any]:
-    """Yield the objects that a value refers to: attributes, items of a short list or dict, a function's variables."""
     if isinstance(value, MethodType):
         yield value.__self__
     elif isinstance(value, partial):
