@@ -522,8 +522,8 @@ class AcceleratorState(PartialState):
             accelerator: The Accelerator to describe.
         """
         state = cls.__new__(cls)
-        Process.__init__(state, accelerator.world)
-        state._accelerator = accelerator
+        Process.__init__(state, accelerator.world, accelerator.data_world)
+        state.cursor, state._accelerator = accelerator.cursor, accelerator
         state._mixed_precision = accelerator.mixed_precision
         return state
 

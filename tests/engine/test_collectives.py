@@ -23,9 +23,19 @@ from treadle.utils import (
 def metrics(evaluation, n):
     accelerator = treadle.Accelerator(cpu=True)
     loader = accelerator.prepare_data_loader(DataLoader(torch.arange(n), batch_size=2), evaluation=evaluation)
-    found = {"samples": [], "tokens": [], "words": [], "mixed": [], "pairs": [], "weighed": [], "records": []}
+    found = {
+        "samples": [],
+        "tokens": [],
+        "words": [],
+        "mixed": [],
+        "pairs": [],
+        "weighed": [],
+        "records": [],
+        "state": [],
+    }
     for batch in loader:
         found["samples"] += accelerator.gather_for_metrics(batch).tolist()
+        found["state"] += accelerator.state.gather_for_metrics(batch).tolist()
         found["tokens"] += accelerator.gather_for_metrics(batch.repeat_interleave(3)).tolist()
         found["words"] += accelerator.gather_for_metrics([f"w{i}" for i in batch.tolist()])
         mixed = accelerator.gather_for_metrics({"id": batch, "word": [f"w{i}" for i in batch.tolist()]})
@@ -93,6 +103,7 @@ def test_every_sample_once_and_in_order(world):
     for every in run(metrics_of_each_case, world):
         for (_, n), found in zip(CASES, every, strict=True):
             assert found["samples"] == list(range(n))
+            assert found["state"] == list(range(n))
             assert found["tokens"] == [i for i in range(n) for _ in range(3)]
             assert found["words"] == [f"w{i}" for i in range(n)]
             assert found["mixed"] == [(i, f"w{i}") for i in range(n)]
