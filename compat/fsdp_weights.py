@@ -124,6 +124,8 @@ def fsdp2_load_full_state_dict(
         raise KeyError(
             f"full_sd lacks tensors of the model: {abbreviate(missing)}. Pass the full state dict of the same model."
         )
+    with current_world().together():
+        _refuse_other_shapes(module, state)
     _set_model_state(module, state, full=True)
     return model
 
@@ -178,10 +180,11 @@ def load_fsdp_model(
     options = StateDictOptions(full_state_dict=full, ignore_frozen_params=adapter_only)
     state = {} if full else get_model_state_dict(module, options=options)
     state = _read(accelerator, state, input_dir, _MODEL, "model", model_index, full)
-    if full and not adapter_only:
-        with current_world().together():
-            if accelerator.is_main_process:
+    with current_world().together():
+        if full and accelerator.is_main_process:
+            if not adapter_only:
                 _refuse_missing(module, state)
+            _refuse_other_shapes(module, state)
     return _set_model_state(module, state, full, strict=not adapter_only)
 
 
@@ -252,7 +255,15 @@ def merge_fsdp_weights(
     Raises:
         ValueError: If the folder is not a checkpoint of a model's weights.
     """
-    folder, world = Path(checkpoint_dir), current_world()
+    world = current_world()
+    with world.together():
+        if world.rank == 0:
+            _merge(Path(checkpoint_dir), Path(output_path), safe_serialization)
+            if remove_checkpoint_dir:
+                shutil.rmtree(checkpoint_dir)
+
+
+def _merge(folder: Path, output: Path, safe_serialization: bool) -> None:
     if not folder.is_dir():
         raise ValueError(f"checkpoint_dir={str(folder)!r} is not an existing folder. Pass the folder of a checkpoint.")
     if (folder / f"{_MODEL}_0").is_dir():
@@ -264,21 +275,17 @@ def merge_fsdp_weights(
         raise ValueError(
             f"checkpoint_dir={str(folder)!r} contains only optimizer state. Pass the folder of a model's weights."
         )
-    if world.rank == 0:
-        if (folder / ".metadata").is_file():
-            weights = _merge_distributed(folder)
-        else:
-            weights = {name: piece.get() for name, piece in open_weights(folder).items()}
-        others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
-        if others:
-            raise ValueError(
-                f"checkpoint_dir={str(folder)!r} contains {others[0]!r}, which is {name_type(weights[others[0]])}, not "
-                "a tensor. Pass the folder of a model's weights."
-            )
-        write_weights(*split_tied(weights), Path(output_path), _NO_LIMIT, safe_serialization)
-        if remove_checkpoint_dir:
-            shutil.rmtree(folder)
-    world.barrier()
+    if (folder / ".metadata").is_file():
+        weights = _merge_distributed(folder)
+    else:
+        weights = {name: piece.get() for name, piece in open_weights(folder).items()}
+    others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
+    if others:
+        raise ValueError(
+            f"checkpoint_dir={str(folder)!r} contains {others[0]!r}, which is {name_type(weights[others[0]])}, not "
+            "a tensor. Pass the folder of a model's weights."
+        )
+    write_weights(*split_tied(weights), output, _NO_LIMIT, safe_serialization)
 
 
 def _merge_distributed(folder: Path) -> dict[str, Any]:
@@ -327,6 +334,16 @@ def _refuse_missing(module: nn.Module, state: dict[str, Any]) -> None:
         )
 
 
+def _refuse_other_shapes(module: nn.Module, state: Mapping[str, Any]) -> None:
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        value = state.get(name)
+        if isinstance(tensor, Tensor) and isinstance(value, Tensor) and value.shape != tensor.shape:
+            raise ValueError(
+                f"{name} has the shape {tuple(value.shape)} in the state, but {tuple(tensor.shape)} in "
+                f"{type(module).__name__}. Pass the state of the same model."
+            )
+
+
 def _set_model_state(module: nn.Module, state: dict[str, Any], full: bool, strict: bool = True) -> Any:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -348,14 +365,15 @@ def _write(
     index: int,
     full: bool,
 ) -> None:
-    filesystem.make_directory(Path(folder))
+    with current_world().together():
+        filesystem.make_directory(Path(folder))
+        if full and accelerator.is_main_process:
+            torch.save(state, Path(folder) / _name_file(stem, index))
     if not full:
         from torch.distributed import checkpoint
 
         checkpoint.save({key: state}, checkpoint_id=Path(folder) / f"{stem}_{index}")
-    elif accelerator.is_main_process:
-        torch.save(state, Path(folder) / _name_file(stem, index))
-    accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()
 
 
 def _read(
@@ -375,6 +393,7 @@ def _read(
         path = Path(folder)
         checkpoint.load({key: state}, checkpoint_id=path if path.name == inside else path / inside)
         return state
-    if not accelerator.is_main_process:
-        return {}
-    return torch.load(Path(folder) / _name_file(stem, index), map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    with current_world().together():
+        if accelerator.is_main_process:
+            state = torch.load(Path(folder) / _name_file(stem, index), map_location="cpu", weights_only=True)
+    return state

@@ -141,7 +141,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path, version: int, files: list[str])
             merge_fsdp_weights(tmp_path / "optimizer_0", tmp_path)
 
 
-def load_without_a_weight(folder: str) -> str:
+def load_without_a_weight(folder: str) -> list[str]:
     plugin = FullyShardedDataParallelPlugin()
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
     model, _ = train(accelerator, 0)
@@ -152,14 +152,26 @@ def load_without_a_weight(folder: str) -> str:
         del state["2.weight"]
         torch.save(state, path)
     load_fsdp_model(plugin, accelerator, model, folder, adapter_only=True)
-    with pytest.raises(Exception, match=r"lack 2\.weight of") as error:
-        load_fsdp_model(plugin, accelerator, model, folder)
-    return type(error.value).__name__
+    errors = []
+    for message, call in {
+        r"lack 2\.weight of": lambda: load_fsdp_model(plugin, accelerator, model, folder),
+        "No such file": lambda: load_fsdp_model(plugin, accelerator, model, f"{folder}/missing"),
+        "is not an existing folder": lambda: merge_fsdp_weights(f"{folder}/missing", folder),
+        r"0\.weight has the shape \(3,\) in the state, but \(8, 4\)": lambda: fsdp2_load_full_state_dict(
+            accelerator, model, build().state_dict() | {"0.weight": torch.ones(3)}
+        ),
+    }.items():
+        with pytest.raises(Exception, match=message) as error:
+            call()
+        errors.append(type(error.value).__name__)
+    return errors
 
 
 @can_shard
-def test_missing_weights_are_an_error_on_every_rank(tmp_path: Path) -> None:
-    assert run(load_without_a_weight, 2, str(tmp_path))[0] == "ValueError"
+def test_an_error_of_rank_zero_ends_the_call_on_every_rank(tmp_path: Path) -> None:
+    first, second = run(load_without_a_weight, 2, str(tmp_path))
+    assert first == ["ValueError", "FileNotFoundError", "ValueError", "ValueError"]
+    assert second == ["PeerFailed"] * 4
 
 
 def load_full() -> tuple[bool, bool, str]:
