@@ -316,8 +316,8 @@ def _read_leading_size(batch: Any) -> int:
         elif isinstance(value, list | tuple):
             pending[:0] = value
     raise ValueError(
-        f"the number of samples in the batch ({name_type(batch)}) is unknown, because the batch contains no tensor. "
-        "Pass batch_size=... to the DataLoader."
+        f"the number of samples in the batch ({name_type(batch)}) is unknown, because the batch contains no tensor "
+        "with a batch dimension. Pass batch_size=... to the DataLoader."
     )
 
 

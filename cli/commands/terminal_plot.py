@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...callbacks.reporting import Chart, Points, choose_ticks, format_number
+from ...callbacks.reporting import LARGEST, Chart, Points, choose_ticks, format_number
 
 _MARKS = "*+ox#%@&"  # marks of the curves if only ASCII is available
 _COLORS = (34, 33, 32, 31, 35, 36)  # ANSI codes: blue, yellow, green, red, magenta, cyan
@@ -30,7 +30,7 @@ def plot(
     drawn = {name: points for name, points in chart.lines.items() if points[0]}
     heading = f"{title} (logarithmic)" if chart.logarithmic else title
     if not drawn:
-        return f"{heading}: no finite value among {chart.missing:,}" if chart.missing else f"{heading}: no values"
+        return f"{heading}: none of {chart.missing:,} can be drawn" if chart.missing else f"{heading}: no values"
     values = next(iter(drawn.values()))[1]
     if len(drawn) == 1 and not chart.missing and len(values) > 1 and len(set(values)) == 1:
         return f"{title}: {format_number(values[0])} throughout"
@@ -57,7 +57,7 @@ def plot(
         line = f"{mark}{name}  {format_number(values[-1])}"
         rows.append(" " * margin + (_color_text(line, place) if color and has_many_lines else line))
     if chart.missing:
-        rows.append(" " * margin + f"not drawn, because not finite: {chart.missing:,}")
+        rows.append(" " * margin + f"not drawn, because not finite or above {LARGEST:.0e}: {chart.missing:,}")
     return "\n".join(rows)
 
 

@@ -134,15 +134,18 @@ def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") ->
     """Return a map with a single entry for each module whose entries are all on one device.
 
     Args:
-        device_map: Devices by the names of modules or tensors. No name may be inside another name of the map.
+        device_map: Devices by the names of modules or tensors.
         module_name: Return only the entries of this module. Default: the whole model.
     """
     inside = [name for name in device_map if not module_name or f"{name}.".startswith(f"{module_name}.")]
     if len({device_map[name] for name in inside}) == 1:
         return {module_name: device_map[inside[0]]}
     depth = module_name.count(".") + 1 if module_name else 0
-    heads = dict.fromkeys(".".join(name.split(".")[: depth + 1]) for name in inside)
-    return {name: device for head in heads for name, device in clean_device_map(device_map, head).items()}
+    heads = dict.fromkeys(".".join(name.split(".")[: depth + 1]) for name in inside if name != module_name)
+    cleaned = {module_name: device_map[module_name]} if module_name in device_map else {}
+    for head in heads:
+        cleaned |= clean_device_map(device_map, head)
+    return cleaned
 
 
 def get_balanced_memory(

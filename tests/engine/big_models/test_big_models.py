@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from treadle.compat.big_models.offload_files import offload_state_dict
 from treadle.engine.big_models import (
+    clean_device_map,
     compute_module_sizes,
     cpu_offload,
     cpu_offload_with_hook,
@@ -302,6 +303,13 @@ def test_devices_are_filled_in_order_and_tied_modules_stay_together():
     cut = infer_auto_device_map(empty(), {"meta:0": first + 256, "meta:1": "1GB"}, clean_result=False)
     assert (cut["layers.0.scale"], cut["layers.0.norm"], cut["layers.0.up"]) == ("meta:0", "meta:1", "meta:1")
     assert set(cut.values()) == {"meta:0", "meta:1"}
+
+
+def test_entries_on_one_device_become_one():
+    assert clean_device_map({"a.x": 0, "a.y": 0, "b": 1}) == {"a": 0, "b": 1}
+    nested = {"a": "cpu", "a.b": "disk", "a.c.d": "cpu", "a.c.e": "cpu"}
+    assert clean_device_map(nested) == {"a": "cpu", "a.b": "disk", "a.c": "cpu"}
+    assert clean_device_map(nested, "a.c") == {"a.c": "cpu"}
 
 
 def test_room_is_kept_to_run_what_is_offloaded():
