@@ -39,7 +39,7 @@ _kept: set[Path] = set()
 
 
 def _remove(folder: Path, pid: int) -> None:
-    if os.getpid() != pid:  # this process was forked from the folder's owner
+    if os.getpid() != pid or not folder.is_dir():  # a process that was forked from the folder's owner
         return
     for path in folder.iterdir():
         if path not in _kept:

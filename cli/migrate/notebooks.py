@@ -48,10 +48,13 @@ def migrate_notebook(text: str, path: str) -> tuple[str, list[Finding]]:
 def _list_cells(notebook: Any) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the code cells, each with its number among all cells."""
     cells = notebook.get("cells", []) if isinstance(notebook, dict) else None
-    if not isinstance(cells, list):
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
         raise ValueError("it is JSON, but not a notebook")
     for number, cell in enumerate(cells, 1):
-        if isinstance(cell, dict) and cell.get("cell_type") == "code" and "source" in cell:
+        if cell.get("cell_type") == "code" and "source" in cell:
+            lines = cell["source"] if isinstance(cell["source"], list) else [cell["source"]]
+            if not all(isinstance(line, str) for line in lines):
+                raise ValueError(f"the source of cell {number} is neither text nor a list of texts")
             yield number, cell
 
 

@@ -43,10 +43,16 @@ def test_an_error_names_the_cell():
         migrate_notebook(TEXT.replace("% 2)", "% 2))"), "n.ipynb")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"cells": 3}', '{"cells": {}}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"cells": 3}', '{"cells": {}}', '{"cells": [5]}'])
 def test_what_is_no_notebook_is_an_error(text):
     with pytest.raises(ValueError, match=r"not a notebook|property name"):
         migrate_notebook(text, "n.ipynb")
+
+
+@pytest.mark.parametrize("source", ["3", "[1]", "null", "{}"])
+def test_a_source_that_is_no_text_is_an_error(source):
+    with pytest.raises(ValueError, match="the source of cell 1 is neither text nor a list of texts"):
+        migrate_notebook(f'{{"cells": [{{"cell_type": "code", "source": {source}}}]}}', "n.ipynb")
 
 
 def test_a_notebook_without_cells():
