@@ -174,9 +174,9 @@ def _check_names(
     short = {name for action in command_parser._actions for name in action.option_strings if len(name) == 2}
     rest = list(arguments)
     while rest and rest[0].startswith("-") and rest[0] != "--":
-        name, inline_value, _ = rest.pop(0).partition("=")
+        name, has_value, _ = rest.pop(0).partition("=")
         if not name.startswith("--") and name[:2] in short:
-            name, inline_value = name[:2], inline_value or name[2:]
+            name, has_value = name[:2], has_value or name[2:]
         if (key := name.lstrip("-").replace("-", "_")) in _REFUSED:
             raise ValueError(f"{name} is not an option of treadle launch. {_REFUSED[key]}.")
         if name not in (*option_names, *short):
@@ -186,7 +186,7 @@ def _check_names(
                 f"{name} is not an option of treadle launch.{nearest(name, begun or spelled)} `treadle launch --help` "
                 "lists the options."
             )
-        if name not in flags and not inline_value and rest:
+        if name not in flags and not has_value and rest:
             rest.pop(0)
 
 

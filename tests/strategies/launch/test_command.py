@@ -91,6 +91,7 @@ def test_options_become_a_job(tmp_path: Path) -> None:
         (["--nproc", "2"], r"--nproc is not an option of treadle launch. Did you mean '--nproc-per-node'"),
         (["--num_process", "2"], r"Did you mean '--num_processes'"),
         (["-x"], "-x is not an option of treadle launch"),
+        (["--rdzv-conf=", "--nprocs", "2"], r"--nprocs is not an option of treadle launch"),
         (["--mixed_precision", "fp16"], r"Set it in the script: Accelerator\(mixed_precision"),
         (["--use_fsdp"], r"Trainer\(strategy=...\)"),
         (["--config_file", "x"], "Pass the settings of the file as options of this command"),
