@@ -35,7 +35,7 @@ def examine_own_ranks(
     with tempfile.TemporaryDirectory(prefix="treadle-doctor-") as folder:
         path = Path(folder) / "report.json"
         # The ranks observe their limits themselves, unless they do not even start.
-        longest = 3 * limit + 2 * MARGIN
+        longest = 2 * (2 * limit + MARGIN) + MARGIN  # two parts
         timer = threading.Timer(longest, os.kill, (os.getpid(), signal.SIGTERM))
         timer.daemon = True
         timer.start()
