@@ -31,7 +31,7 @@ class SweepFolder:
 
         1/, 2/, ...   the run folders of the trials
         study.db      Optuna's study; study.log with storage: journal, neither with a storage URL
-        sweep.json    the sweep with all defaults except its storage, in the format of a sweep file
+        sweep.json    the sweep without ``storage``, with its defaults filled in, in the format of a sweep file
         report.html   a report of the sweep
         .sweep/       a lock for deciding what runs next, and one for each process that works on the sweep
 

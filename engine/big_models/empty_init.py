@@ -40,8 +40,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
     Args:
         device: The device of the parameters.
-        include_buffers: Put buffers on the device too. Every tensor that is created inside the context without a device
-            is then created on ``device``. Default: no.
+        include_buffers: Put buffers on the device too. Torch's factory functions, such as ``torch.zeros``, then also
+            create their tensors on ``device`` unless a device is passed. Default: no.
     """
     redirect = _Redirect(torch.device(device), bool(include_buffers))
     with ExitStack() as stack:
