@@ -591,7 +591,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def _choose_path(
         self, trainer: Trainer, values: dict[str, Any], step: int, replaced: str = "", last: bool = False
     ) -> str:
-        """Return a path for a new checkpoint. It may be that of the checkpoint that is replaced, ``replaced``."""
+        """Return a path for a new checkpoint. ``replaced`` is the path of a checkpoint that it may overwrite."""
         template = self.CHECKPOINT_NAME_LAST if last else None
         # Paths of this run count too: they may not be on disk yet, or look like what was saved before a resume.
         reserved_paths = self._collect_reserved_paths(trainer)

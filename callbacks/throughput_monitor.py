@@ -302,7 +302,7 @@ class ThroughputMonitor(BestEffortCallback):
 
 
 def _as_number(value: Any) -> Any:
-    """Convert a value to a float. A tensor on another device is copied instead, which avoids a synchronization."""
+    """Convert a value to a float. A tensor that is not on the CPU is copied instead, to avoid a synchronization."""
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return value.detach().reshape(()).clone()
     return float(value)

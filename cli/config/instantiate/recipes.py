@@ -131,7 +131,7 @@ class ObjectRecipe(Recipe):
     def _explain_error(self, error: Exception) -> Exception:
         """Convert a ValueError or TypeError of a Treadle or torch class to a ConfigError that names the key.
 
-        Other errors are returned with a note.
+        A ConfigError is returned unchanged, and any other error with a note.
         """
         name = self.name or getattr(self.target, "__name__", str(self.target))
         home = getattr(self.target, "__module__", "") or ""
