@@ -703,7 +703,7 @@ class LightningArgumentParser(ConfigWriter):
         return recipes
 
     def _drop_nested(self, key: str, section: Value | None) -> Value | None:
-        """Return a group's settings without the options that were added below its key."""
+        """Return the settings of the group ``key`` without those of other options below it, such as ``model.name``."""
         inner = {name[len(key) + 1 :] for name in self.declared if name.startswith(f"{key}.")}
         if section is None or not isinstance(section.data, dict) or not inner:
             return section

@@ -1,4 +1,4 @@
-"""Migration of a notebook's code cells, which form one program."""
+"""Migration of a notebook's code cells, which are migrated as one program."""
 
 from __future__ import annotations
 
