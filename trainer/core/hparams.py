@@ -159,7 +159,7 @@ def _classify(whole: Any) -> tuple[str, str]:
 
 
 def _take_snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
-    """Copy hyperparameters. Values of ``shared`` types and those that checkpoints cannot store are not copied."""
+    """Copy hyperparameters, except for values of ``shared`` types and values that checkpoints cannot store."""
     if is_config(values):
         return copy.deepcopy(values)
     snapshot = AttributeDict()
