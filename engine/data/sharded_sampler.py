@@ -245,7 +245,7 @@ class ShardedBatches:
         return +Counter({"sample" if self.plain or not self.batched else "batch": dropped})
 
     def items(self, samples: int, batches: int) -> int:
-        """Return how many items of the user's sampler (samples or custom batches) precede a position, over all ranks."""
+        """Return how many of the sampler's items (samples or custom batches) precede a position, over all ranks."""
         return batches * self.full if self.batched and not self.plain else samples
 
     def batches_of(self, items: int) -> int:
