@@ -156,7 +156,7 @@ def varied(strategy: Strategy, *, shard: bool = False, **settings: Any) -> Strat
 
 
 def strategy_named(name: str, size: int) -> Strategy:
-    """Return the strategy with this name for ``size`` ranks."""
+    """Return the strategy with this name. ``"auto"`` depends on the world size, ``size``."""
     if name == "auto":
         name = "ddp" if size > 1 else "single"
     return resolve_strategy(name, World())

@@ -146,9 +146,10 @@ def describe_kind(module: nn.Module) -> tuple[Any, ...]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost repeated submodules: two or more layers of one class that are in one list and have children.
+    """Return the outermost repeated submodules: modules in one list of which two or more have the same class.
 
-    A list is a ``ModuleList``, ``ModuleDict`` or ``Sequential``.
+    A list is a ``ModuleList``, ``ModuleDict`` or ``Sequential``. Modules without children or without parameters are not
+    returned.
     """
     blocks: list[nn.Module] = []
 

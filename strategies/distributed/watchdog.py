@@ -192,7 +192,7 @@ class Watchdog:
         The function replaces the previous one. All ranks must set their functions in the same order.
 
         Returns:
-            The number of the errand, which is the same on all ranks.
+            The number of the function, which is the same on all ranks.
         """
         self._errand = errand
         self._errands += 1
@@ -270,7 +270,7 @@ class Watchdog:
         end_at_once(HUNG)
 
     def _leave_alone(self) -> None:
-        """End this process, because the store does not respond and other ranks cannot be asked."""
+        """End this process, because the store does not respond, so no other rank can be reached."""
         silence_uncaught()
         folder = self._write_stacks(_name_folder(), self.rank)
         keeper = "the launcher" if is_agent_store() else f"rank 0 of {self.size}"

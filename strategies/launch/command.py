@@ -118,7 +118,7 @@ def _add_processes(command_parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output(command_parser: argparse.ArgumentParser) -> None:
-    """Add the other options, such as those that concern the script's output and devices."""
+    """Add the options that concern the output and devices of the ranks, and the way to run the script."""
     add = partial(_add_option, command_parser)
     add("--log-dir", metavar="FOLDER", help="folder for the files of --redirects and --tee")
     add(

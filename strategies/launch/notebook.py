@@ -378,7 +378,7 @@ def _on_gpu(value: Any) -> bool:
 
 
 def _has_opened_gpu() -> bool:
-    """Return whether this process has opened CUDA's driver, with or without torch. Forks could not use the driver."""
+    """Return whether this process has opened CUDA's driver, with or without torch. A fork could then not use it."""
     for descriptor in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
             if os.readlink(descriptor) == "/dev/nvidia-uvm":

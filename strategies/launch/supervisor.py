@@ -46,7 +46,7 @@ def supervise(
     grace: float = GRACE,
     failure_grace: float = FAILURE_GRACE,
 ) -> int:
-    """Run a command in `nproc` processes of this machine, with torchrun's variables, and wait for all of them.
+    """Run a command in `nproc` processes of this machine, with torchrun's environment variables, and wait for them.
 
     The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to the
     ranks, except signals that it ignores itself. When a rank fails, the other ranks are ended. If `OMP_NUM_THREADS` is

@@ -165,8 +165,9 @@ def end_by_signal(number: int, frame: FrameType | None) -> None:
 def sweep(job: int | None = None, all_ended: bool = False) -> None:
     """Remove the files that ended processes have left.
 
-    ``job`` is the job that ends on this machine, whose unfinished directories are also removed; None for a job that
-    begins. With ``all_ended``, the files of all its ranks are removed even if a killed process has not exited yet.
+    ``job`` is the ID of a job that ends on this machine; its unfinished directories are also removed. It is None when a
+    job begins. With ``all_ended``, the files of all ranks of ``job`` are removed, even if a killed process has not
+    exited yet.
     """
     for entry in _list_entries():
         if entry.job == job and (all_ended or entry.has_left or not entry.is_alive):
