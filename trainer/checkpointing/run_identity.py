@@ -146,7 +146,7 @@ def _exists(value: str) -> bool:
 
 
 def _is_complete(trainer: Trainer, task: TaskModule) -> bool:
-    """Return whether the model is complete: no custom ``setup`` or ``configure_model``, which run later, can add to it."""
+    """Return whether the model is complete: no custom ``setup`` or ``configure_model`` can add to it later."""
     if any(task_overrides(task, name) for name in ("configure_model", "setup")):
         return False
     return not any(

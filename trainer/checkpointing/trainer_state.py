@@ -405,7 +405,7 @@ class TrainerCheckpointer:
             return random_state()
 
     def _load_callback_states(self, state: CallbackStates) -> None:
-        """Load the callbacks' states and call their ``on_load_checkpoint``; `load_weights` already called the task's."""
+        """Load the callbacks' states and call their ``on_load_checkpoint``; `load_weights` has called the task's."""
         callbacks = {callback.state_key: callback for callback in self._trainer.callbacks}
         for name, saved in state["callbacks"].items():
             if name in callbacks:

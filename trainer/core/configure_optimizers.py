@@ -159,7 +159,7 @@ def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) ->
 
 
 def endless(scheduler: Any) -> str | None:
-    """Return the name of an infinite value in a scheduler or its lambdas, such as ``total_steps``; None if there is none."""
+    """Return the name of an infinite value in a scheduler or its lambdas, such as ``total_steps``; else None."""
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
         values = {name: getattr(part, name, None) for name in ("total_steps", "T_max", "total_iters", "T_0")}
         for function in getattr(part, "lr_lambdas", ()):

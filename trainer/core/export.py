@@ -192,7 +192,7 @@ def _for_export(task: nn.Module, method: str) -> Iterator[None]:
 
 @contextmanager
 def _readable_properties(task: nn.Module) -> Iterator[None]:
-    """Make properties that need a missing Trainer raise AttributeError within a context, so that TorchScript skips them."""
+    """Make properties that need a missing Trainer raise AttributeError, so that TorchScript skips them."""
     detached = [part for part in task.modules() if part.__dict__.get("_trainer", task) is None]
     for part in detached:
         part.__dict__["_trainer"] = SimpleNamespace()

@@ -2,8 +2,8 @@
 
 ``hparams`` holds the user's objects unchanged. The stored form holds only data: OmegaConf containers, dataclasses and
 enum members become a `Record` of their content. Reading this form imports no module that the data names. A dataclass is
-built only if an annotation contains that class or a base class of it, or if the default value has one of these classes.
-The constructor of such a class is the only code that a checkpoint can choose to run.
+built only if an annotation contains that class or a base class of it, or if the default value has one of these
+classes. The constructor of such a class is the only code that a checkpoint can choose to run.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Stored:
 
     Attributes:
         values: Values by name. A mapping that can be stored only in part is reduced to that part.
-        left_out: For each hyperparameter with values that cannot be stored, by name: the place of the first of them, and
-            the reason, as in ``"net.activation (ReLU)"``.
+        left_out: For each hyperparameter with values that cannot be stored, by name: the place of the first of them
+            and the reason, as in ``"net.activation (ReLU)"``.
     """
 
     values: dict[str, Any]
@@ -234,7 +234,7 @@ class _Flattener:
         return self._unwrap_records(items)
 
     def _unwrap_records(self, content: Any) -> Any:
-        """Replace records of nested configurations with dicts and lists, which OmegaConf rebuilds with the outer one."""
+        """Replace records of nested configurations with dicts and lists, from which the outer one is rebuilt."""
         if isinstance(content, Record) and content.kind in ("DictConfig", "ListConfig"):
             return content.content
         if type(content) is dict:
@@ -306,8 +306,8 @@ def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: boo
     """Rebuild an argument from its stored form. No module that the stored form names is imported.
 
     A dataclass is built only if ``annotation`` or ``default`` allows its class. ``home`` is the name of a module in
-    which enum classes are looked up. ``from_text`` means that the value was read from a text file, so it is converted to
-    the annotated type.
+    which enum classes are looked up. ``from_text`` means that the value was read from a text file, so it is converted
+    to the annotated type.
 
     Raises:
         CannotRebuild: If the argument contains an object that cannot be built.
