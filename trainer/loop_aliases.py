@@ -14,7 +14,7 @@ _LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
 
 
 class LoopView:
-    """View of a loop in Lightning's form. Only the attributes in ``_flags`` can be set, which sets the Trainer's."""
+    """View of a loop in Lightning's form. Only the attributes in ``_flags``, which are the Trainer's, can be set."""
 
     _place = "trainer.fit_loop"
     _flags: tuple[str, ...] = ()

@@ -346,8 +346,8 @@ class Logbook:
     def _make_folder(self, root: str) -> str | None:
         """Create the run's folder and return its path; if that fails, warn and return None.
 
-        The folder is named after the run ID of the first logger's tracking service. If there is no such ID, its name is
-        ``version_`` and the next free number.
+        The folder is named after the first logger's ``version`` if it is a string, such as the run ID of a tracking
+        service. Otherwise, its name is ``version_`` and the next free number.
         """
         logger = self.loggers[0]
         if type(logger).version is Logger.version and logger.version is None:  # an overridden one may never change

@@ -79,7 +79,7 @@ class ClosureSteps(Steps):
                 hook(for_hooks(output), micro_batches[number][0], first + number)
 
     def _evaluate(self, micro_batches: list[tuple[Any, Any]], first: int) -> list[tuple[Any, Tensor]]:
-        """Compute the group's reduced and clipped gradients. Return the step's result and the loss of each batch."""
+        """Compute the group's reduced and clipped gradients. Return each batch's step result and loss."""
         accumulation, optimizer = self.accumulation, self.optimizer
         assert optimizer is not None
         for hook in self.hooks.on_before_zero_grad:

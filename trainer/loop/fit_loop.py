@@ -137,7 +137,7 @@ class FitLoop:
         return self._agree_to_stop()
 
     def _agree_to_stop(self) -> bool:
-        """Agree on whether to stop between two steps, and return the decision. After a signal, save and end the run."""
+        """Return whether to stop, as agreed by all ranks between two steps. After a signal, save and end the run."""
         stop = self._may_stop(self.agreement.ask(self._wants_to_stop()))
         if self.agreement.signaled and not stop:
             save_and_leave(self.trainer)

@@ -126,8 +126,8 @@ class Fit:
     def _reload_dataloaders(self) -> bool:
         """Create the dataloaders of a resumed run that uses ``reload_dataloaders_every_n_epochs``.
 
-        ``trainer.current_epoch`` is meanwhile the epoch in which these dataloaders were created, or are due for a
-        reload. Return whether a reload is due, so that the epoch begins with new dataloaders.
+        While they are created, ``trainer.current_epoch`` is the epoch in which the earlier run created them or, if a
+        reload is due, the current epoch. Return whether a reload is due, so that the epoch begins with new dataloaders.
         """
         trainer, sources = self.trainer, self.sources
         every, progress = trainer.reload_dataloaders_every_n_epochs, trainer.progress

@@ -76,7 +76,7 @@ class BatchSizeSearch:
         announce(f"BatchSizeFinder: {finder.batch_arg_name}={finder.optimal_batch_size}{more}")
 
     def _count_samples_per_step(self) -> int:
-        """Return the number of samples per optimizer step on this process: batch size times micro-batches."""
+        """Return the samples per optimizer step on this process: batch size times accumulated micro-batches."""
         name, task = self.finder.batch_arg_name, self.trainer.task
         size = get_attribute(self.trainer, name)
         assert task is not None

@@ -137,7 +137,7 @@ def _copy_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
 def _collect_shared(trainer: Trainer, owners: Iterable[Any]) -> dict[int, Any]:
     """Return a memo that makes ``deepcopy`` share the Trainer, its parts, and the owners' data.
 
-    A module's data are its datasets and dataloaders. A data module's data are its tensors and arrays too.
+    A task's data are its datasets and dataloaders; a data module's data also include its tensors and arrays.
     """
     shared = [trainer, trainer.accelerator, *trainer.callbacks, *trainer.loggers]
     memo: dict[int, Any] = {id(part): part for part in shared}
