@@ -30,7 +30,10 @@ class BestEffortCallback(Callback):
         self._broken = False
 
     def _safely(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of ``work``, or None if the callback is or becomes disabled."""
+        """Call ``work`` and return its result; return None if the callback is disabled.
+
+        An exception in ``work`` disables the callback, unless ``strict`` is set.
+        """
         if self._broken:
             return None
         try:

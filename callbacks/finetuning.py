@@ -410,7 +410,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _describe_layout(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
-    """Return which parameters are trained and grouped, and which layers are in evaluation mode."""
+    """Return the names of the trained parameters, of each group's parameters, and of layers in evaluation mode."""
     names = {id(parameter): strip_compile_prefix(name) for name, parameter in task.named_parameters()}
     return {
         "trained": [
@@ -429,7 +429,7 @@ def _join_sizes(groups: list[list[str]]) -> str:
 
 
 def _apply_layout(layout: dict[str, Any], trainer: Trainer, task: TaskModule) -> None:
-    """Apply a layout of `_describe_layout` to the model and the optimizers."""
+    """Apply a layout that `_describe_layout` returned to the model and the optimizers."""
     trained, evaluation = set(layout["trained"]), set(layout["evaluation"])
     parameters = {strip_compile_prefix(name): parameter for name, parameter in task.named_parameters()}
     current_groups = _describe_layout(trainer, task)["groups"]

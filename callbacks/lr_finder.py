@@ -25,15 +25,15 @@ class _LRFinder:
     """Result of a search for a learning rate.
 
     Args:
-        mode: Rise of the rate: ``"exponential"`` or ``"linear"``.
-        lr_min: The first rate.
-        lr_max: The last rate.
-        num_training: Number of rates.
+        mode: Spacing of the learning rates: ``"exponential"`` or ``"linear"``.
+        lr_min: The first learning rate.
+        lr_max: The last learning rate.
+        num_training: Number of learning rates.
 
     Attributes:
-        results: ``"lr"`` holds the rates that were tried, and ``"loss"`` the smoothed loss at each rate, a
-            bias-corrected running mean with decay 0.98. A loss that is not finite becomes NaN and is excluded from the
-            mean.
+        results: The learning rates that were tried, under ``"lr"``, and the smoothed loss at each, under ``"loss"``.
+            The smoothed loss is a bias-corrected exponential moving average with decay 0.98. A loss that is not finite
+            becomes NaN and is excluded from the average.
 
     Example:
         >>> from treadle.callbacks import _LRFinder
@@ -96,7 +96,7 @@ class _LRFinder:
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the rate at which the smoothed loss falls most steeply; None, with a warning, if no such rate exists.
 
-        The slopes are those over ``log(lr)`` with mode ``"exponential"``, and over ``lr`` with mode ``"linear"``.
+        The slope is measured over ``log(lr)`` in mode ``"exponential"``, and over ``lr`` in mode ``"linear"``.
 
         Args:
             skip_begin: Number of points to skip at the beginning. Default: 10.
@@ -134,7 +134,7 @@ class _LRFinder:
         """Plot the smoothed loss against the learning rate with matplotlib and return the figure.
 
         Args:
-            suggest: Mark the rate that `suggestion` returns with its default arguments. Default: False.
+            suggest: Mark the learning rate that `suggestion` returns with its default arguments. Default: False.
             show: Also show the plot in a window. Default: False.
             ax: The axes to draw on. Default: those of a new figure.
 

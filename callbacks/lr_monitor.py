@@ -149,7 +149,7 @@ class LearningRateMonitor(BestEffortCallback):
         return list(self.lrs)
 
     def _extract_stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
-        """Return the current values for an interval, by name. ``"any"`` means both intervals."""
+        """Return the values to log at an interval, by name. The interval ``"any"`` means both step and epoch."""
         rates, others = self._rates, self._others
         self._rates, self._others = {}, {}
         try:

@@ -357,7 +357,10 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self._save_as(None, trainer)
 
     def _save_as(self, path: str | None, trainer: Trainer) -> str:
-        """Save ``last.ckpt``, ``path`` or the filled-in template, and return the path."""
+        """Save the run as ``last.ckpt`` if one is kept, otherwise at ``path``, and return the path of the checkpoint.
+
+        If ``path`` is None, the name is formed from the template.
+        """
         progress = trainer.progress
         if self.save_last or path is None:
             values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values}
@@ -405,7 +408,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._triggered_step, self._save_requested = step, True
 
     def _serve(self, trainer: Trainer, epoch_is_over: bool) -> None:
-        """Perform the triggered saves that need not wait."""
+        """Perform a triggered save. If ``monitor`` has no current value yet, the ranked checkpoint is saved later."""
         measured = epoch_is_over or trainer.logbook.watch.step == trainer.progress.step
         if not self._save_requested and not (self._waiting and measured):
             return
@@ -441,7 +444,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self.dirpath
 
     def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
-        """Decide which checkpoints to keep, and save the new one."""
+        """Decide which checkpoints to keep, and save the new one if it is among them."""
         self._complete_job(trainer, wait=True)
         top_k, before = self._top_k, self._top_k.snapshot()
         self._before = before
@@ -490,7 +493,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         trainer.save_checkpoint(filepath, self.save_weights_only, trainable_only=self.save_trainable_only)
 
     def _complete_job(self, trainer: Trainer, wait: bool = False) -> None:
-        """Complete a background save that has ended, or, with ``wait``, wait until it ends."""
+        """Complete a background save that has ended. With ``wait``, first wait until it ends."""
         job = self._job
         if job is None or not (wait or job.done):
             return
@@ -588,7 +591,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def _choose_path(
         self, trainer: Trainer, values: dict[str, Any], step: int, replaced: str = "", last: bool = False
     ) -> str:
-        """Return the path of a new checkpoint. ``replaced`` may be reused."""
+        """Return a path for a new checkpoint. ``replaced`` is the path of a checkpoint that it may overwrite."""
         template = self.CHECKPOINT_NAME_LAST if last else None
         # Paths of this run count too: they may not be on disk yet, or look like what was saved before a resume.
         reserved_paths = self._collect_reserved_paths(trainer)

@@ -135,7 +135,7 @@ class PredictionWriter(BasePredictionWriter):
 
 
 class _Shards:
-    """Writer of the files with the predictions of one rank for one dataloader."""
+    """Writer of one rank's prediction files for one dataloader."""
 
     def __init__(self, folder: Path, stem: str, limit: int) -> None:
         self.files: list[str] = []
@@ -177,7 +177,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _make_free_folder(wanted: AnyPath) -> AnyPath:
-    """Return a free folder, with a version in its name if needed."""
+    """Return an empty or new folder. If ``wanted`` is in use, the folder's name gets a version suffix."""
     if isinstance(wanted, RemotePath):
         names = (f"{wanted.name}-v{version}" if version else wanted.name for version in itertools.count())
         return next(place for name in names if not (place := wanted.parent / name).exists())

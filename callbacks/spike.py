@@ -196,7 +196,10 @@ class SpikeWatch(Callback):
             self._act(trainer, new_spikes)
 
     def _find_usual(self, value: float) -> float | None:
-        """Return the window's median if ``value`` is a spike (NaN during warmup), otherwise None."""
+        """Return the window's median if ``value`` is a spike; otherwise, None.
+
+        During warmup, only values that are not finite are spikes, and NaN is returned for them.
+        """
         if len(self._window_values) < self.warmup:
             return None if math.isfinite(value) else math.nan
         middle = median(self._window_values)

@@ -302,14 +302,14 @@ class ThroughputMonitor(BestEffortCallback):
 
 
 def _as_number(value: Any) -> Any:
-    """Return a value as a number. A tensor that is not on the CPU is not read yet."""
+    """Convert a value to a float. A tensor that is not on the CPU is copied instead, to avoid a synchronization."""
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return value.detach().reshape(()).clone()
     return float(value)
 
 
 def _wait_for(trainer: Trainer) -> None:
-    """Synchronize with the device, so that its work is measured."""
+    """Wait until the device has completed its queued work, so that the measured time includes that work."""
     device = trainer.accelerator.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -264,7 +264,7 @@ class EMAWeightAveraging(WeightAveraging):
 
 
 def _apply_averages(trainer: Trainer, averages: Averages) -> None:
-    """Put the averages into the model, with rank zero's buffers on all processes."""
+    """Put the averages into the model, and broadcast rank zero's buffers to all processes."""
     averages.apply_to_model()
     world = trainer.accelerator.world
     if world.size > 1:  # buffers differ between processes, but all must evaluate the same model

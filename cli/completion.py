@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 def list_candidates(line: str, in_parts: bool = False) -> list[str]:
     """Return the completions of the last word of a command line.
 
-    ``in_parts`` returns only the text after ``=``, because bash splits words there.
+    With ``in_parts``, the completions begin after the word's last ``=``, because bash splits words there.
     """
     try:
         words = shlex.split(line)[1:]

@@ -10,10 +10,10 @@ from typing import Any
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports under ``if TYPE_CHECKING:`` only.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that lists its exports in a block of imports.
 
-    The package exports the names that the relative imports in this block bind. At run time, the module of a name is
-    imported when the name is first used.
+    The package exports the names that the imports under ``if TYPE_CHECKING:`` bind. At run time, the module of a name
+    is imported when the name is first used.
     """
     loader = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
     source = loader.get_source(package)  # type: ignore[union-attr]

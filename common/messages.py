@@ -62,7 +62,7 @@ def warn(text: str) -> None:
 
 
 def _count_frames_to_user() -> int:
-    """Return the position of the innermost frame outside the framework, counted from the caller of `warn` as 1."""
+    """Return the position of the innermost frame of the user's program, counted from the caller of `warn` as 1."""
     frame, count = sys._getframe(2), 1
     while frame.f_globals.get("__name__", "").partition(".")[0] in _FRAMEWORK:
         if frame.f_back is None:  # in one of the framework's threads

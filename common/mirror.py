@@ -24,9 +24,9 @@ _lock = threading.Lock()
 def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
     """Return the local folder for a path or URL: the path itself, or a folder that is mirrored to the URL.
 
-    The first call for a URL downloads the files directly in its folder, except those over 1 GiB. From then on, a thread
-    of this process uploads each changed file and removes deleted files from the store; see `flush`. Files whose names
-    begin with a dot or end in ``.tmp`` are neither downloaded nor uploaded.
+    The first call for a URL downloads the files in its folder, but not files in subfolders or over 1 GiB. From then on,
+    a thread of this process uploads each changed file and removes deleted files from the store; see `flush`. Files
+    whose names begin with a dot or end in ``.tmp`` are neither downloaded nor uploaded.
     """
     path = as_path(place)
     if isinstance(path, Path):
@@ -70,7 +70,7 @@ class _Mirror:
         before_exit(self._finish)
 
     def open(self, url: RemotePath) -> Path:
-        """Return the local folder for a URL. The first call for a URL downloads the files directly in its folder."""
+        """Return the local folder for a URL. The first call for a URL downloads its files; see `local_folder`."""
         here = self._here / url.relative_to(self._url)
         if url not in self._opened:
             here.mkdir(parents=True, exist_ok=True)

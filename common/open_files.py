@@ -6,7 +6,10 @@ import sys
 
 
 def allow_open_files(count: int) -> bool:
-    """Raise this process's limit of open files to ``count`` if the system permits, and return whether it was raised."""
+    """Raise this process's limit of open files to ``count`` or, if it is lower, to the hard limit.
+
+    Return whether the limit was raised.
+    """
     if sys.platform == "win32":
         return False
     import resource

@@ -53,7 +53,7 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
 
 
 def _bind_over_submodules(package: Any, names: list[str], find: Callable[[str], Any]) -> None:
-    """Import the submodules named like an export and rebind the export, so no later import replaces the export."""
+    """Import each submodule that has the name of an export, then rebind the export, so no later import replaces it."""
     for entry in pkgutil.iter_modules(getattr(package, "__path__", ())):
         if entry.name in names:
             importlib.import_module(f"{package.__name__}.{entry.name}")

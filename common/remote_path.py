@@ -197,7 +197,7 @@ class RemotePath:
         return sorted({path.partition("/")[0] for path in self._list(depth=1)})
 
     def files(self) -> dict[str, int]:
-        """Return the sizes in bytes of the objects directly in the folder, by name."""
+        """Return the sizes in bytes of the objects in the folder, by name. Objects in subfolders are excluded."""
         return {name: int(e["size"] or 0) for name, e in self._list(depth=1).items() if e["type"] == "file"}
 
     def sizes(self) -> dict[str, int]:
@@ -262,7 +262,7 @@ class RemotePath:
     def upload_parts(self, pieces: Iterable[bytes | memoryview], size: int) -> None:
         """Upload content of ``size`` bytes while it is being produced. Requires `takes_parts`.
 
-        A piece must not be changed after it was passed. No object is created from only some of the parts.
+        ``pieces`` yields the content. A piece must not change after it is yielded. A failed upload creates no object.
         """
         if size <= _PART_BYTES:
             self.write_bytes(b"".join(pieces))

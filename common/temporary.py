@@ -31,7 +31,7 @@ def _own_folder(pid: int) -> Path:
 
 
 def keep(folder: Path) -> None:
-    """Exclude a folder from `temporary_folder` from deletion when the process ends."""
+    """Keep a folder of `temporary_folder` on disk when the process ends."""
     _kept.add(folder)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 def view_bytes(tensor: Tensor) -> Tensor:
     """View a contiguous tensor on the CPU as a vector of bytes that shares the memory.
 
-    ``reshape(-1)`` fails for some tensors of one element, which count as contiguous with any stride: they keep that
-    stride, and then cannot be viewed as another dtype.
+    A tensor of one element is contiguous with any stride. ``reshape(-1)`` would keep this stride, with which the tensor
+    may not be viewable as another dtype.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Lightning's device types as objects, and queries about devices."""
+"""Lightning's accelerator classes, such as `CUDAAccelerator`, and queries about devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's queries about exhausted memory, and `recursive_detach`."""
+"""Lightning's checks for out-of-memory errors, and `recursive_detach`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives and seeds as functions, for code without an Accelerator."""
+"""Functions for collectives and seeds, for code without an Accelerator."""
 
 from __future__ import annotations
 

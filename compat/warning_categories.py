@@ -1,4 +1,4 @@
-"""Lightning's category of warnings about something that may be intended."""
+"""`PossibleUserWarning`, Lightning's category of warnings about possible mistakes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class ShapesDiffer(DistributedOperationException, ValueError):
 
 
 class DebugMode:
-    """Accelerate's debug mode, one for the whole process; see `PartialState.debug`."""
+    """Switch of Accelerate's debug mode for the whole process; see `PartialState.debug`."""
 
     enabled = False
 
@@ -35,7 +35,7 @@ debug_mode = DebugMode()
 
 
 def check_equal_shapes(name: str, value: Any, world: World) -> None:
-    """Check in debug mode that all ranks pass tensors of the same shapes to the call ``name``."""
+    """Check in debug mode that all ranks pass tensors of the same shapes and dtypes to the collective ``name``."""
     if debug_mode.enabled and world.size > 1:
         _check_forms(name, value, world)
 
@@ -43,8 +43,9 @@ def check_equal_shapes(name: str, value: Any, world: World) -> None:
 def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = False) -> Any:
     """Concatenate the tensors of all processes along dimension 0, in rank order; the numbers of rows may differ.
 
-    A 0-d tensor counts as one row. Each part of ``value`` without tensors becomes one list over all processes, except
-    fields of a dataclass. If ``empty``, this process contributes no rows. For ``sync_grads``, see `Accelerator.gather`.
+    A 0-d tensor counts as one row. Each part of ``value`` without tensors becomes one list of its items on all
+    processes, except fields of a dataclass, which are not gathered. If ``empty``, this process contributes no rows and
+    no items. For ``sync_grads``, see `Accelerator.gather`.
 
     Raises:
         TypeError: If the value holds no tensor.
@@ -83,10 +84,10 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
 
 
 def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
-    """Resize tensors that repeat one value ``batch_size`` times so that they have one row per current sample.
+    """Resize tensors that repeat one value ``batch_size`` times to ``samples`` rows, one per sample of the batch.
 
-    Scripts gather ``loss.repeat(batch_size)`` for a mean over the samples and rely on Accelerate to cut the rows of a
-    short last batch.
+    Scripts gather ``loss.repeat(batch_size)`` to average the loss over the samples, and rely on Accelerate to drop the
+    surplus rows of a short last batch.
     """
 
     def resize(tensor: Tensor) -> Tensor:
@@ -109,8 +110,8 @@ def _gather_rows(rows: Tensor, counts: list[int], world: World) -> Tensor:
 class _AllGather(torch.autograd.Function):
     """Autograd function that stacks the tensors of all processes.
 
-    The gradient of each tensor is the sum over the losses of all processes, because DDP and FSDP average the
-    parameters' gradients.
+    The backward pass sums each tensor's gradient over the losses of all processes, because DDP and FSDP then average
+    the parameters' gradients.
     """
 
     @staticmethod
@@ -125,7 +126,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
-    """Stack the tensors of all processes along a new first dimension. With a world size of one, return the value."""
+    """Stack the tensors of all processes along a new first dimension. With a world size of 1, return ``value``."""
     if world.size == 1:
         return value
     local_forms: list[str] = []
@@ -148,7 +149,7 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
 
 
 def describe_no_tensor(value: Any) -> str:
-    """Return the type of a value without tensors, such as ``"a dict without tensors"``."""
+    """Describe a value in which no tensor was found, such as ``"a dict without tensors"``."""
     is_container = isinstance(value, Iterable) and not isinstance(value, str | bytes)
     return f"{name_type(value)}{' without tensors' * is_container}"
 
@@ -169,7 +170,7 @@ def _describe_form(tensor: Tensor, sync_grads: bool) -> str:
 
 
 def _map_leaves(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
-    """Rebuild a nested value: apply ``tensor`` to each tensor, and ``other`` to each largest part without tensors."""
+    """Rebuild a nested value: apply ``tensor`` to each tensor, and ``other`` to each outermost part without tensors."""
     if isinstance(value, Tensor):
         return tensor(value)
     if not holds_tensor(value):
@@ -184,7 +185,7 @@ def _map_leaves(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[An
 
 
 def with_items(value: Any, items: dict[Any, Any]) -> Any:
-    """Return a copy of the mapping ``value`` that holds ``items``."""
+    """Return a shallow copy of the mapping ``value``, updated with ``items``."""
     copied = copy.copy(value)
     for key, item in items.items():
         copied[key] = item
@@ -210,7 +211,7 @@ def _to_items(value: Any, empty: bool = False) -> list[Any]:
 
 
 def gather_objects(value: Any, world: World) -> list[Any]:
-    """Return the items of all processes in rank order. A value other than a list or tuple is one item."""
+    """Return one list of the items of all processes, in rank order. A value other than a list or tuple is one item."""
     return [item for part in world.gather_objects(_to_items(value)) for item in part]
 
 
@@ -244,7 +245,7 @@ def _check_forms(name: str, value: Any, world: World) -> None:
 
 
 def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, pad_first: bool) -> Any:
-    """Pad tensors to the length of the longest tensor; see `Accelerator.pad_across_processes`."""
+    """Pad tensors to the length of the longest one on any process; see `Accelerator.pad_across_processes`."""
     if world.size == 1:
         return value
     tensors: list[Tensor] = []
@@ -290,7 +291,7 @@ def broadcast(value: Any, world: World, source: int) -> Any:
 
 
 def check_process(index: int, size: int, name: str) -> None:
-    """Raise a ValueError if no process has the rank ``index``, the value of the argument ``name``."""
+    """Raise a ValueError if ``index`` is not a rank below ``size``; ``name`` is the name of the user's argument."""
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < size:
         valid = "0" if size == 1 else f"a rank from 0 to {size - 1}"
         whose = "the number of processes on this machine" if name.startswith("local") else "the world size"

@@ -515,7 +515,8 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
 def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> None:
     """Raise an error for arguments that an Accelerator does not support.
 
-    ``unknown`` are arguments that do not exist, and ``plugins`` are arguments for which only None is accepted.
+    ``unknown`` holds arguments that do not exist, and ``valid`` the names of those that do. ``plugins`` holds arguments
+    for which only None is accepted.
     """
     if unknown:
         name = next(iter(unknown))
@@ -538,7 +539,7 @@ def resolve_timeout(timeout: Any) -> float | None:
 
 
 def resolve_group(handler: InitProcessGroupKwargs | None, limit: float | None) -> dict[str, Any]:
-    """Return the options of `open_world`. The default timeout of collectives exceeds ``limit`` (seconds)."""
+    """Return the options of `open_world`. The default timeout of collectives is at least ``limit`` + 60 seconds."""
     options = (handler or InitProcessGroupKwargs()).options()
     if options["timeout"] is None and limit is not None and limit + 60 > 1800:  # the default is half an hour
         options["timeout"] = timedelta(seconds=limit + 60)
@@ -546,7 +547,7 @@ def resolve_group(handler: InitProcessGroupKwargs | None, limit: float | None) -
 
 
 def merge_group(options: dict[str, Any], strategy: Any) -> dict[str, Any]:
-    """Return the options of `open_world` and of the strategy. Raise a ValueError if they contradict each other."""
+    """Return ``options`` merged with those of the strategy. Raise a ValueError if they contradict each other."""
     of_strategy = getattr(strategy, "group_options", {})
     for name, value in of_strategy.items():
         if options[name] not in (None, value):
@@ -566,7 +567,7 @@ def resolve_device(accelerator: str, cpu: bool) -> str:
 
 
 def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
-    """Check ``on_nonfinite``, and that ``rng_types`` requests only the order of the data."""
+    """Check that ``on_nonfinite`` is valid, and that ``rng_types`` contains nothing but ``"generator"``."""
     choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
     if rng_types is not None and not isinstance(rng_types, Iterable):
         raise TypeError(f"rng_types={rng_types!r} must be a list, such as ['generator'].")
@@ -580,7 +581,7 @@ def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
 
 
 def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
-    """Return the loader settings of ``config``; ``split_batches=True`` overrides its setting."""
+    """Return ``config``, or the default settings; ``split_batches=True`` overrides the field of the same name."""
     check_optional_type("dataloader_config", config, DataLoaderConfiguration)
     config = config or DataLoaderConfiguration()
     return replace(config, split_batches=True) if split_batches else config

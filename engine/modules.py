@@ -22,9 +22,10 @@ def compile_modules(
 ) -> None:
     """Compile each of ``modules`` in place, so that calling the module runs compiled code.
 
-    Modules of the same kind share compiled code. Modules that the user has compiled are left unchanged. ``options``
-    identifies the settings; None means that the user chose them, so `forget` keeps the compilation. With
-    ``hooks_outside``, only ``forward`` is compiled, for hooks that exchange parameters.
+    Modules of the same kind share compiled code. Modules that the user has compiled are left unchanged, and so are
+    modules that were compiled with equal ``options``, which identify the compiler settings. ``options=None`` means that
+    the user chose the settings, so `forget` keeps the compilation. With ``hooks_outside``, only ``forward`` is
+    compiled, because hooks that gather a sharded module's parameters must run uncompiled.
     """
     shared: dict[Any, Callable[..., Any]] = {}
     for module in modules:
@@ -49,7 +50,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def forget(model: nn.Module) -> None:
-    """Undo the compilations of `compile_modules` in ``model``, except those made with ``options=None``."""
+    """Undo what `compile_modules` compiled in ``model``, except with ``options=None``."""
     for part in model.modules():
         if _get_compile_options(part) is not None:
             part._compiled_call_impl = None
@@ -120,7 +121,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copy_function(function: Any, name: str) -> Callable[..., Any]:
-    """Return a copy of ``function`` with its own code object, because torch limits the graphs per code object."""
+    """Copy ``function`` with a code object of its own, because torch limits the number of graphs per code object."""
     return FunctionType(function.__code__.replace(co_name=f"{function.__name__}_{name}"), function.__globals__)
 
 
@@ -159,8 +160,8 @@ def _note_first_call(module: nn.Module, call: Any, options: Any) -> Callable[...
 class CompiledBatches:
     """Factory of the contexts in which batches run compiled code.
 
-    The short last batch of an epoch runs uncompiled if no existing graph fits it. If it ran compiled, torch would
-    compile a graph for arbitrary sizes, and use it for the full batches that follow.
+    A short last batch of an epoch runs uncompiled if no existing graph fits it. Otherwise, torch would compile a graph
+    with dynamic shapes for it, and also use this graph for the full batches that follow.
     """
 
     def __init__(self, graphs: bool) -> None:

@@ -45,9 +45,10 @@ def split_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def make_view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that two tensors share exactly if they are the same view of the same memory, as tied weights are.
+    """Return a key that is equal for two tensors that are the same view of the same memory, as tied weights are.
 
-    The key is valid only while the tensor exists. Tensors without memory and wrappers of other tensors share no key.
+    The key is valid only while the tensor exists. A tensor without memory, or a wrapper of other tensors, has a unique
+    key.
     """
     local_tensor = local(tensor)
     # A tensor that consists of several ones, such as rounded weights and their scales.

@@ -201,7 +201,7 @@ class Process:
         return gathered if micro is not None else _drop_repeated(gathered)
 
     def _get_batch_size(self) -> int | None:
-        """Return the number of samples in this rank's full batch of the current DataLoader, or None if unknown."""
+        """Return this rank's number of samples in a full batch of the current DataLoader, or None if unknown."""
         return None
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

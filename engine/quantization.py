@@ -21,7 +21,7 @@ _MULTIPLE = 16  # torch's float8 products require both sizes to be multiples of 
 class WeightQuantizer:
     """Quantizer that rounds the weights of ``nn.Linear`` to eight or four bits, for inference only.
 
-    Matrix products are computed in the model's own dtype. It requires ``pip install treadle[quantization]``.
+    Matrix products are computed in the model's own dtype. The quantizer requires ``pip install treadle[quantization]``.
 
     Args:
         bits: ``"int8"`` or ``"int4"``.

@@ -74,8 +74,8 @@ def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
 def check_model_matches(model: nn.Module, world: World) -> None:
     """Raise a ValueError on every rank if parameters or buffers of the ranks differ in form, such as shape or dtype.
 
-    With several ranks, lazy parameters raise one too, because replicas and shards need their values before the first
-    batch.
+    With several ranks, a lazy parameter also raises a ValueError, because replication and sharding need the parameter's
+    values before the first batch.
     """
     if world.size == 1:
         return

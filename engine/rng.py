@@ -36,7 +36,7 @@ def host_state() -> State:
 
 
 def set_host_state(state: Mapping[str, Any]) -> None:
-    """Restore a result of `host_state`."""
+    """Restore states that `host_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -167,7 +167,7 @@ class ProcessStream(RandomStream):
         set_host_state(state)
 
     def follow(self, draw: Draw) -> None:
-        """Continue from the state after a draw, unless the process has drawn other numbers since then."""
+        """Continue from the state after a draw, if the process's generators are still in the state before it."""
         if not are_equal(draw.before, draw.after) and are_equal(host_state(), draw.before):
             set_host_state(draw.after)
 

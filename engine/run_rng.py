@@ -1,4 +1,4 @@
-"""RNG state of a run, and the random stream that its order of samples is drawn from."""
+"""RNG states of the ranks of a run, and the random stream that determines the order of samples."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .rng import (
 
 
 class RunRng:
-    """Initial RNG state of a run, the same on all ranks, and the stream from which the order of samples is drawn.
+    """RNG states of the ranks of a run, and the stream from which the order of samples is drawn.
 
-    With a world size of one and no seed for the data, the order of samples is drawn from the process's own generators,
-    as in a plain loop. Otherwise, it is drawn from a separate stream.
+    With a world size of one and no ``data_seed``, the order of samples is drawn from the process's own generators, as
+    in a plain loop. Otherwise, it is drawn from a separate stream.
 
     Attributes:
         stream: The stream from which the order of samples is drawn; None until `start`.
-        first_state: The state with which the stream began; empty until `start`.
+        first_state: The RNG state with which the stream began; empty until `start`.
     """
 
     def __init__(self, world: World, strategy: Strategy) -> None:
@@ -37,7 +37,7 @@ class RunRng:
         self._ranks_differ = False
 
     def start(self, data_seed: int | None = None) -> RandomStream:
-        """Start the stream for the order of the data; see `Accelerator.start_order`."""
+        """Start the stream, and give all ranks rank zero's RNG state on the CPU; see `Accelerator.start_order`."""
         with isolated_random_state():
             if data_seed is not None:
                 seed_everything(data_seed)
@@ -53,7 +53,7 @@ class RunRng:
         return self.stream
 
     def draw_apart(self) -> None:
-        """Give each rank its own RNG state; see `Accelerator.draw_apart`."""
+        """Give each data rank its own RNG state; see `Accelerator.draw_apart`."""
         if self._ranks_differ or self.stream is None:
             return
         self._ranks_differ = True
@@ -63,7 +63,7 @@ class RunRng:
 
     @contextmanager
     def drawing_alike(self, purpose: str) -> Iterator[None]:
-        """Return a context in which all ranks draw the same numbers; see `Accelerator.drawing_alike`."""
+        """Return a context in which all ranks draw the same random numbers; see `Accelerator.drawing_alike`."""
         if self._world.size == 1 or not self._ranks_differ:
             yield
             return

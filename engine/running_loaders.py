@@ -1,4 +1,4 @@
-"""List of the unprepared loaders that are being iterated, which `treadle.compat.sharded_loaders` maintains."""
+"""List of the running dataloaders that no `Accelerator` prepared, maintained by `treadle.compat.sharded_loaders`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _running_loaders: list[weakref.ref[Any]] = []  # weak references, because a loop
 
 
 def add_running_loader(loader: Any) -> None:
-    """Add ``loader``, which has ``end_of_dataloader`` and ``remainder``, to the list as the innermost loader."""
+    """Add ``loader`` to the list as the innermost loader. It must have ``end_of_dataloader`` and ``remainder``."""
     _running_loaders.append(weakref.ref(loader))
 
 
 def remove_running_loader(loader: Any) -> None:
-    """Remove ``loader`` from the list, because it is no longer iterated."""
+    """Remove ``loader`` from the list."""
     _running_loaders[:] = [reference for reference in _running_loaders if reference() is not loader]
 
 

@@ -600,7 +600,7 @@ def _resolve_registered(tracker_class: type[GeneralTracker], project: ProjectCon
 
 
 class Trackers:
-    """Collection of the trackers of an `Accelerator`, whose methods contain the full documentation."""
+    """Collection of an Accelerator's trackers. The methods of `Accelerator` document the arguments."""
 
     def __init__(self, world: World, sources: dict[str, Source]) -> None:
         self.sources = sources
@@ -666,7 +666,7 @@ class Trackers:
 
 
 class _Silent:
-    """Object whose methods and attributes have no effect."""
+    """Placeholder for a tracker on a rank that did not start it. Its attributes and calls return the placeholder."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

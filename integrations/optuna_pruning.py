@@ -135,12 +135,12 @@ class PruningCallback(Callback):
             self._prune(trainer)
 
     def _ask_pruner(self, trainer: Trainer, value: float, number: int) -> bool:
-        """Report a value to the trial on rank zero, and return whether to prune it."""
+        """Report a value to the trial, and return whether to prune the trial. Only called on rank zero."""
         self._trial.report(value, number)
         return bool(self._trial.should_prune())
 
     def _note(self, trainer: Trainer, value: float, number: int) -> None:
-        """Record a reported value on all ranks. Subclasses may override this method."""
+        """Do nothing. Subclasses may override this hook, which is called on all ranks after each report."""
 
     def _prune(self, trainer: Trainer) -> None:
         from optuna import TrialPruned

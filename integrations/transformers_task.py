@@ -1,4 +1,4 @@
-"""`TransformersTask`, a task around a model of Hugging Face transformers."""
+"""`TransformersTask`, a task that wraps a model from Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ class TransformersTask(TaskModule):
             self.log_dict({f"{stage}_{name}": metric for name, metric in metrics.items()}, on_step=False, on_epoch=True)
 
     def _get_loss(self, outputs: Any, batch: Mapping[str, Any], count: Tensor | None) -> Tensor:
-        """Return the loss of a batch, or 0 if the labels belong to tokens and all of them are ignored."""
+        """Return the loss of a batch, or 0 if the batch has token labels and all of them are ignored."""
         loss: Tensor | None = getattr(outputs, "loss", None)
         if loss is None:
             fix = "Use a model class that computes a loss" if "labels" in batch else "Add 'labels' to the batch"

@@ -134,7 +134,7 @@ class AimLogger(ServiceLogger):
             run.track(float(value), name=name, step=step, epoch=epoch, context=context)
 
     def _split_context(self, name: str) -> tuple[str, dict[str, str]]:
-        """Return a metric's name without the prefixes and suffixes of contexts, and its context."""
+        """Return a metric's name without the prefixes and suffixes that denote its context, and the context."""
         context = {}
         for key, starts in self._prefixes.items():
             for value, start in starts.items():

@@ -152,7 +152,7 @@ class CometLogger(ServiceLogger):
 
 
 def _set_up_import(offline: bool) -> None:
-    """Set environment variables for the import of ``comet_ml``, unless they are set or it is already imported.
+    """Set environment variables for the import of ``comet_ml``, unless it is already imported. Set values are kept.
 
     By default, ``comet_ml`` would patch other packages and log automatically what this logger already receives.
     """

@@ -128,10 +128,10 @@ class CSVLogger(DirectoryLogger):
 
 
 class MetricsFile:
-    """Writer of ``metrics.csv``, which does not keep the file open.
+    """Writer of ``metrics.csv`` that does not keep the file open.
 
     Attributes:
-        waiting: Buffered rows.
+        waiting: Rows that are not yet written.
     """
 
     def __init__(self, log_dir: str, flush_every: int = 100) -> None:
@@ -166,7 +166,7 @@ class MetricsFile:
         return [*rows, *(dict(row) for row in self.waiting)]
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Add one row, and write the buffered rows if they are due.
+        """Add one row. Write the buffered rows once there are ``flush_every``, or once they span this number of steps.
 
         Args:
             metrics: Numbers by name.

@@ -1,4 +1,4 @@
-"""Base class of loggers, and its helpers."""
+"""Base class of loggers, and helpers for loggers."""
 
 from __future__ import annotations
 

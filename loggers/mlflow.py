@@ -296,7 +296,7 @@ class MLFlowLogger(Logger):
 
 
 def _check_store(uri: str) -> None:
-    """Raise an error if the installed version of MLflow cannot write to the address."""
+    """Raise an error if the installed version of MLflow cannot write to the tracking URI."""
     if uri.startswith(FILES) or ("://" not in uri and not uri.startswith(("databricks", "uc"))):
         from mlflow import environment_variables
 

@@ -110,7 +110,7 @@ class NeptuneLogger(ServiceLogger):
         return get_run_db_path(self._name, run_id, self._options.get("goodseed_home"))
 
     def _mark_as_ended(self, run_id: str) -> None:
-        """Mark a run whose process was killed as failed, because GoodSeed does not continue a running run."""
+        """Mark a run as failed if a killed process left it as running, because GoodSeed would not continue it."""
         from goodseed.storage import read_run_meta, write_run_meta
 
         file = self._find_file(run_id)

@@ -210,8 +210,8 @@ class TensorBoardLogger(DirectoryLogger):
 def _restore_after_tracing(model: torch.nn.Module) -> Iterator[None]:
     """Restore the RNG state and each module's mode after tracing.
 
-    Torch (seen in 2.13) sets every submodule to the mode of the outermost one, which would put frozen layers into
-    training mode.
+    After tracing, torch (seen in 2.13) sets every submodule to the mode of the outermost module. This would put layers
+    that are in evaluation mode into training mode.
     """
     import torch
 

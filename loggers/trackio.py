@@ -67,7 +67,7 @@ class TrackioLogger(ServiceLogger):
         return run
 
     def _read_config(self, run: Any) -> dict[str, Any]:
-        """Return the configuration of a continued local run, because Trackio would replace it with this process's."""
+        """Return the saved configuration of a continued local run, which Trackio would replace with this process's."""
         from trackio import Api
 
         if not run._is_local:

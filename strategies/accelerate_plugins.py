@@ -1,4 +1,4 @@
-"""Accelerate's classes for the layout of a model, and their translation to strategies."""
+"""Accelerate's classes for replicated and sharded models, and their conversion to strategies."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ class FullyShardedDataParallelPlugin:
 
 
 def _choose_sharding(argument: str, value: Any) -> str | None:
-    """Return the name of a sharding strategy in capitals, from its name or from torch's enum; None without one."""
+    """Return the name of a sharding strategy in capitals, or None. ``value`` is a name or a member of torch's enum."""
     return choose(argument, str(getattr(value, "name", value)).upper().lstrip("_"), _SHARDING) if value else None
 
 

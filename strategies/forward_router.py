@@ -14,9 +14,9 @@ BALLOT_SIZE = 7
 
 
 class Ballot:
-    """Votes, summed over the processes, on decisions that all processes make together but that depend on local values.
+    """Votes of the processes on decisions that they make together, reduced along with the gradients.
 
-    In float32, counts of up to 2**24 tokens are exact.
+    One of the votes is a count, such as the number of tokens. In float32, counts of up to 2**24 are exact.
 
     Attributes:
         value: This process's votes for the next backward pass, of shape ``(BALLOT_SIZE,)``.

@@ -108,7 +108,7 @@ class Precision:
 
 
 class _Autocast:
-    """Reentrant ``torch.autocast``. Nesting one instance of torch's class leaves autocast enabled (torch 2.13)."""
+    """Reentrant ``torch.autocast``. Entering one of torch's instances twice leaves autocast enabled (torch 2.13)."""
 
     def __init__(self, device: str, dtype: torch.dtype, cached: bool = True) -> None:
         self.autocast = torch.autocast(device, dtype=dtype, cache_enabled=cached)

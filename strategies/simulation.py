@@ -127,13 +127,13 @@ def members(group: Any) -> tuple[int, ...]:
 
 
 def lay_out(strategy: Strategy, world: World, precision: Precision, module: nn.Module) -> nn.Module:
-    """Wrap a module on the meta device for a plan, and return the module to call."""
+    """Attach a strategy to a world, wrap a module on the meta device with it, and return the module to call."""
     strategy.attach(world, precision)
     return strategy.wrap_without_values(module)
 
 
 def method(called: nn.Module, module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return a function that calls a method of the user's module through the wrapped module, like its ``forward``."""
+    """Return a function that runs a method of the user's module as the ``forward`` of the wrapped module ``called``."""
     assert isinstance(called, Router)
     return routed(called, called, getattr(module, name))
 
@@ -149,13 +149,14 @@ def ballot_bytes(parameters: Iterable[Tensor]) -> int:
 def varied(strategy: Strategy, *, shard: bool = False, **settings: Any) -> Strategy:
     """Return a copy of a strategy with different settings, for comparison in a plan.
 
-    With ``shard``, `FSDP` is used if the strategy does not shard models. The settings are those of `Strategy.variant`.
+    If ``shard`` is set and the strategy does not shard models, the result is an `FSDP` strategy. ``settings`` are
+    arguments of `Strategy.variant`.
     """
     return (FSDP() if shard and not strategy.sharded else strategy).variant(**settings)
 
 
 def strategy_named(name: str, size: int) -> Strategy:
-    """Return the strategy with this name for ``size`` ranks."""
+    """Return the strategy with this name. ``"auto"`` depends on the world size, ``size``."""
     if name == "auto":
         name = "ddp" if size > 1 else "single"
     return resolve_strategy(name, World())

@@ -46,7 +46,11 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
 
 
 def _selects(select: Callable[[nn.Module], Any], module: nn.Module, flag: str) -> bool:
-    """Return whether a function selects a module. A function of torch's `CustomPolicy` may also return options."""
+    """Return whether a policy's function selects a module.
+
+    A function of torch's `CustomPolicy` may return a dict of options. It selects the module if the dict is empty;
+    options raise a ValueError.
+    """
     selected = select(module)
     if isinstance(selected, dict) and selected:
         raise ValueError(
@@ -93,8 +97,8 @@ def self_contained(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]
 def direct_parts(model: nn.Module, blocks: Collection[nn.Module] = ()) -> list[nn.Module]:
     """Return the modules that methods of ``model`` call: children with parameters, including those in lists and dicts.
 
-    torch's losses are included. Metrics are not, because they accumulate state and must not be traced. A child that
-    contains ``blocks``, which are excluded, is replaced by its own children.
+    torch's losses are included. Metrics are not, because they accumulate state and must not be traced. ``blocks``
+    are excluded, and a child that contains some of them is replaced by its own direct parts.
     """
     parts: list[nn.Module] = []
     for child in model.children():
@@ -142,9 +146,10 @@ def describe_kind(module: nn.Module) -> tuple[Any, ...]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost repeated submodules: two or more layers of one class that are in one list and have children.
+    """Return the outermost repeated submodules: modules in one list of which two or more have the same class.
 
-    A list is a ``ModuleList``, ``ModuleDict`` or ``Sequential``.
+    A list is a ``ModuleList``, ``ModuleDict`` or ``Sequential``. Modules without children or without parameters are not
+    returned.
     """
     blocks: list[nn.Module] = []
 

@@ -175,7 +175,7 @@ def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:
 def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the flags that differ from their defaults, by name.
 
-    Arguments that the Trainer does not accept, in a dict under ``"unknown"``, raise a TypeError.
+    ``arguments["unknown"]`` is a dict of arguments that the Trainer does not have. They raise a TypeError.
     """
     defaults = defaults or {}
     refuse_unknown(arguments["unknown"], defaults)
@@ -220,7 +220,10 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
 
 
 def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:
-    """Enable ``sync_batchnorm`` in a strategy that supports it."""
+    """Turn on ``sync_batchnorm`` in a strategy if ``enabled`` is True.
+
+    With more than one process, a strategy that does not support it raises a ValueError.
+    """
     if enabled and hasattr(strategy, "sync_batchnorm"):
         strategy.sync_batchnorm = True
     elif enabled and strategy.world.size > 1:

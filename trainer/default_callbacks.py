@@ -142,5 +142,5 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
 
 
 def _is_several(value: Any) -> bool:
-    """Return whether a value is an iterable of objects, such as a list or ListConfig, but not a class, text or dict."""
+    """Return whether a value is an iterable of objects, such as a list or ListConfig, but not a class, str or dict."""
     return isinstance(value, Iterable) and not isinstance(value, type | str | Mapping)

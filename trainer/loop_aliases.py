@@ -14,7 +14,7 @@ _LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
 
 
 class LoopView:
-    """View of a loop in Lightning's form. Only certain flags of the Trainer can be set."""
+    """View of a loop in Lightning's form. Only the attributes in ``_flags``, which are the Trainer's, can be set."""
 
     _place = "trainer.fit_loop"
     _flags: tuple[str, ...] = ()
@@ -233,7 +233,7 @@ class LoggerConnectorView:
         return self.trainer.progress_bar_metrics
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Send values to the loggers immediately. ``step`` is by default the current optimizer step."""
+        """Send values to the loggers immediately. ``step`` defaults to the number of optimizer steps taken."""
         progress = self.trainer.progress
         row = {name: float(value) for name, value in metrics.items()}
         self.trainer.logbook.write_row(row, progress.step if step is None else step, progress.epoch)

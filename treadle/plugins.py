@@ -1,4 +1,4 @@
-"""Names for ``Trainer(plugins=...)``."""
+"""Plugins for ``Trainer(plugins=...)``."""
 
 from .common.peer_names import find_peer_names
 from .strategies import Precision, TorchSyncBatchNorm

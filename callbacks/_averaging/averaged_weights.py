@@ -223,7 +223,7 @@ class Averages:
 
 
 def _apply_masks(value: Tensor, masks: list[Tensor | None]) -> Tensor:
-    """Return a value with zeros where every mask is zero. None counts as a mask of ones."""
+    """Return ``value`` with zeros where all masks are zero. None stands for a mask of ones."""
     mask: Tensor | None = None
     for other in masks:
         if other is None:
@@ -239,7 +239,7 @@ def _can_swap_data(tensor: Tensor, average: Tensor) -> bool:
 def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bool) -> torch.device | None:
     """Return the device of the averages; None means the device of the weights.
 
-    With ``strict``, raise an error if the averages cannot be on ``device``.
+    If the averages of a sharded model cannot be on ``device``, raise an error with ``strict``; otherwise, return None.
     """
     strategy = trainer.accelerator.strategy
     if (local_steps := getattr(strategy, "local_steps", None)) is not None:
@@ -304,7 +304,7 @@ def averaged_weights(path: Path | str) -> dict[str, Tensor]:
 
 
 def _cast(averages: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each name and average in the dtype of the weight."""
+    """Yield the name of each average, and the average in the dtype of the weight with that name."""
     for name, value in averages.items():
         tensor = value.read() if isinstance(value, Stored) else value
         yield name, tensor.to(weights[name].dtype) if name in weights else tensor

@@ -68,7 +68,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
 
 
 def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) -> float:
-    """Run ``training_step`` on every batch and return the number of samples."""
+    """Recompute the layers' statistics in one pass over the training data and return the number of samples."""
     steps, accelerator = trainer.steps, trainer.accelerator
     assert steps is not None
     step = accelerator.local_method(task, "training_step")
@@ -88,7 +88,7 @@ def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) ->
 
 
 def _average_statistics(trainer: Trainer, layers: list[nn.Module], samples: float) -> bool:
-    """Set the statistics to their mean over all processes. Return False if there were no samples."""
+    """Average the statistics over all processes, weighted by samples. Return False if there were no samples."""
     world = trainer.accelerator.data_world
     statistics: list[Tensor] = [t for layer in layers for t in (layer.running_mean, layer.running_var)]  # type: ignore
     flat = torch.cat([t.double().flatten() for t in statistics] if world.device.type != "mps" else statistics)

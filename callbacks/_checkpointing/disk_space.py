@@ -47,7 +47,7 @@ def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_on
 
 
 def _count_optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the size of an optimizer's state in bytes, estimated if it has none yet."""
+    """Return the size of an optimizer's state in bytes, or an estimate if the state has not been created yet."""
     state_bytes = sum(_count_bytes(value) for state in optimizer.state.values() for value in _collect_tensors(state))
     if state_bytes:
         return state_bytes

@@ -17,7 +17,7 @@ _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
 
 def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str:
-    """Replace the fields of a template with values. A missing value counts as 0, with a warning.
+    """Replace the fields of a template with values. A missing value is written as 0, with a warning.
 
     ``equals`` is the text between a field's name and its value; None omits the name.
     """

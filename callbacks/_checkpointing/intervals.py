@@ -1,4 +1,4 @@
-"""Triggers that save a checkpoint."""
+"""Checks of the settings that trigger a save, and a timer on which all ranks agree."""
 
 from __future__ import annotations
 

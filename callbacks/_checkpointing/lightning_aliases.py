@@ -1,4 +1,4 @@
-"""Internals of Lightning's ModelCheckpoint that subclasses in public code read, call or override."""
+"""Private attributes and methods of Lightning's ModelCheckpoint that subclasses in public projects use or override."""
 
 from __future__ import annotations
 

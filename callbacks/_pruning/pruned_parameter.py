@@ -122,7 +122,7 @@ class PrunedParameter:
         state[f"{prefix}{self.name}"] = (value * mask.to(value.dtype)).detach()
 
     def _seek(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Load a value. Weights that are nonzero in this value are no longer pruned."""
+        """Split a value in a loaded state dict into weights and mask. Its nonzero weights are no longer pruned."""
         if (value := state.pop(f"{prefix}{self.name}", None)) is not None:
             mask = self.mask
             if value.shape == mask.shape:  # otherwise torch raises an error that describes the mismatch

@@ -25,7 +25,7 @@ class Part:
 
     Attributes:
         name: Path of the module in the model; ``(own)`` for parameters that belong to the model itself.
-        parameters: Number of parameters, over all processes.
+        parameters: Number of parameters. A sharded parameter counts in full.
         lazy: Whether the module also has lazy parameters, which are not counted.
         local: Number of parameters that this process holds.
         frozen: Whether the module has parameters and all of them are frozen.

@@ -66,7 +66,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
 
 
 def look_up_peak_flops(name: str, dtype: torch.dtype | str) -> float | None:
-    """Return the peak FLOPs per second of a GPU by its name, without sparsity; None if they are unknown."""
+    """Return the peak FLOPs per second, without sparsity, of the GPU called ``name``; None if they are unknown."""
     words = re.findall("[a-z0-9]+", name.lower())
     text = f" {' '.join(words)} "
     chip = max((chip for chip in _PEAKS if f" {chip} " in text), key=len, default="")

@@ -219,14 +219,14 @@ def _make_console_class() -> type[Console]:
 
 
 def _make_console(console_kwargs: dict[str, Any]) -> Console:
-    """Return a new console, because standard error may have been replaced."""
+    """Return a new console, which by default writes to the current ``sys.stderr``."""
     defaults = {} if {"file", "stderr"} & console_kwargs.keys() else {"file": sys.stderr}
     return _make_console_class()(**{**defaults, **console_kwargs})
 
 
 @cache
 def _make_words_column() -> Callable[..., ProgressColumn]:
-    """Return a class of columns whose text is not interpreted as markup."""
+    """Return a class of progress columns whose text is not interpreted as markup."""
     from rich.progress import ProgressColumn
     from rich.text import Text
 

@@ -176,7 +176,7 @@ class TQDMProgressBar(DrawnBar):
 
 
 def _fit_postfix(bar: Any) -> None:
-    """Omit the values that do not fit next to a bar, because tqdm would cut them."""
+    """Omit the values that do not fit next to a bar, because tqdm would cut off the text within a value."""
     facts = bar.format_dict
     if not facts["ncols"] or not bar.postfix:  # a notebook
         return

@@ -32,7 +32,7 @@ class Failure:
 
     Attributes:
         message: The error's class and message.
-        frames: Frames of the traceback outside of Treadle and torch, as text.
+        frames: Frames of the traceback that are in neither Treadle nor torch, as text.
         trace: The whole traceback, as text.
     """
 
@@ -44,16 +44,16 @@ class Failure:
 
 @dataclass
 class Page:
-    """Content of the page. Empty sections are omitted.
+    """Content of an HTML page. Empty sections are omitted.
 
     Attributes:
         state: Current state or outcome of the run, such as ``"finished"``.
         ended_well: Whether the run succeeded; None if this is not known yet.
         tiles: Key figures as text, by name.
         charts: Steps and values of each line, by the chart's title and the line's name.
-        times: For each activity, its seconds and those spent waiting for batches.
+        times: Duration of each activity, and the part of it that was spent waiting for batches, in seconds.
         tables: Rows of each table, by heading.
-        folded: Additional rows of the tables, by heading, with the label that unfolds them.
+        folded: By heading, the label that unfolds a table's hidden rows, and these rows.
     """
 
     title: str
@@ -256,7 +256,10 @@ def choose_styles(names: Collection[str]) -> list[str]:
 
 
 def thin_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[int], list[float]]:
-    """Return the steps and values of a curve, thinned to the extremes of its sections."""
+    """Return the steps and values of a curve, thinned if it has more than ``2 * most`` points.
+
+    Of each of at most ``most`` sections, the minimum and the maximum are kept. Both ends of the curve are kept, too.
+    """
     if len(points) > 2 * most:
         width = -(-len(points) // most)
         extremes = []
@@ -268,7 +271,7 @@ def thin_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[in
 
 
 def pad_range(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
-    """Return the ends of an axis."""
+    """Return the limits of an axis for values from ``low`` to ``high``, with a margin."""
     if logarithmic:
         return low / 1.2, high * 1.2
     space = (high - low) * 0.05 or abs(high) * 0.05
@@ -290,7 +293,7 @@ def choose_ticks(low: float, high: float, logarithmic: bool) -> list[float]:
 
 
 def format_number(value: float) -> str:
-    """Return a number as text."""
+    """Format a number with four significant digits, or without decimals from 10,000."""
     return f"{value:,.0f}" if abs(value) >= 10_000 and abs(value) < 1e15 else f"{value:.4g}"
 
 
@@ -314,7 +317,7 @@ def group_names(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def split_stage(name: str) -> tuple[str, str]:
-    """Return the stage with which a name begins, or "", and the name without it."""
+    """Return the stage with which a name begins, or "", and the rest, without suffixes such as ``_epoch``."""
     base_name = name.split("/dataloader_idx_")[0].removesuffix("_step").removesuffix("_epoch")
     for stage in _STAGES:
         if len(base_name) > len(stage) + 1 and base_name.startswith(stage) and base_name[len(stage)] in "_/-. ":

@@ -130,7 +130,7 @@ class RunReport(BestEffortCallback):
             self._safely(self._write, trainer, "under way", None)
 
     def _write(self, trainer: Trainer, state: str, ended_well: bool | None) -> None:
-        """Write the page, so that a reader never sees a partial page."""
+        """Write the page atomically, so that a reader never sees a partial page."""
         place = as_path(self.dirpath or trainer.logbook.directory(trainer.default_root_dir))
         folder = local_folder(place)
         folder.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,10 @@ def describe_ending(trainer: Trainer, stage: str) -> str:
 
 
 def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str]:
-    """Return key figures by name. The throughput is that of this ``fit``."""
+    """Return key figures by name.
+
+    ``samples`` and ``seconds`` are the values from before this ``fit``. The throughput excludes them.
+    """
     from .html import format_duration, format_number
 
     progress, history = trainer.progress, trainer.history
@@ -231,7 +234,7 @@ def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def find_best(trainer: Trainer) -> dict[str, Any] | None:
-    """Return the best value that a `ModelCheckpoint` or else an `EarlyStopping` recorded, or None."""
+    """Return the best value and its metric from a `ModelCheckpoint` or else an `EarlyStopping`, if there is one."""
     for saved in trainer.checkpoint_callbacks:
         if saved.monitor and saved.best_model_score is not None:
             best = {"metric": saved.monitor, "mode": saved.mode, "value": float(saved.best_model_score)}
@@ -269,7 +272,7 @@ def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
 
 
 def collect_hyperparameters(owner: Any) -> dict[str, str]:
-    """Return hyperparameters as texts by name."""
+    """Return hyperparameters by name, formatted as text."""
     if owner is None or not owner.log_hyperparameters:
         return {}
     left_out = {name: f"not stored: {words}" for name, words in owner.stored_hparams().left_out.items()}
@@ -277,14 +280,14 @@ def collect_hyperparameters(owner: Any) -> dict[str, str]:
 
 
 def split_settings(trainer: Trainer) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the Trainer's flags that were set and its defaults, each as texts by name."""
+    """Return the Trainer's flags that were set, and those that have their defaults, by name and formatted as text."""
     settings = flatten_settings(trainer.settings)
     changed = {name: text for name, text in settings.items() if name in trainer.changed_settings}
     return changed, {name: text for name, text in settings.items() if name not in changed}
 
 
 def flatten_settings(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Return nested settings as texts by dotted name."""
+    """Return nested settings by dotted name, formatted as text of limited length."""
     lines: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:

@@ -23,8 +23,8 @@ _LONGEST = 2000  # characters of an error
 class RunRecord(BestEffortCallback):
     """Callback that reports the run's state when a stage begins, ends or fails, and at intervals during training.
 
-    Only rank zero reports, except that every process reports an error. The function ``write`` receives the entries to
-    report, by name, and the charts of `build_charts`, or None if they are not reported.
+    Only rank zero reports, except that every process reports an error. Each report calls ``write`` with the entries to
+    report, by name, and the charts of `build_charts`. The charts are None if they are not reported.
 
     Attributes:
         began: Whether the first training epoch, or a stage other than ``fit``, has begun.
@@ -51,7 +51,7 @@ class RunRecord(BestEffortCallback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report the settings and the state before the first step."""
+        """Report the hyperparameters, the Trainer's flags and the state before the first step."""
         if trainer.is_global_zero:
             changed, _ = split_settings(trainer)
             owners = {"task": pl_module, "data": trainer.datamodule}
@@ -67,17 +67,17 @@ class RunRecord(BestEffortCallback):
         self.began = True
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report, if this is due."""
+        """Report the run's state if a report is due."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report, if this is due."""
+        """Report the run's state if a report is due."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report, if this is due."""
+        """Report the run's state if a report is due."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
@@ -95,7 +95,7 @@ class RunRecord(BestEffortCallback):
             self._due = math.inf
 
     def _tell(self, trainer: Trainer, facts: dict[str, Any]) -> None:
-        """Report ``facts`` with the metrics and, in ``fit``, the progress."""
+        """Report the entries in ``facts`` and the metrics and, in ``fit``, the progress and the charts."""
         began, progress = time.monotonic(), trainer.progress
         facts["metrics"] = dict(trainer.logbook.callback_values)
         charts = None

@@ -202,5 +202,5 @@ def report_error(program: str, error: ConfigError) -> int:
 
 
 def _read_nonzero_ranks() -> list[bool]:
-    """Return for each of the environment variables ``RANK`` and ``LOCAL_RANK`` whether it is set and nonzero."""
+    """Return whether the environment variables ``RANK`` and ``LOCAL_RANK`` are set and nonzero, in this order."""
     return [os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK")]

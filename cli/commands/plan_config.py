@@ -1,4 +1,4 @@
-"""Plan subject built from a run's configuration."""
+"""Construction of the `Subject` of a plan from a run's configuration."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _LENGTH = (
 
 
 def build_config_subject(options: argparse.Namespace) -> Subject:
-    """Build the plan subject of a configuration: its task, the first batch of its data, its optimizer and schedule."""
+    """Build the `Subject` of a configuration from its task, the first batch of its data, its optimizer and schedule."""
     if (current_directory := os.getcwd()) not in sys.path:
         sys.path.insert(0, current_directory)  # so that it can name modules next to the configuration
     checked = check(load(options.config, options.overrides))
@@ -62,7 +62,7 @@ def build_config_subject(options: argparse.Namespace) -> Subject:
 
 
 class PlannedTrainer(Trainer):
-    """Trainer in this process that reports the world size of the planned run."""
+    """Trainer that runs in this process only but reports the world size of the planned run."""
 
     def __init__(self, processes: int, **flags: Any) -> None:
         super().__init__(
@@ -75,7 +75,7 @@ class PlannedTrainer(Trainer):
 
     @property
     def world_size(self) -> int:
-        """World size of the run."""
+        """World size of the planned run."""
         return self._processes
 
     @property
@@ -188,7 +188,7 @@ class _PlannedRun:
         return task
 
     def make_batch(self, samples: int) -> Any:
-        """Return a batch like the run's first one, but with ``samples`` samples and with zeros in its tensors."""
+        """Return a batch like the run's first one, but with ``samples`` samples and tensors of zeros."""
         return _make_like(self.batch, self.size, samples)
 
     def compute_loss(self, step: Callable[..., Any], batch: Any) -> Tensor:

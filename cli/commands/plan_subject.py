@@ -43,7 +43,7 @@ class Subject:
 
 
 def build_model_subject(options: argparse.Namespace) -> Subject:
-    """Build the plan subject of a standard transformer trained with AdamW."""
+    """Build the `Subject` of a standard transformer, selected with ``--model``, that is trained with AdamW."""
     sizes = sizes_of(options.model)
     if options.length is not None:
         sizes = replace(sizes, length=options.length)

@@ -42,7 +42,7 @@ def _format_mapping(value: Value, indent: str, secrets: Mapping[str, str]) -> It
 
 
 def _format_entry(begin: str, value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
-    """Yield the lines of a value after ``key:`` or ``-``."""
+    """Yield the lines of a value, which follows ``begin``: an indented ``key:`` or ``-``."""
     data = value.data
     if isinstance(data, dict):
         if all(isinstance(item.data, Opaque) for item in data.values()):
@@ -84,7 +84,7 @@ def _format_value(value: Value, secrets: Mapping[str, str], within: bool = False
 
 
 def format_word(data: Any, secrets: Mapping[str, str] | None = None, within: bool = False) -> str:
-    """Return a scalar as YAML. Text is always quoted if it is ``within`` a list in brackets."""
+    """Return a scalar as YAML. ``within`` quotes any text, as is needed in a list in brackets."""
     if data is None:
         return "null"
     if isinstance(data, bool):

@@ -56,8 +56,8 @@ def run(
     """Run a stage with the configuration that a command line specifies. Return None if only printing was requested.
 
     ``model`` and ``data`` are used unless the configuration names subclasses of them. With ``keep=False``, ``predict``
-    does not return the predictions. They are written to files unless the configuration has a callback that may use
-    them.
+    does not return the predictions. Instead, it writes them to files, unless the configuration has a callback that may
+    use them.
 
     Raises:
         ConfigError: If the command line or the configuration is invalid.
@@ -94,7 +94,7 @@ def run(
 
 
 def _execute(stage: str, program: str, checked: CheckedConfig, text: str, options: Options, keep: bool) -> Session:
-    """Build the objects and run the stage. The run folder and the Trainer come first: they may launch processes."""
+    """Build the objects and run the stage. First, create the run folder and the Trainer, which may launch processes."""
     from ...engine import seed_everything
     from ...trainer import Trainer, as_callbacks
     from ..config.instantiate import locate_error

@@ -76,7 +76,7 @@ class Canvas:
         self._cells[cell] = (bits, line)
 
     def render_rows(self, color: bool) -> list[str]:
-        """Return the drawing as one text per row."""
+        """Return the drawing as one string per row."""
         return [
             "".join(self._render_letter(row, column, color) for column in range(self.columns))
             for row in range(self.height)

@@ -105,8 +105,8 @@ def load(
     """Read, merge and resolve a configuration, without importing or building anything in it.
 
     ``overrides`` are ``key.path=value``, ``key.path+=value`` to append to a list, and ``~key.path`` to remove a key.
-    They take precedence over ``files``, these over ``earlier``, and this over ``defaults``. ``earlier`` is the name and
-    YAML text of an earlier run's configuration.
+    The precedence, from high to low, is ``overrides``, later ``files``, earlier ``files``, ``earlier``, ``defaults``.
+    ``earlier`` is the name and YAML text of an earlier run's configuration.
     """
     return resolve(merge_sources(files, overrides, defaults=defaults, earlier=earlier))
 
@@ -148,7 +148,10 @@ def resolve(root: Value, settings: Mapping[str, Value] | None = None) -> Config:
 
 
 def _parse_earlier_config(name: str, text: str) -> Value:
-    """Parse an earlier run's configuration, without a ``ckpt_path`` of ``"last"``, ``"best"`` or ``"auto"``."""
+    """Parse an earlier run's configuration.
+
+    A ``ckpt_path`` of ``"last"``, ``"best"`` or ``"auto"`` is removed, together with ``schedule``.
+    """
     parsed = parse(text, name)
     if parsed is None or parsed.data is None:
         return Value({}, name)
@@ -325,7 +328,10 @@ class _References:
                 )
 
     def measure_extent(self, path: Path) -> int:
-        """Return the number of values, and of full 100 characters of text, at a path with every reference expanded."""
+        """Return the number of values at a path with every reference expanded.
+
+        Each full 100 characters of a text count as another value.
+        """
         if path in self.extents:
             return self.extents[path]
         value = self.values[path]
@@ -368,7 +374,8 @@ class _References:
     def fill(self, path: Path, carried: Any) -> Value:
         """Return the value at a path with every reference resolved.
 
-        The value of a single reference keeps its text, so ``1.10`` is not shortened to ``1.1`` where text is expected.
+        A value that is a single reference keeps the text of its target, so ``1.10`` does not become ``1.1`` where text
+        is expected.
         """
         if path not in self.resolved_values:
             value = self.values[path]
@@ -382,7 +389,7 @@ class _References:
         return self.resolved_values[path]
 
     def _resolve_single(self, text: str, path: Path, carried: Any) -> Value | None:
-        """Return the value of a text that is one reference or variable; None if OmegaConf must interpolate the text."""
+        """Return the value of a text that is a single ``${...}``; None if OmegaConf must interpolate the text."""
         source = self.values[path].source
         if text.startswith("$") and (reference := _REFERENCE.fullmatch(text)) is not None:
             return _replace_sources(self.fill(self.find_target(path, reference[1]), carried), lambda _: source)

@@ -21,8 +21,8 @@ def apply_link(
 ) -> Value | None:
     """Return the settings of an option or group with the value of a link set at the link's target.
 
-    The target of a link that is applied at instantiation is removed instead. A problem is reported if an argument of a
-    class is also set in another way.
+    If the link is applied at instantiation, the target is removed instead. A problem is reported if the target is an
+    argument of a class and is also set in another way.
     """
     declared, path = declared_by_key[key], link.path[len(key.split(".")) :]
     given = None if section is None else find_value(section, path)

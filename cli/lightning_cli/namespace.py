@@ -97,7 +97,7 @@ class Namespace(argparse.Namespace):
                 yield name, value
 
     def keys(self, branches: bool = False) -> Iterator[str]:
-        """Iterate over dotted keys. ``branches`` adds those of the nested namespaces themselves."""
+        """Iterate over dotted keys. ``branches`` adds the keys of the nested namespaces themselves."""
         return (key for key, _ in self.items(branches))
 
     def values(self, branches: bool = False) -> Iterator[Any]:

@@ -60,7 +60,7 @@ _PEER_FLAGS = frozenset({"model_registry"})
 
 
 class ActionConfigFile(argparse.Action):
-    """Action of an option that reads files: ``parser.add_argument("--config", action=ActionConfigFile)``."""
+    """Action of options that read configuration files, as in ``add_argument("--config", action=ActionConfigFile)``."""
 
 
 class LightningArgumentParser(ConfigWriter):
@@ -592,7 +592,7 @@ class LightningArgumentParser(ConfigWriter):
         return root
 
     def _iterate_variables(self) -> Iterator[tuple[str, str]]:
-        """Iterate over keys and the environment variables that set them, starting with keys of configuration files."""
+        """Yield each key with the name of its environment variable. Options for configuration files come first."""
         keys = [*self.config_keys, *self.declared]
         for key, declared in self.declared.items():
             if isinstance(declared, ClassGroup) and not declared.subclass_mode:
@@ -638,7 +638,10 @@ class LightningArgumentParser(ConfigWriter):
         return place(root, path, value, lambda place: self._find_default(root, place), add)
 
     def _is_plain(self, root: Value, path: Path) -> bool:
-        """Return whether a later mapping replaces the value at a path: a known argument that is not a dataclass."""
+        """Return whether a mapping replaces the value at a path instead of being merged into it.
+
+        This is true of arguments whose type is not a dataclass.
+        """
         argument = self._find_argument(root, path)
         return argument is not None and find_shape(argument.type) is None
 
@@ -700,7 +703,7 @@ class LightningArgumentParser(ConfigWriter):
         return recipes
 
     def _drop_nested(self, key: str, section: Value | None) -> Value | None:
-        """Return a group's settings without the options that were added below its key."""
+        """Return the settings of the group ``key`` without those of other options below it, such as ``model.name``."""
         inner = {name[len(key) + 1 :] for name in self.declared if name.startswith(f"{key}.")}
         if section is None or not isinstance(section.data, dict) or not inner:
             return section

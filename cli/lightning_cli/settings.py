@@ -1,4 +1,4 @@
-"""Settings in LightningCLI's form: ``class_path`` and ``init_args``, merged and placed by dotted keys."""
+"""Settings in LightningCLI's form, with ``class_path`` and ``init_args``, and functions that convert and merge them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CLASS = ClassPath("class")
 
 
 def make_settings(data: Any, source: str) -> Value:
-    """Convert plain data, namespaces, lazy instances and other objects to values that all have the same source."""
+    """Return data as settings with ``source`` in each value. Namespaces and lazy instances become mappings."""
     if is_lazy(data):
         data = data.lazy_get_init_data()
     if isinstance(data, argparse.Namespace):
@@ -53,7 +53,7 @@ def is_lazy(value: Any) -> bool:
 
 
 def normalize(value: Value) -> Value:
-    """Return the values with ``class_path``, ``init_args`` and ``dict_kwargs`` merged into one mapping."""
+    """Return settings with the ``class_path``, ``init_args`` and ``dict_kwargs`` of each object in one mapping."""
     if isinstance(value.data, list):
         return replace(value, data=[normalize(item) for item in value.data])
     if not isinstance(value.data, dict):
@@ -84,7 +84,7 @@ def translate_class_path(name: str) -> str:
 
 
 def restore_class_path(value: Value) -> Value:
-    """Return the values, with mappings that were written with ``class_path`` restored to that form."""
+    """Return settings with ``class_path`` and ``init_args`` restored in the mappings written with ``class_path``."""
     if isinstance(value.data, list):
         return replace(value, data=[restore_class_path(item) for item in value.data])
     if not isinstance(value.data, dict):
@@ -103,7 +103,7 @@ def merge(
     """Merge two values. Mappings are merged key by key; otherwise, the later value replaces the earlier one.
 
     If ``later`` names another class, the earlier arguments that this class accepts are kept, as in LightningCLI.
-    ``is_replaced`` returns whether the mapping at a path is a plain dict, which is replaced entirely.
+    ``is_replaced`` returns whether the mapping at a path is replaced as a whole, as for an argument of type ``dict``.
     """
     old = expand_class_name(before) if isinstance(before.data, str) else before
     if not isinstance(old.data, dict):
@@ -123,7 +123,7 @@ def merge(
 
 
 def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
-    """Return a newly named class with the arguments of an earlier object that this class accepts."""
+    """Return settings for the class ``named``, with the arguments in ``entries`` that this class accepts."""
     if "class" not in entries:
         return {_CLASS: named}
     if entries["class"].data == named.data:
@@ -180,7 +180,7 @@ def is_word(value: Value) -> bool:
 
 
 def append(value: Value | None, new: Value) -> Value:
-    """Return a list to which a value, or all items of another list, have been appended."""
+    """Return ``value`` as a list with ``new`` appended, or with the items of ``new`` appended if it is a list."""
     before = [] if value is None or value.data is None else value.data if isinstance(value.data, list) else [value]
     return Value([*before, *(new.data if isinstance(new.data, list) else [new])], new.source)
 
@@ -197,9 +197,11 @@ def place(
 
     Args:
         value: The merged settings.
-        path: The path. A name that leads into a list refers to the list's last item.
+        path: The keys and indices that lead to the value. If a name follows a list, it is looked up in the list's
+            last item.
         new: The value to set or append.
-        find_default: Function that returns the default at a path, into which the new value is merged.
+        find_default: Function that returns the default at a path. If the settings have no mapping or list there, the
+            new value is added to the default.
         add: Whether to append to the list at the path. Default: False.
         done: Number of leading entries of ``path`` that lead to ``value``. Default: 0.
     """
@@ -253,7 +255,7 @@ def make_default(argument: Argument) -> Value | None:
 
 
 def find_shape(annotation: Any) -> Any:
-    """Return an annotation, or the first of its arguments, that is a dataclass; None if there is none."""
+    """Return the first dataclass in an annotation, such as ``Config | None``; None if there is none."""
     inner = typing.get_args(annotation) or (annotation,)
     return next((kind for kind in inner if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 

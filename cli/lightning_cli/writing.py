@@ -51,7 +51,7 @@ def to_plain(value: Any) -> Any:
     """Return a configuration as plain data, without entries that cannot be represented as text.
 
     Raises:
-        NotWritten: If the value itself cannot be represented as text.
+        NotWritten: If the value itself, or an item of a list, cannot be represented as text.
     """
     if isinstance(value, argparse.Namespace):
         value = vars(value)

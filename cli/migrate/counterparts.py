@@ -94,10 +94,10 @@ def find_integration(module: str | None, name: str) -> str | None:
 
 @cache
 def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
-    """Return the Treadle module that has a peer's name, advice on a replacement, or None.
+    """Return the Treadle module that provides a peer's name; otherwise, advice on a replacement, or None.
 
-    If the module at the same path lacks a name, the name is looked up in the parent packages, because older versions of
-    the peers have it at other paths, such as `core.lightning.LightningModule`.
+    If the module at the same path lacks the name, the parent packages are searched, because older versions of the peers
+    define some names in other submodules, such as `core.lightning.LightningModule`.
     """
     peer = split_peer(module)
     while peer is not None:
@@ -125,7 +125,7 @@ def describe_missing(module: str, name: str) -> str:
 
 
 def look_up(module: str, name: str) -> Any:
-    """Return the attribute of a module of Treadle, or `MISSING`."""
+    """Return an attribute of a Treadle module, or `MISSING`."""
     namespace = vars(importlib.import_module(module))
     value = namespace.get(name, MISSING)
     ask = namespace.get("__getattr__")
@@ -161,7 +161,7 @@ def follow_attributes(module: str, attributes: Sequence[str]) -> tuple[int, bool
 
 
 def find_submodule(module: str, name: str) -> str | None:
-    """Return the peer's module that ``from module import name`` imports, or None if that is not a module."""
+    """Return the peer's module that ``from module import name`` imports; None if ``name`` is not a module."""
     if module == "lightning" and name in ("pytorch", "fabric"):
         return f"{module}.{name}"
     home = find_counterpart(module, name)

@@ -1,4 +1,4 @@
-"""Detection of uses that behave differently in Treadle, according to the rows of docs/differences."""
+"""Detection of code that behaves differently in Treadle, according to ``compat/differences.toml``."""
 
 from __future__ import annotations
 

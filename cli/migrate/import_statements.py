@@ -12,7 +12,7 @@ _PRAGMA = re.compile(r"#\s*(noqa|type:|pylint:|isort:|ruff:|pyright:|fmt:|mypy:)
 
 
 def rewrite_import(source: str, modules: Mapping[int, str]) -> str:
-    """Rewrite a statement ``import a.b as c, d`` with new modules by position, and remove duplicates."""
+    """Rewrite a statement ``import a.b as c, d`` and remove duplicates. ``modules`` maps positions to new modules."""
     statement = _parse(source)
     assert isinstance(statement, cst.Import)
     aliases: dict[str, cst.ImportAlias] = {}
@@ -29,9 +29,10 @@ def rewrite_from(
 ) -> str:
     """Rewrite a statement ``from a import b, c`` as one statement for each new module.
 
-    Names without a new module stay in the last statement. ``statements`` replace a name entirely, by its position.
-    ``separator`` is the text between two statements, and ``trailing`` the comment after the statement. A comment for
-    tools, such as ``# noqa``, is repeated after each new statement.
+    ``modules`` holds the new module of each name. Names whose entry is None stay in the last statement. ``statements``
+    maps the positions of names to complete statements that import them. ``separator`` is the text between two
+    statements, and ``trailing`` is the comment after the statement. A comment for tools, such as ``# noqa``, is
+    repeated after each new statement.
     """
     statement = _parse(source)
     assert isinstance(statement, cst.ImportFrom)
@@ -52,7 +53,7 @@ def rewrite_from(
 def _keep_names(
     statement: cst.ImportFrom, keys: Sequence[str | None], wanted: str | None, is_first: bool
 ) -> cst.ImportFrom:
-    """Return the statement with only some of its names, and with the comments above and next to these names."""
+    """Return the statement with only the names whose key is ``wanted``, and the comments above and next to them."""
     assert not isinstance(statement.names, cst.ImportStar)
     names, positions = list(statement.names), [position for position, key in enumerate(keys) if key == wanted]
     spaces = [statement.lpar.whitespace_after if statement.lpar else None, *map(_space_behind, names)]
@@ -88,7 +89,7 @@ def _join(
     above: cst.BaseParenthesizableWhitespace | None,
     has_comment: bool = True,
 ) -> cst.BaseParenthesizableWhitespace | None:
-    """Return the space between two names: the comment next to the first one, and the lines above the second one."""
+    """Return the whitespace between two names, with the comment next to the first and the lines above the second."""
     if not isinstance(beside, cst.ParenthesizedWhitespace):
         return above if isinstance(above, cst.ParenthesizedWhitespace) and not _has_comment(above) else beside
     line = beside.first_line
@@ -99,7 +100,7 @@ def _join(
 
 
 def _end_list(last: cst.ImportAlias, statement: cst.ImportFrom) -> tuple[cst.ImportAlias, cst.ImportFrom]:
-    """Turn an inner name into the last one, with the comment next to it and the original closing parenthesis."""
+    """Make a name the last one in the statement. Keep the comment next to it and the place of the parenthesis."""
     assert not isinstance(statement.names, cst.ImportStar)
     space = _space_behind(last)
     comment = space.first_line if isinstance(space, cst.ParenthesizedWhitespace) else None

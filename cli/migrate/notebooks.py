@@ -1,4 +1,4 @@
-"""Migration of a notebook's code cells, which form one program."""
+"""Migration of a notebook's code cells, which are migrated as one program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HIDDEN = "pass  #@treadle-magic-"
 def migrate_notebook(text: str, path: str) -> tuple[str, list[Finding]]:
     """Return a notebook's text after the migration, and the findings.
 
-    Findings append the cell's number to ``path`` and count lines within the cell.
+    The path of a finding ends with the cell's number, and its line is counted within the cell.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: If the file or its code cannot be parsed.
@@ -63,7 +63,7 @@ def _join(cell: dict[str, Any]) -> str:
 
 
 def _hide_magics(source: str) -> tuple[str, list[str]]:
-    """Replace IPython magics by ``pass`` statements. Return the code and the magics. Valid Python is unchanged."""
+    """Replace IPython magics with ``pass`` statements. Return the code and the magics. Valid Python is unchanged."""
     with suppress(SyntaxError):
         ast.parse(source)
         return source, []
@@ -103,7 +103,7 @@ def _name_cell(finding: Finding, lengths: dict[int, int]) -> Finding:
 
 
 def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
-    """Replace the sources of cells, by cell number, in the text of a notebook. All other characters are unchanged."""
+    """Return a notebook's text with new sources, given by cell number. The rest of the text is unchanged."""
     # JSON contains no quotes outside strings, so these are its strings, in the order of the parsed ones.
     literals = list(re.finditer(r'"(?:[^"\\]|\\.)*"', text))
     spans = dict(_locate_sources(notebook))
@@ -123,7 +123,10 @@ def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
 
 
 def _locate_sources(notebook: Any) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield each cell's number, and the index and count of its source's strings among all strings of the notebook."""
+    """Yield each cell's number, with the index of its source's first string and the number of the source's strings.
+
+    The index counts all strings in the notebook, including keys.
+    """
     position = 0
     for key, value in notebook.items():
         position += 1

@@ -54,7 +54,7 @@ def migrate_text(text: str, path: str) -> tuple[str, list[Finding]]:
 
 
 def find_requirements(text: str, path: str) -> list[Finding]:
-    """Return findings for lines that require a peer, unless the file requires Treadle already."""
+    """Return a finding for each required package of a peer, unless the file already requires Treadle."""
     findings: list[Finding] = []
     for number, line in enumerate(text.split("\n") if not _TREADLE.search(text) else (), 1):
         if line.lstrip().startswith("#") or _NO_REQUIREMENT.match(line):

@@ -280,7 +280,7 @@ class _Source:
     # -- uses --------------------------------------------------------------------------------------------------------
 
     def _resolve(self, module: str, ours: str, attributes: Sequence[str]) -> tuple[list[str], bool]:
-        """Return the attributes to write after Treadle's module instead of a peer's, and whether they exist."""
+        """Return the attributes to write after the Treadle module that replaces a peer's, and whether they exist."""
         kept = list(attributes)
         if module == "lightning" and kept[:1] in (["pytorch"], ["fabric"]):
             module = f"lightning.{kept.pop(0)}"

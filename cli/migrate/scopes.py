@@ -48,7 +48,7 @@ class Scope:
 
     Attributes:
         bindings: Imports of peers by the name they bind.
-        others: Names that are bound in another way than by an import of a peer.
+        others: Names bound by anything other than an import of a peer.
         outer: Names declared global or nonlocal.
     """
 
@@ -73,7 +73,7 @@ class Scope:
 
 
 def list_nodes(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
-    """Return a tree's nodes, each with its scope, and record the names that each scope binds except by imports.
+    """Return a tree's nodes, each with its scope. Record in each scope the names bound other than by imports.
 
     The traversal is not recursive, because a sum of a thousand terms is a tree that is a thousand nodes deep.
     """

@@ -26,7 +26,7 @@ class Comparison:
         hyperparameters: Recorded hyperparameters of the task and the data module whose values differ.
         environment: Versions, revision and hardware that differ.
         metrics: Last value of each metric that any run logged.
-        charts: Points by the curve's name, then by the label of the run that has the curve.
+        charts: Points of each curve, by the curve's name and then by the run's label.
         problems: A message for each file that cannot be read; its run is treated as if the file were empty.
     """
 
@@ -114,7 +114,7 @@ _FACTS: dict[str, Callable[[Run], str]] = {
 
 
 def _flatten_config(run: Run) -> dict[str, str]:
-    """Return a run's configuration as text by dotted key; for a run without a configuration, the Trainer's flags."""
+    """Return a run's configuration values by dotted key, or the Trainer's flags if the run has no configuration."""
     text = index.config(run)
     if not text:
         flags = {f"trainer.{name}": value for name, value in run.facts.get("flags", {}).items()}

@@ -50,6 +50,6 @@ class Assignment:
 
 
 def follow_scheduler() -> None:
-    """Make Linux send SIGTERM to this process when its scheduler dies. Call this function before anything else."""
+    """If this process runs a trial, make Linux send it SIGTERM when the scheduler dies. Call this function first."""
     if (assignment := Assignment.read()) is not None:
         die_with_parent(assignment.scheduler, signal.SIGTERM)

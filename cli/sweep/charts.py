@@ -79,7 +79,7 @@ class TrialPoint:
 
 
 def color_by_rank(rank: int, count: int) -> str:
-    """Return the color of a rank as ``#rrggbb``, between the colors of the best rank, 0, and the worst rank."""
+    """Return the color, as ``#rrggbb``, of the trial in place ``rank`` among ``count`` trials. The best place is 0."""
     share = 0.0 if count < 2 else rank / (count - 1)
     best, worst = ([int(color[start : start + 2], 16) for start in (1, 3, 5)] for color in (_BEST, _WORST))
     return "#" + "".join(f"{round(b + (w - b) * share):02x}" for b, w in zip(best, worst, strict=True))

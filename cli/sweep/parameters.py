@@ -49,7 +49,7 @@ class Range:
     """Range of numbers that includes both ends.
 
     Attributes:
-        step: The distance between two values. None stands for a continuous range or, for integers, for a distance of 1.
+        step: The distance between neighboring values. None stands for a continuous range or, for integers, for 1.
         log: Whether values are drawn on a logarithmic scale.
     """
 

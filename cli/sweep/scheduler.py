@@ -2,8 +2,8 @@
 
 Several processes may run a scheduler for the same sweep, on machines that share the sweep's folder. Each decision is
 made under a lock: to start the study's next trial, or to continue a trial that no running process executes. A trial's
-number, values and run folder are stored in the study before its process starts. If a scheduler is killed, the next
-scheduler finds the trial, and continues it in its run folder from its last checkpoint.
+number, values and run folder are stored in the study before its process starts. If a scheduler is killed, another
+scheduler finds its trials and continues each in its run folder, from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Scheduler:
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:
-        """Record the first signal. On a second signal, request that the trials are killed."""
+        """Within a ``with`` block, record the first signal, and request on a second one that the trials are killed."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is None:
@@ -188,7 +188,10 @@ class Scheduler:
         return False
 
     def _claim(self, number: int, run: int | None) -> bool:
-        """Assign a trial to this process. Return False, and record the trial as failed, if its values are invalid."""
+        """Assign a trial to this scheduler and prepare its run folder.
+
+        If its values are invalid, the trial is recorded as failed, and the result is False.
+        """
         parameters = self.study.draw(number)
         if run is None:
             taken = {trial.user_attrs.get("run") for trial in self.study.list_trials()}
@@ -230,7 +233,7 @@ class Scheduler:
     # -- outcomes ------------------------------------------------------------------------------------------------
 
     def _record_outcome(self, worker: Worker) -> None:
-        """Record the outcome of a process of this session. A trial fails after three kills without progress."""
+        """Record the outcome of a trial whose process has ended. A trial fails after three kills without progress."""
         outcome = judge(worker.folder, worker.process.returncode)
         label = self._label(int(worker.folder.name))
         if outcome.end is End.CUT_SHORT:

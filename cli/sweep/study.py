@@ -78,7 +78,7 @@ class Study:
         return _PASSWORD.sub(r"\1***@", self.url)
 
     def _complete_pruner(self) -> Choice | None:
-        """Return the sweep's pruner, or None. Hyperband's ``max_resource`` defaults to a common ``max_epochs``."""
+        """Return the sweep's pruner, or None. Hyperband's ``max_resource`` defaults to the trials' ``max_epochs``."""
         prune, epochs = self.sweep.prune, _get_max_epochs(self.sweep)
         if prune is None or prune.kind != "hyperband" or epochs is None:
             return prune
@@ -101,7 +101,7 @@ class Study:
         return self.study.ask().number
 
     def draw(self, number: int) -> dict[str, Any]:
-        """Return a trial's values as they are stored, and draw values that the trial does not have yet."""
+        """Draw the values that a trial does not have yet, and return all its values as the study stores them."""
         self.study.sampler = make_sampler(self.sweep, number)
         trial = open_trial(self.study, number)
         return {parameter.key: retry(partial(_suggest, trial, parameter)) for parameter in self.sweep.parameters}
@@ -113,7 +113,7 @@ class Study:
             retry(partial(self.storage.set_trial_user_attr, trial_id, name, value))
 
     def tell(self, number: int, state: TrialState, value: float | None = None) -> None:
-        """End a trial, unless it has ended already."""
+        """Record the end of a trial in the study, unless it has ended already."""
         retry(lambda: self.study.tell(number, value, state, skip_if_finished=True))
 
     def find_best(self) -> FrozenTrial | None:
@@ -125,7 +125,7 @@ class Study:
     def compute_importances(self) -> tuple[dict[str, float], str]:
         """Return the importance of each varied parameter, and a description of the measure.
 
-        Both are empty if there are too few complete trials, or if these do not differ.
+        Both are empty if too few trials are complete, or if the metric or every parameter is the same in all of them.
         """
         complete = [trial for trial in self.list_trials() if trial.state is TrialState.COMPLETE]
         varied = [
@@ -167,7 +167,7 @@ def open_trial(study: optuna.Study, number: int) -> Trial:
 
 
 def retry(access: Callable[[], T]) -> T:
-    """Call a function that accesses the storage, again if the storage has an internal error, and return its result."""
+    """Return the result of ``access``, which is called up to ``_TRIES`` times if it raises a StorageInternalError."""
     for left in range(_TRIES - 1, -1, -1):
         try:
             return access()
@@ -259,7 +259,7 @@ def _get_id(study: optuna.Study, number: int) -> int:
 
 
 def _get_max_epochs(sweep: Sweep) -> int | None:
-    """Return the ``max_epochs`` that all trials share; None without one, or if it may not determine their length."""
+    """Return the trials' ``max_epochs``; None if it varies, or if ``val_check_interval`` or ``max_steps`` is set."""
     trainer = sweep.base.data.get("trainer")
     flags = trainer.data if trainer is not None and isinstance(trainer.data, dict) else {}
     varied: Sequence[str] = [parameter.key for parameter in sweep.parameters]

@@ -103,7 +103,7 @@ class Sweep:
     Attributes:
         base: The configuration of every trial, with unresolved references.
         name: The name of the sweep and of its folder.
-        directory: The parent folder of all runs.
+        directory: The folder of all runs, which contains the sweep's folder.
         processes: The maximum number of trials that one `treadle sweep` process runs at the same time.
         prune: The pruner, which ends unpromising trials early; None if no trial is pruned.
         storage: An Optuna URL or ``"journal"``; None for an SQLite file in the sweep's folder.
@@ -156,7 +156,7 @@ class Sweep:
 
 
 def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return a message for each difference between two sweep descriptions that must not change between sessions."""
+    """Return a message for each setting that differs between two descriptions of a sweep, but must not change."""
     old, new = (dict(_flatten(json.loads(json.dumps(description)))) for description in (before, after))
     lines = []
     for key in sorted(old.keys() | new.keys()):

@@ -30,8 +30,8 @@ class SweepFolder:
     .. code-block:: text
 
         1/, 2/, ...   the run folders of the trials
-        study.db      Optuna's study; study.log with storage: journal, neither with a storage URL
-        sweep.json    the sweep with all defaults except its storage, in the format of a sweep file
+        study.db      Optuna's study (study.log if storage is journal; neither if it is a URL)
+        sweep.json    the sweep without ``storage``, with its defaults filled in, in the format of a sweep file
         report.html   a report of the sweep
         .sweep/       a lock for deciding what runs next, and one for each process that works on the sweep
 
@@ -49,7 +49,7 @@ class SweepFolder:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Hold the lock of this process, which marks it as working on the sweep, within a ``with`` block."""
+        """Within a ``with`` block, hold the lock that marks this process as working on the sweep."""
         own = self._private / self.token
         try:
             own.mkdir(parents=True)
@@ -65,7 +65,7 @@ class SweepFolder:
             shutil.rmtree(own, ignore_errors=True)
 
     def find_host(self, token: str) -> str | None:
-        """Return the name of the machine on which the process with a token runs; None if the process is not alive."""
+        """Return the name of the machine whose process holds the lock ``token``; None if the process is not alive."""
         occupant = holder(self._private / token) if token else None
         return None if occupant is None else occupant.host
 

@@ -95,7 +95,7 @@ class TrialCallback(PruningCallback):
         return open_trial(study, assignment.number)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop a trial that was already pruned when its sweep continued it. A user may continue a pruned trial."""
+        """Stop a pruned trial that a sweep continues. A pruned trial that a user continues is not stopped."""
         if self.pruned is not None and self._assignment.pruner:
             self._prune(trainer)
         else:

@@ -74,7 +74,7 @@ class TrialConfigs:
     def find_devices(self) -> tuple[int, list[str] | None]:
         """Return the number of processes per trial and the GPUs that trials may use.
 
-        The GPUs are named as in ``CUDA_VISIBLE_DEVICES``; None if trials use no GPUs.
+        GPUs are named as in ``CUDA_VISIBLE_DEVICES``. The second value is None if trials use no GPUs.
         """
         flags = self._get_flags()
         gpus: list[str] | None = None

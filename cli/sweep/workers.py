@@ -39,8 +39,8 @@ class Worker:
 class Workers:
     """Processes of the trials that run at the same time.
 
-    Each process runs in its own session. Ctrl-C at the terminal reaches only the sweep, which asks the trials to save
-    and exit. With a ``count`` above 1, the trials share the machine's ``gpus``.
+    Each process runs in its own POSIX session, so Ctrl-C at the terminal reaches only the sweep, which asks the trials
+    to save and exit. With a ``count`` above 1, the trials share the machine's ``gpus``.
     """
 
     def __init__(self, count: int, devices: int = 1, gpus: Sequence[str] | None = None) -> None:

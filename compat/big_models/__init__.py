@@ -1,1 +1,1 @@
-"""Functions that libraries built on Accelerate use for models larger than one device: tensors, files, hooks."""
+"""Functions that libraries built on Accelerate use for models larger than one device's memory."""

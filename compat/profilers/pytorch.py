@@ -1,4 +1,4 @@
-"""torch's profiler, and names of a model's submodules in its records."""
+"""torch's profiler, and a context manager that labels the calls of a model's submodules in its records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks wrapped by ``torch.compile``."""
+"""Functions for tasks that are wrapped by ``torch.compile``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inference with models larger than one device's memory: empty creation, device maps, loading and offloading."""
+"""Inference with models larger than one device's memory: meta device, device maps, loading and offloading."""
 
 from __future__ import annotations
 

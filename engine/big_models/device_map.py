@@ -70,7 +70,7 @@ def infer_auto_device_map(
 def _fill_and_run(
     parts: list[Part], room: Mapping[Device, int | None], mains: list[Device], offload_buffers: bool, fallback: bool
 ) -> DeviceMap:
-    """Fill the devices, and reserve memory for the offloaded modules on the first device that gets a module."""
+    """Fill the devices. Memory to run the offloaded modules is reserved on the first device that gets a module."""
     placed: DeviceMap = {}
     for number, main in enumerate(mains):
         usable = {device: size for device, size in room.items() if device not in mains[:number]}

@@ -20,10 +20,10 @@ def device_map_plan(
     dtype: torch.dtype | str | None = None,
     special_dtypes: Dtypes | None = None,
 ) -> str:
-    """Return the map as text: a row for each entry, the total of each device, and the tied tensors.
+    """Return a device map as text: a row for each entry, the total of each device, and the tied tensors.
 
-    Consecutive modules with numbers as names share a row if they are on one device. The size of a tied tensor is
-    counted once.
+    Consecutive numbered modules, such as ``layers.0`` to ``layers.5``, share a row if they are on the same device. The
+    size of a tied tensor is counted once.
     """
     tensors, bytes_of = named_tensors(model), measure_tensors(model, dtype, special_dtypes)
     sizes: dict[str, int] = dict.fromkeys(device_map, 0)

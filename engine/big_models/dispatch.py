@@ -259,9 +259,9 @@ def dispatch(
 ) -> nn.Module:
     """Dispatch a model with a checked map and opened weights; see `dispatch_model`.
 
-    ``weights`` refers to the values of offloaded tensors and of tensors on the meta device, by name. Its default for
-    each tensor is the model's own value. ``all_away`` offloads all weights, even those that the map places on the
-    device that runs their module.
+    ``weights`` contains the values of offloaded tensors and of tensors on the meta device, by name. An offloaded tensor
+    without an entry keeps the model's own values. ``all_away`` offloads all weights, regardless of the device that the
+    map assigns to them.
     """
     refuse_twice(model)
     tensors = named_tensors(model)
@@ -314,7 +314,7 @@ def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -
 def _locate_values(
     tensors: Mapping[str, Tensor], away: Iterable[str], weights: Mapping[str, Piece]
 ) -> dict[str, Piece]:
-    """Return the location of each offloaded tensor's values; all names of a tied tensor have the same location."""
+    """Return the `Piece` with each offloaded tensor's values; all names of a tied tensor share one piece."""
     away_names, lent = set(away), dict[str, Piece]()
     for names in group_tied_names(tensors):
         if names[0] in away_names:
@@ -326,7 +326,11 @@ def _locate_values(
 def _disk_weights(
     tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
 ) -> Weights:
-    """Return unread weights on disk: offloaded earlier, saved in a checkpoint, or just written from the model."""
+    """Return the weights on disk by name, without reading them.
+
+    These are the weights that were offloaded earlier, those of a checkpoint in ``folder``, and the model's own, which
+    this function writes to ``folder``.
+    """
     offloaded = open_offloaded(folder, index)
     covered = {name for names in group_tied_names(tensors) if any(n in offloaded for n in names) for name in names}
     if replaced := [name for name in tensors if name in covered and not tensors[name].is_meta]:

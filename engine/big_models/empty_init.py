@@ -40,8 +40,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
     Args:
         device: The device of the parameters.
-        include_buffers: Put buffers on the device too. Every tensor that is created inside the context without a device
-            is then created on ``device``. Default: no.
+        include_buffers: Put buffers on the device too. Torch's factory functions, such as ``torch.zeros``, then also
+            create their tensors on ``device`` unless a device is passed. Default: no.
     """
     redirect = _Redirect(torch.device(device), bool(include_buffers))
     with ExitStack() as stack:
@@ -66,7 +66,7 @@ class _Redirect:
         self._moved: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def move_tensor(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy of a tensor on the context's device; None if it is there already or is lazy."""
+        """Return a copy of a tensor on the context's device; None if it is already there or is uninitialized (lazy)."""
         on_target = tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
         if on_target or nn.parameter.is_lazy(tensor):
             return None
@@ -91,10 +91,10 @@ def _redirect_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
 
 
 class _Hooks:
-    """Registration hooks of torch, which are installed while any thread is inside a context.
+    """Torch's global registration hooks, which are installed while any thread is inside an `init_on_device` context.
 
-    One pair serves all threads, because torch iterates over the hooks while it registers a parameter: adding or
-    removing a pair in one thread would break this iteration in another thread.
+    All threads share one pair of hooks. Torch iterates over the hooks when it registers a parameter, so adding or
+    removing a pair in one thread would break the iteration in another thread.
     """
 
     def __init__(self) -> None:

@@ -110,7 +110,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 
 class Station:
-    """Hooks of one module: when it is called, its offloaded tensors are loaded and, with ``moves``, its inputs moved.
+    """Hooks that load a module's offloaded tensors before its forward pass and, with ``moves``, move its inputs.
 
     Two threads may run the module at the same time, and a module may call itself. The loaded values are therefore
     released only when the last call ends.
@@ -148,7 +148,8 @@ class Station:
     def lending(self, device: torch.device | None = None) -> Iterator[None]:
         """Return a context in which the module holds its offloaded tensors, as during its forward pass.
 
-        ``device`` is ignored if they are already loaded. Default: the one that runs the module.
+        ``device`` is the device to load them onto; it is ignored if they are already loaded. Default: the device that
+        runs the module.
         """
         with self._lock:
             self._inside += 1

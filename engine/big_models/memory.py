@@ -24,7 +24,7 @@ def format_bytes(size: int) -> str:
 
 
 def accelerators() -> tuple[str, int]:
-    """Return the kind of this machine's accelerators and their number; ``("", 0)`` if it has none."""
+    """Return the type of this machine's accelerators, such as ``"cuda"``, and their number; ``("", 0)`` for none."""
     count = torch.accelerator.device_count()
     current = torch.accelerator.current_accelerator() if count else None
     return (current.type, count) if current is not None else ("", 0)

@@ -21,7 +21,7 @@ INDEX = "index.json"
 
 
 def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> None:
-    """Raise a ValueError unless weights have the shapes of a model's tensors of the same names."""
+    """Raise a ValueError if a weight's shape differs from that of the model's tensor with the same name."""
     wrong = [
         f"{name} has shape {list(weights[name].shape)}, but {list(tensor.shape)} in the model"
         for name, tensor in tensors.items()

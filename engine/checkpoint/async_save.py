@@ -44,10 +44,10 @@ class HostCopies:
     def copy_tensors(
         self, files: Files, later: Container[str], optimizers: Iterable[Optimizer]
     ) -> tuple[Files, Copying]:
-        """Copy the tensors in ``files`` to host memory, and return files with the copies, and the pending copies.
+        """Return ``files`` with copies of the tensors in host memory, and a `Copying` to wait for the copies.
 
-        ``later`` names the files whose tensors only a step of ``optimizers`` changes. These tensors may be copied after
-        this call; a step that starts before waits for them. The pending copies must finish before the files are read.
+        ``later`` names the files whose tensors change only in a step of ``optimizers``. These tensors may be copied
+        after this call; the next step waits for their copies. Call `Copying.finish` before reading the returned files.
         """
         before, self._buffers = self._buffers, {}
         copied: Files = {}
@@ -79,7 +79,10 @@ class HostCopies:
         return copied, copying
 
     def _pin(self, files: Files, before: dict[tuple[str, str], Tensor]) -> None:
-        """Put slices of one block of pinned memory into ``before`` for all tensors on a GPU, unless the buffers fit."""
+        """Replace the buffers for GPU tensors by slices of one block of pinned memory, unless all of them still fit.
+
+        ``before`` contains the buffers of the previous save, by file and tensor name, and is changed in place.
+        """
         tensors = {
             (file, name): tensor
             for file, content in files.items()
@@ -125,7 +128,10 @@ def _align(size: int) -> int:
 
 
 class Copying:
-    """Copies of tensors to host memory that are scheduled or in progress. They keep ``owner``'s memory pinned."""
+    """Copies of tensors to host memory that are scheduled or in progress.
+
+    A reference to ``owner`` is kept, because its memory is unpinned when it is garbage-collected.
+    """
 
     def __init__(self, owner: HostCopies) -> None:
         self._owner = owner
@@ -137,7 +143,10 @@ class Copying:
         self._lock = threading.Lock()
 
     def add(self, place: str, buffer: Tensor, tensor: Tensor) -> None:
-        """Schedule a copy of ``tensor``, in its current state, to ``buffer``; ``place`` names it in errors."""
+        """Schedule a copy of ``tensor`` to ``buffer``, and record the tensor's version to detect a change.
+
+        ``place`` names the tensor in errors.
+        """
         self.note(tensor)
         (self._beside if tensor.is_cuda else self._pairs).append((place, buffer, tensor, tensor._version))
 
@@ -187,7 +196,7 @@ class Copying:
         """Perform the remaining copies, and wait until all copies are complete.
 
         Raises:
-            RuntimeError: If another change of a tensor than by an optimizer's step was detected.
+            RuntimeError: If a tensor was changed other than by an optimizer's step.
         """
         self.make()
         if self._on_device is not None:

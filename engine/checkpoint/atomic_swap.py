@@ -44,13 +44,13 @@ def explain_refused_file(name: str) -> str:
 
 
 def beside(target: Path | str, suffix: str) -> Path:
-    """Return the path of the next (``part``), the replaced (``old``) or the deleted (``gone``) version."""
+    """Return the path of the next (``part``), replaced (``old``) or deleted (``gone``) version of ``target``."""
     target = Path(os.path.abspath(target))
     return target.parent / f".{target.name}.{suffix}"
 
 
 def check_target(target: Path) -> None:
-    """Raise a ValueError if a checkpoint must not be written to a path; change no file. See `store.check_target`."""
+    """Raise a ValueError if a checkpoint must not be written to a path; see `store.check_target`."""
     if os.path.lexists(target) and not os.path.isfile(target / MANIFEST) and not is_empty(target):
         raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
     for suffix in ("part", "old", "gone"):
@@ -119,7 +119,7 @@ def finish(target: Path) -> str:
 
 
 def recover(target: Path) -> list[str]:
-    """Complete or roll back an interrupted replacement or deletion, and return messages about what was done."""
+    """Complete or roll back an interrupted save or deletion, and return messages about what was done."""
     part, old, gone = (beside(target, suffix) for suffix in ("part", "old", "gone"))
     done = []
     if os.path.isfile(old / MANIFEST):
@@ -159,10 +159,10 @@ def take_away(path: Path) -> None:
 
 
 def retire(path: Path, target: Path) -> bool:
-    """Delete the remains of a checkpoint, and return True if anything was deleted.
+    """Delete a replaced or partly deleted version of a checkpoint, and return True if anything was deleted.
 
-    Foreign files move into ``target``, or stay if ``target`` is not a directory. A path that is not the remains of a
-    checkpoint is not changed.
+    Foreign files in ``path`` move into ``target``, or stay if ``target`` is not a directory. Nothing is changed if
+    ``path`` is not a version of a checkpoint.
     """
     if not _is_left(path):
         return False
@@ -198,7 +198,10 @@ def is_whole(path: Path, digests: bool = False) -> bool:
 
 
 def is_staged(path: Path) -> bool:
-    """Return whether a directory is empty, or contains a file that is named like a checkpoint's own files."""
+    """Return whether the path is a directory that a save may have created.
+
+    Such a directory is empty, or contains a file that is named like a checkpoint's own files.
+    """
     with suppress(OSError):
         names = os.listdir(path) if _is_folder(path) else None
         return names is not None and (
@@ -218,7 +221,10 @@ def _is_folder(path: Path) -> bool:
 
 
 def _read_listed_files(path: Path, target: Path) -> Collection[str] | None:
-    """Return the names of a checkpoint's own files; if they cannot be read, those of its replacement; else None."""
+    """Return the names of a checkpoint's own files; None if they cannot be determined.
+
+    If the checkpoint's manifest cannot be read, the manifest of its replacement, ``target``, is used.
+    """
     if is_empty(path):
         return ()
     for file in (path / MANIFEST, path / UNFINISHED, target / MANIFEST):
@@ -232,7 +238,7 @@ def _find_foreign_entries(
 ) -> Iterator[str]:
     """Yield the foreign entries in a checkpoint's directory; a directory is one entry if everything in it is foreign.
 
-    Directories without any file are ignored. A directory that also exists in ``into`` is not one entry.
+    Directories without any file are ignored. If a directory also exists in ``into``, its contents are separate entries.
     """
     for name in filesystem.list_names(path / inside):
         entry = inside + name
@@ -248,7 +254,7 @@ def _find_foreign_entries(
 
 
 def _carry_over(path: Path, target: Path, listed_files: Collection[str]) -> None:
-    """Move foreign files of a checkpoint into another one. Each file is in one of the two at every moment."""
+    """Move the foreign files of a checkpoint into its replacement. At any time, each file is in one of the two."""
     folders = set()
     for entry in list(_find_foreign_entries(path, listed_files, target)):
         place = target

@@ -69,7 +69,7 @@ def find_newest(
 
 
 def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: list[str]) -> Iterator[OpenCheckpoint]:
-    """Yield the checkpoints that can be used, highest number first; add messages about others to ``skipped``."""
+    """Yield the usable checkpoints, highest number first, and add a message about each other one to ``skipped``."""
     folder = _require_folder(project, "load_state", "input_dir")
     for number in sorted({*_list_numbers(folder), *_list_numbers(folder, _REPLACED)}, reverse=True):
         path = folder / f"checkpoint_{number}"
@@ -101,7 +101,7 @@ def compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> in
 def drop_oldest(folder: AnyPath, limit: int) -> None:
     """Delete the checkpoints with the lowest numbers until ``limit`` of them are left.
 
-    If one cannot be deleted, this is only a warning, because the new checkpoint is saved.
+    If one cannot be deleted, this only causes a warning, because the new checkpoint is already saved.
     """
     numbers = [n for n in _list_numbers(folder) if (folder / f"checkpoint_{n}" / store.MANIFEST).is_file()]
     try:

@@ -58,7 +58,7 @@ class Checkpointer:
         registered: Objects passed to `register`, by name. A metric object is wrapped in `Counts`.
         loaded_from: For each loaded model, the path and manifest of its checkpoint, and the number of optimizer steps
             that the run had taken. An entry is removed once the rest of the state is loaded too.
-        saving: The asynchronous save that was started last; None if there is none, or its end was noticed.
+        saving: The latest asynchronous save; None before the first one and after `finish_saving`.
         frozen: The digests of frozen weights, for each model that was saved with ``trainable_only=True``.
     """
 
@@ -75,18 +75,18 @@ class Checkpointer:
         self._accelerator: Accelerator = weakref.proxy(accelerator)
 
     def register(self, objects: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Add the states of objects to later checkpoints, except those of weights only.
+        """Include the states of objects in later checkpoints, except in those that contain weights only.
 
-        Objects are matched by class name and position, ``named`` objects by name.
+        A load matches ``objects`` by class name and position, and ``named`` objects by name.
         """
         snapshot.register(self.registered, objects, named, self._accelerator.data_world)
 
     def add_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook`` before each save; see `Accelerator.register_save_state_pre_hook`."""
+        """Register a hook that is called before each save; see `Accelerator.register_save_state_pre_hook`."""
         return _add(self.save_hooks, hook)
 
     def add_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook`` before models are loaded; see `Accelerator.register_load_state_pre_hook`."""
+        """Register a hook that is called before models are loaded; see `Accelerator.register_load_state_pre_hook`."""
         return _add(self.load_hooks, hook)
 
     def forget_prepared(self) -> None:
@@ -159,7 +159,10 @@ class Checkpointer:
         numbering: ProjectConfiguration | None,
         copying: Copying | None,
     ) -> None:
-        """Commit a checkpoint to each target, then delete old ones; in a thread if ``copying`` is not None."""
+        """Write and commit the checkpoint at each target, then delete old checkpoints.
+
+        If ``copying`` is not None, a thread waits for these copies and does this work.
+        """
         hooked = bool(self.save_hooks)
 
         def publish(world: World) -> None:
@@ -246,7 +249,7 @@ class Checkpointer:
     # -- weights for other programs ------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state of the user's own module; see `Accelerator.get_state_dict`."""
+        """Return the full state dict of a model; see `Accelerator.get_state_dict`."""
         accelerator = self._accelerator
         state = whole(accelerator.strategy.model_state(model), accelerator.is_main_process)
         if not unwrap:

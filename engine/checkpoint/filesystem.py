@@ -62,7 +62,7 @@ RESTORE = "Copy or download the checkpoint again, or use another checkpoint."
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a path in the form of `list_leaves` stays in its directory on every operating system."""
+    """Return whether a path, as `list_leaves` yields it, stays inside its directory on every operating system."""
     parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
     plain = name == PurePosixPath(name).as_posix() and not PureWindowsPath(name).anchor
     return bool(parts) and plain and ".." not in parts and "\0" not in name
@@ -83,8 +83,8 @@ def write_bytes(path: Path, data: bytes) -> Entry:
 def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str]) -> Entry:
     """Write or overwrite a safetensors file, and return its entry for a manifest.
 
-    ``tensors`` may also be objects that read a tensor when they are indexed, such as `Stored`. Their dtypes must be in
-    `CODES`. ``notes`` are written to ``__metadata__`` in the header.
+    The values of ``tensors`` may also be objects that read a tensor when they are indexed, such as `Stored`. Their
+    dtypes must be in `CODES`. ``notes`` are written to ``__metadata__`` in the header.
     """
     size, pieces = serialize_tensors(tensors, notes)
     digested = Digested(pieces)
@@ -140,13 +140,13 @@ class Digested:
             yield piece
 
     def make_entry(self, size: int) -> Entry:
-        """Return the entry of a file of ``size`` bytes for a manifest. Call it after the iteration."""
+        """Return a manifest's entry for the file, which has ``size`` bytes. Call this method after the iteration."""
         return {"bytes": size, DIGEST: self._digest.hexdigest()}
 
 
 @contextmanager
 def _name_file_in_errors(path: Path) -> Iterator[None]:
-    """Add the file's name to errors of a write; the system's own error may lack it."""
+    """Return a context that adds the file's name to an OSError that lacks it."""
     try:
         yield
     except OSError as error:
@@ -207,7 +207,7 @@ def make_directory(path: Path) -> None:
 def make_staging_directory(path: Path) -> bool:
     """Create a directory and its missing parents, and return False if it existed before the call.
 
-    Its own entry is durable only after an fsync of its parent.
+    The new directory's entry is durable only after an fsync of its parent.
     """
     if path.is_dir():
         return False
@@ -246,7 +246,10 @@ def list_names(directory: AnyPath) -> list[str]:
 
 
 def list_leaves(directory: Path, inside: str = "") -> Iterator[str]:
-    """Yield the paths of files and links in a directory and its subdirectories, with ``/`` and a prefix ``inside``."""
+    """Yield the relative paths of the files and links in a directory and its subdirectories, separated by ``/``.
+
+    ``inside`` is put before each path.
+    """
     for name in list_names(directory):
         path = directory / name
         if os.path.isdir(path) and not os.path.islink(path):
@@ -313,7 +316,10 @@ def _measure_file(path: Path) -> int:
 
 
 def read_json(path: Path, limit: int) -> Any:
-    """Read a JSON file of at most ``limit`` bytes; raise a ValueError if it is not valid, see `parse_json`."""
+    """Read a JSON file.
+
+    Raise a ValueError if it cannot be read, exceeds ``limit`` bytes, or is not valid JSON; see `parse_json`.
+    """
     return parse_json(path, read_bytes(path, limit))
 
 
@@ -329,7 +335,7 @@ def parse_json(path: AnyPath, data: bytes) -> Any:
     """Parse UTF-8 text as JSON; ``path`` is for error messages.
 
     Raises:
-        ValueError: If it is not valid JSON, is nested too deeply, or contains NaN, Infinity or duplicate keys.
+        ValueError: If the text is not valid JSON, is nested too deeply, or contains NaN, Infinity or duplicate keys.
     """
     with _wrap_read_errors(path):
         return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_build_unique_dict)
@@ -337,7 +343,7 @@ def parse_json(path: AnyPath, data: bytes) -> Any:
 
 @contextmanager
 def _wrap_read_errors(path: AnyPath) -> Iterator[None]:
-    """Convert errors of reading and parsing to a ValueError that names the file and the fix."""
+    """Return a context that converts errors of reading and parsing to a ValueError that names file and fix."""
     try:
         yield
     except FileNotFoundError as error:

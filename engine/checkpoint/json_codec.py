@@ -72,8 +72,8 @@ def encode(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
     An ``OrderedDict`` or ``defaultdict`` becomes a plain dict, a parameter a plain tensor, and a container of OmegaConf
     a plain dict or list.
 
-    Tensors are not copied. If two tensors are the same view of one storage (tied weights), only the first gets a name,
-    and `decode` returns the same object at both places.
+    Tensors are not copied. If two tensors are the same view of one storage (tied weights), they are stored once, and
+    `decode` returns the same object at both places.
 
     Args:
         state: The state to store.
@@ -126,7 +126,7 @@ def _refuse(value: Any, place: str, fix: str, kind: str = "") -> NoReturn:
 
 
 def _convert_config(config: Any, path: tuple[str, ...]) -> Any:
-    """Return a container of OmegaConf as plain dicts and lists, with references resolved."""
+    """Return an OmegaConf container as plain dicts and lists, with interpolations resolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -206,7 +206,7 @@ def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
 
 
 def _collect_layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return states that show how to shard the saved tensors of registered objects; empty without sharding."""
+    """Return the states of registered objects that show how to shard their saved tensors; empty without sharding."""
     if not accelerator.strategy.sharded:
         return {}
     return {
@@ -224,8 +224,8 @@ def _holds_tensors(value: Any) -> bool:
 def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) -> list[str]:
     """Return the differences between the names and shapes of a checkpoint's first model and those of ``model``.
 
-    The list is empty if the checkpoint has no model. If the model is not completely built (``complete``), missing and
-    unexpected names are not reported.
+    The list is empty if the checkpoint has no model. Pass ``complete=False`` if the model is not completely built;
+    missing and unexpected names are then not reported.
 
     Raises:
         ValueError: If the checkpoint is damaged, or was changed after it was opened.
@@ -333,7 +333,7 @@ def _check_frozen(
 
 
 def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> list[LoadedOptimizer]:
-    """Return the states that optimizers will load; without ``strict``, those of another class are omitted."""
+    """Return the state to load into each optimizer. Without ``strict``, an optimizer of another class is skipped."""
     loads, path = [], opened.path
     for number, prepared in enumerate(accelerator.optimizers):
         optimizer = prepared.optimizer

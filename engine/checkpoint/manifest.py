@@ -36,7 +36,7 @@ class Manifest:
         world_size: Number of processes that wrote the checkpoint.
         files: Size and digest by file name, each as ``{"bytes": ..., "xxh3_128": ...}``.
         info: Metadata that the caller of `commit` passed, including the four counts above.
-        sequence: Number that orders checkpoints of the same step by their commits.
+        sequence: Number that orders checkpoints of the same step by commit.
         others: Entries of files that hooks wrote, by path, such as ``unet/config.json``.
         folder: The folder in the checkpoint that contains all these files; empty if they are next to the manifest.
         source: The content of the manifest's file; empty if it was not read from a file.

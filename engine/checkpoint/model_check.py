@@ -26,7 +26,10 @@ _SHOWN = 10
 
 
 def _list_part_kinds(model: nn.Module) -> dict[str, str]:
-    """Return the class of each submodule by name. The model's class is omitted, because scripts may rename it."""
+    """Return each submodule's class name, by submodule name.
+
+    The model's own class is omitted, because scripts may rename it.
+    """
     # Of a compiled part, the class inside is used, which comes second.
     names = ((strip_compile_prefix(f"{name}.").removesuffix("."), part) for name, part in model.named_modules())
     return {name: get_original_class(part).__qualname__ for name, part in names if name}
@@ -153,7 +156,7 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a short digest of a model's submodules and classes, and its parameters' names, shapes and dtypes."""
+    """Return a short digest of the submodules' names and classes, and the parameters' names, shapes and dtypes."""
     forms = [(strip_compile_prefix(name), tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     return xxh3_64(repr((sorted(_list_part_kinds(model).items()), forms)).encode()).hexdigest()
 
@@ -187,9 +190,10 @@ def check_weights(
     strict: bool = True,
     left_out: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Check that ``weights``, objects with a ``shape``, belong to ``model``, and return the weights that fit.
+    """Check that ``weights`` fit ``model``, and return those that do.
 
-    Names in ``left_out`` may be missing.
+    ``weights`` contains tensors, which may be `Stored`, and the extra state of modules, by name. Names in
+    ``left_out`` may be missing.
 
     Raises:
         ValueError: If the weights do not fit the model. Without ``strict``, this is a warning.
@@ -220,8 +224,8 @@ def list_differences(
 ) -> list[str]:
     """Return the differences between the names and shapes of ``weights`` and ``model``, as lines.
 
-    If the model is not completely built (``complete``), or has lazy parameters without a shape, names that are missing
-    on one side are not reported. Names in ``left_out`` may be missing.
+    Without ``complete``, or if the model has lazy parameters without a shape, names that are missing on one side are
+    not reported. Names in ``left_out`` may be missing.
     """
     state = {strip_compile_prefix(name): value for name, value in model.state_dict().items() if not is_lazy(value)}
     complete = complete and not any(map(is_lazy, model.state_dict().values()))
@@ -292,8 +296,9 @@ def find_not_finite(model: nn.Module) -> list[str]:
 def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[str]:
     """Return the names of tensors with values that must not be saved, in this process's optimizer state.
 
-    State with the shape of its parameter must be finite, except for scalars: with an infinite second moment, the
-    parameter would never change again. In other state, only NaN is refused. ``names`` are used in the result.
+    A tensor with the shape of its parameter must be finite, unless it is a scalar: with an infinite second moment, the
+    parameter would never change again. In other tensors, only NaN is refused. ``names`` holds the parameters' names,
+    which become part of the result, as in ``"exp_avg of layer.weight"``.
     """
     states: dict[str, Tensor] = {}
     like_parameter = set()

@@ -46,7 +46,7 @@ Files = dict[str, bytes | TensorFile]
 
 
 def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] | None = None) -> Files:
-    """Return the content of the files that this process writes for a state, by name; tensors are not copied.
+    """Return the content of the files that this process writes for a state, by file name. Tensors are not copied.
 
     Args:
         name: ``"model"`` (or ``"model-1"``, ...) for a flat dict of tensors; another name for a state that
@@ -202,9 +202,10 @@ def _report_damage(path: AnyPath, name: str) -> Iterator[None]:
 def open_files(
     path: AnyPath, files: Mapping[str, filesystem.Entry], name: str, folder: Path, owner: object = None
 ) -> Part:
-    """Open one part of a checkpoint whose manifest is read. Nothing in the files can cause an import or run code.
+    """Open one part of a checkpoint. Nothing in the files can cause an import or run code.
 
-    The part keeps a reference to ``owner``, which keeps the folder. ``path`` is for error messages.
+    ``files`` contains the entries of the manifest, by file name. ``path`` is for error messages. The part keeps a
+    reference to ``owner``, so that ``folder`` is not deleted while the part exists.
     """
     names = list_part_files(name, files)
     flat = bool(_MODEL.fullmatch(name))

@@ -172,7 +172,7 @@ Weights = dict[str, Piece]
 
 
 def read_tensor(piece: Piece) -> Tensor:
-    """Return a piece's tensor as the source of a copy. A tensor of more than 1 MiB may be mapped onto its file."""
+    """Return a piece's tensor, to copy values from. A tensor of more than 1 MiB may be mapped onto its file."""
     length = piece.shape.numel() * piece.dtype.itemsize
     if isinstance(piece, MemoryPiece) or length > _MAPPED_FROM:
         return piece.get(exact=False)
@@ -315,7 +315,7 @@ class Stored:
         self._pieces.append((piece, box))
 
     def check_complete(self) -> None:
-        """Raise a ValueError unless every element exists exactly once."""
+        """Raise a ValueError unless the shards contain every element exactly once."""
         boxes = sorted(box for _, box in self._pieces if all(begin < end for begin, end in box))
         element_count = sum(math.prod(end - begin for begin, end in box) for box in boxes)
         twice = _has_overlap(boxes)
@@ -326,7 +326,7 @@ class Stored:
 
 
 def _has_overlap(boxes: list[Box]) -> bool:
-    """Return whether any two boxes have an element in common. The boxes are sorted, and none is empty."""
+    """Return whether any two boxes have an element in common. The boxes must be sorted, and none may be empty."""
     for number, box in enumerate(boxes):
         for at in range(number + 1, len(boxes)):
             other = boxes[at]

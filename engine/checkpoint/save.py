@@ -1,4 +1,4 @@
-"""Content of a checkpoint: checks, collection and publication."""
+"""Saving of a checkpoint: checks, collection of its content, and the commit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|
 
 
 class Counts:
-    """Wrapper of a metric object, whose saved state contains the metric's state on every process."""
+    """Wrapper of a metric object that saves and restores the metric's state of every process."""
 
     def __init__(self, metric: nn.Module, world: World) -> None:
         self.metric = metric
@@ -59,7 +59,7 @@ class Counts:
         return metric_state.collect_states(self._objects, set(), self._world)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the metric's state, even with another world size than the saved run's.
+        """Restore the metric's state, even if the world size differs from that of the saved run.
 
         Raises:
             ValueError: If the world size differs and the state cannot be split over the processes.
@@ -68,10 +68,10 @@ class Counts:
 
 
 def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[str, Any], world: World) -> None:
-    """Register objects, by name or by order, whose states checkpoints contain unless only weights are saved.
+    """Register objects, whose states become part of each checkpoint unless only weights are saved.
 
-    ``registered`` is changed in place. The states of ``objects`` are matched by class name and position, those of
-    ``named`` by name.
+    The objects are added to ``registered``. A load matches ``objects`` by class name and position, and ``named``
+    objects by name.
 
     Raises:
         TypeError: If an object has no ``state_dict`` or no ``load_state_dict``.
@@ -138,7 +138,7 @@ def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any
 
 
 def _refuse_not_finite(accelerator: Accelerator, target: AnyPath, weights_only: bool) -> None:
-    """Raise a ValueError if this process's weights or optimizer states must not be saved."""
+    """Raise a ValueError if this process's weights or optimizer states contain values that must not be saved."""
     models = accelerator.unwrapped_models
     bad = [name for model in models for name in model_check.find_not_finite(model)]
     if not weights_only:
@@ -169,7 +169,7 @@ def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[No
 
 
 class Attempts:
-    """Context manager for several blocks that all run even if one raises an error, because other processes may wait."""
+    """Context manager for blocks that all run even if one fails, because other processes may be waiting for them."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
@@ -198,7 +198,7 @@ def collect(
     """Return the content of the files that this process adds to a checkpoint. Call this function on all ranks.
 
     Tensors of models and optimizers are not copied. Sharded weights are gathered if there are save hooks, which may
-    write to ``target``. ``frozen`` are the weights to omit, for each model.
+    write files for ``target``. ``frozen`` contains, for each model, the digests of the weights to omit, by name.
 
     Raises:
         ValueError: If the function is called during gradient accumulation, unless ``weights_only`` is True, or a part
@@ -296,7 +296,7 @@ def select_optimizer_files(files: Files) -> set[str]:
 
 
 def collect_rank_random_state(accelerator: Accelerator) -> RandomState:
-    """Return the RNG state of this process: its own generators, and those of its datasets."""
+    """Return this process's RNG state, and the state of each dataloader on this process; see `Loader.reading_state`."""
     readers = [loader.reading_state() for loader in sort_loaders(accelerator.loaders)]
     return cast(RandomState, {**random_state(), "loaders": readers})
 
@@ -309,7 +309,7 @@ def sort_loaders(loaders: list[Loader]) -> list[Loader]:
 def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
     """Return the files with the state that belongs to process ``rank`` alone.
 
-    ``buffers`` are empty if rank zero's buffers apply to all ranks.
+    ``buffers`` is empty on rank zero, and on all ranks if rank zero's buffers apply to them.
     """
     return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
 
@@ -355,7 +355,7 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
 
 
 def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception:
-    """Return the error; for a full disk, quota or a too large file, one that states the needed bytes."""
+    """Return an error with the required bytes if the files do not fit on the disk; otherwise the error itself."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     needed = f"This process needs {sum(estimate_size(content) for content in files.values()):,} bytes"
@@ -372,7 +372,10 @@ def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception
 
 
 def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attempts) -> list[dict[str, Any] | None]:
-    """Return each model's state, sharded, or whole if there are save hooks; None if a hook has removed the state."""
+    """Return each model's state dict: sharded, or whole if there are save hooks.
+
+    A state that a hook removed is None.
+    """
     models = accelerator.models
     if not accelerator.checkpointer.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)

@@ -1,4 +1,4 @@
-"""Checkpoint store: writes, commits and finds checkpoint files. This module does not depend on the state or on ranks.
+"""Store that writes, commits, finds and deletes checkpoints, regardless of what their parts contain.
 
 A checkpoint is a directory of parts (see `parts`), such as ``model``, ``optimizer``, ``state``, and ``rank-00000`` for
 each process, and a ``manifest.json``. Tensors are stored as safetensors and other state as JSON; nothing is pickled.
@@ -8,14 +8,14 @@ disk at each stage of a save to ``last``:
 1. Parts are written to ``.last.part``, each fsynced; then the manifest, fsynced; then that directory is fsynced. A
    failure up to this point leaves at most ``.last.part``, which is not listed as a checkpoint.
 2. If ``last`` is a checkpoint, it is renamed, normally to ``.last.old``. If the process is killed here, two complete
-   checkpoints exist under other names: `find` lists the old one, and `recover` puts the new one in place, or the old
-   one if the digests of the new one do not match.
+   checkpoints exist under other names: `CheckpointStore.find` lists the old one, and `CheckpointStore.recover`
+   puts the new one in place, or the old one if the digests of the new one do not match.
 3. ``.last.part`` is renamed to ``last`` and the parent directory is fsynced. This is the commit.
-4. Files in ``.last.old`` that are not in its manifest move into ``last``.
+4. Files in ``.last.old`` that its manifest does not list are moved into ``last``.
 5. ``.last.old`` is deleted. A failure here leaves files that do not count as a checkpoint.
 
-The deletion of a checkpoint also starts with one rename, to ``.last.gone``. `recover` completes or rolls back
-interrupted saves and deletions. See `atomic_swap`.
+The deletion of a checkpoint also starts with one rename, to ``.last.gone``. `CheckpointStore.recover`
+completes or rolls back interrupted saves and deletions. See `atomic_swap`.
 """
 
 import os
@@ -68,8 +68,8 @@ def check_target(target: AnyPath) -> None:
     """Check that a checkpoint may be written to a path, without changing any file.
 
     Raises:
-        ValueError: If something other than a checkpoint or an empty directory exists at the path, or if a foreign path
-            has a name next to it that the save needs.
+        ValueError: If something other than a checkpoint or an empty directory exists at the path, or if something
+            that Treadle did not create has the temporary name that the save needs next to the path.
         OSError: If the store of a URL cannot be reached or rejects a request.
     """
     if isinstance(target, RemotePath):
@@ -91,16 +91,17 @@ def commit(
 ) -> Path:
     """Commit the written parts as a checkpoint by one rename, and return its absolute path.
 
-    One process calls it after all have written their parts. An existing checkpoint at the target is replaced; at every
-    moment one of the two can be loaded.
+    One process calls this function after all processes have written their parts. An existing checkpoint at the target
+    is replaced; at every moment, at least one of the two is complete on the disk.
 
-    ``files`` merges the entries that `write_part` returned on all processes. ``info`` is stored in the manifest. Other
-    files `beside` the target are included with ``others``, and deleted without it.
+    ``files`` holds the entries that `write_part` returned on all processes. ``info`` is stored in the manifest. Other
+    files in the directory `beside` the target become part of the checkpoint if ``others`` is True, and are deleted if
+    it is False.
 
     Raises:
         ValueError: If a listed file is missing or has the wrong size, or the manifest, a file of a hook or the target
             is not valid.
-        TypeError: If ``info`` contains a tensor, an array or something that is not data.
+        TypeError: If ``info`` contains a tensor, an array, or a value that cannot be encoded as JSON.
         OSError: If a disk operation fails. An earlier checkpoint at the target is not lost.
     """
     target, source = Path(os.path.abspath(target)), beside(target)
@@ -130,7 +131,7 @@ def commit(
 
 
 def _sync_added_files(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
-    """Fsync the files that hooks wrote in addition to ``files``, and return their entries for a manifest."""
+    """Fsync the files that hooks wrote next to the parts' ``files``, and return their entries for the manifest."""
     entries = {}
     folders = {source}
     for name in filesystem.list_leaves(source):
@@ -150,7 +151,7 @@ def _sync_added_files(source: Path, files: set[str]) -> dict[str, filesystem.Ent
 
 
 def begin(target: AnyPath | str) -> Path:
-    """Create a new directory `beside` a target, for files that hooks write, and return it."""
+    """Create an empty directory `beside` a target, into which hooks write files, and return it."""
     discard(target)
     source = beside(target)
     filesystem.make_staging_directory(source)
@@ -162,7 +163,7 @@ def begin(target: AnyPath | str) -> Path:
 
 
 def discard(target: AnyPath | str) -> None:
-    """Delete the files that `write_part` wrote for a target that will not be committed.
+    """Delete the files that were written `beside` a target but not committed.
 
     An existing checkpoint at the target is not changed.
     """
@@ -176,10 +177,11 @@ def discard(target: AnyPath | str) -> None:
 
 
 def find_again(path: AnyPath | str) -> None:
-    """Restore a checkpoint, or a directory that contains it, whose replacement was interrupted.
+    """Restore the checkpoint at a path if its replacement, or that of a directory above it, was interrupted.
 
-    Between two renames no checkpoint exists at the path. A process that is replacing the checkpoint gets two seconds to
-    finish. If it was killed, the newer version is put in place if it is intact, and the older one otherwise.
+    Between the two renames of a replacement, no checkpoint exists at the path. A process that is replacing the
+    checkpoint gets two seconds to finish. After that, it is assumed to be dead: the newer version is put in place if it
+    is intact, and the older one otherwise.
     """
     target = absolute(path)
     if isinstance(target, RemotePath):  # in a store nothing is renamed
@@ -206,9 +208,9 @@ def remove(path: AnyPath | str) -> None:
     """Delete a committed checkpoint so that a failure halfway leaves nothing that counts as a checkpoint.
 
     Raises:
-        ValueError: If the path is not a checkpoint with a readable manifest, is a link, or contains foreign files, or
-            if a foreign path has the name that the deletion needs. In these cases, no file of the checkpoint is
-            deleted.
+        ValueError: If the path is not a checkpoint with a readable manifest, is a link, or contains files that
+            do not belong to it, or if something that Treadle did not create has the temporary name that the
+            deletion needs. In these cases, no file of the checkpoint is deleted.
         OSError: If a disk operation or a request to the store of a URL fails.
     """
     path = absolute(path)
@@ -221,7 +223,7 @@ def remove(path: AnyPath | str) -> None:
 
 
 class DiskSave:
-    """Save to a directory. Every process writes its own files, and one process commits them; see `remote.Upload`."""
+    """Save to a directory: every process writes its own files, and one commits them. `remote.Upload` saves to a URL."""
 
     def __init__(self, target: Path) -> None:
         self._target, self.staging = target, beside(target)
@@ -235,7 +237,7 @@ class DiskSave:
         commit(self._target, files, info, others)
 
     def discard(self, is_main: bool) -> None:
-        """Delete the files of a save that was not committed, on rank zero."""
+        """Delete the files of an uncommitted save. ``is_main`` is True on rank zero, which deletes them."""
         if is_main:
             discard(self._target)
         else:
@@ -359,7 +361,7 @@ def _scan(directory: Path) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
 
 
 def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
-    """Yield the directories that are checkpoints, including damaged ones."""
+    """Yield the paths of the checkpoints in a directory, including damaged ones."""
     for name in filesystem.list_names(directory):
         path, match = directory / name, atomic_swap.BESIDE.fullmatch(name)
         if name.startswith(".") and not (match and match[2] == "old"):
@@ -373,7 +375,7 @@ def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
 
 
 def _find_next_sequence(directory: Path) -> int:
-    """Return a number above the sequence numbers of all checkpoints in a directory; damaged ones do not count."""
+    """Return one more than the highest sequence number in a directory; unreadable manifests are ignored."""
     known = _get_known_sequences(directory)
     present = {}
     for path in _iterate_checkpoints(directory):
@@ -396,7 +398,7 @@ def _find_next_sequence(directory: Path) -> int:
 # throughout a long run.
 @lru_cache(maxsize=8)
 def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return the cache of a directory: each manifest's version and sequence number, by the checkpoint's name."""
+    """Return a directory's cache, which maps a checkpoint's name to its manifest's file version and sequence number."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Keys of a saved run: the parts of a checkpoint and their content, for code that writes and reads them.
+"""Parts of a checkpoint, and the keys of the dicts that they contain.
 
 A checkpoint may contain these parts and those of ``save_state(parts=...)`` (see `parts` for their files):
 
@@ -6,7 +6,7 @@ A checkpoint may contain these parts and those of ``save_state(parts=...)`` (see
 ``model``, ``model-1``, ...        tensors of each prepared model
 ``extra-model``, ...               other values in a model's state, such as results of ``get_extra_state``
 ``optimizer``, ``optimizer-1``     `OptimizerState` of each optimizer
-``optimizer-rank-00001``, ...      the same, for the state that only this rank keeps (``DDP(zero=True)``)
+``optimizer-rank-00001``, ...      the same, for the state that only rank 1 keeps (``DDP(zero=True)``)
 ``state``                          `TrainState`: the state that all ranks share
 ``rank-00000``, ...                `RankState`: the state of one rank alone
 ``hparams``, ``datamodule_hparams``  hyperparameters of the task and of the data module
@@ -15,7 +15,7 @@ A checkpoint may contain these parts and those of ``save_state(parts=...)`` (see
 =================================  ==================================================================================
 
 Code that writes these dicts uses the classes as types, so a type checker finds a missing or unknown key. Code that
-reads them calls `check_form`, which detects an intact file with other content.
+reads them calls `check_form`, which also detects unexpected content in an intact file.
 """
 
 # No postponed annotations here, because evaluating them would run text while a checkpoint is read.
@@ -50,14 +50,14 @@ def extra_part(number: int) -> str:
 def optimizer_part(number: int, rank: int = 0) -> str:
     """Return the name of the part with an optimizer's state: ``optimizer``, ``optimizer-1``, ...
 
-    A ``rank`` other than 0 selects the part of a rank that saves the state of different parameters.
+    With ``DDP(zero=True)``, each rank saves the state of different parameters. Any ``rank`` but 0 is part of the name.
     """
     name = "optimizer" if number == 0 else f"optimizer-{number}"
     return f"{name}-rank-{rank:05d}" if rank else name
 
 
 class TrainState(TypedDict):
-    """The part ``state``: the state that all ranks share. Lists are in the order in which the objects were prepared.
+    """Content of the part ``state``: the state that all ranks share. Lists are in the order of the prepared objects.
 
     ``scheduler_advances`` and ``schedules_built`` are missing in older checkpoints.
     """
@@ -76,7 +76,7 @@ class TrainState(TypedDict):
 
 
 class TrainerStates(TypedDict):
-    """States that the Trainer registers, in ``TrainState.registered`` next to the user's objects."""
+    """States of the Trainer, stored in ``TrainState.registered`` next to those of the user's registered objects."""
 
     progress: Any
     logged: Any
@@ -87,14 +87,14 @@ class TrainerStates(TypedDict):
 
 
 class CallbackStates(TypedDict):
-    """The state under ``callbacks`` in `TrainerStates`: callback states by ``state_key``, and additions of hooks."""
+    """Value of ``callbacks`` in `TrainerStates`: the callbacks' states by ``state_key``, and entries added by hooks."""
 
     callbacks: dict[str, Any]
     added: dict[str, Any]
 
 
 class RandomState(TypedDict):
-    """RNG state of one rank: its generators, and those of its datasets."""
+    """RNG state of one rank: the default generators, and the generators of its loaders' datasets."""
 
     python: Any
     numpy: Any
@@ -106,7 +106,7 @@ class RandomState(TypedDict):
 
 
 class RankState(TypedDict):
-    """The part of one rank: its RNG state, and its buffers unless the rank resumes with those of rank zero."""
+    """Content of the part of one rank: its RNG state, and its buffers unless all ranks resume with rank zero's."""
 
     random: RandomState
     buffers: list[dict[str, Tensor]]
@@ -131,12 +131,12 @@ Form = TypeVar("Form", TrainState, RankState, OptimizerState, CallbackStates)
 
 
 def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
-    """Check that ``value`` is a dict with a form's required keys and their types, and return it.
+    """Check that ``value`` has the required keys of the TypedDict ``form`` with values of their types, and return it.
 
-    A file that matches its digest may still have other content.
+    A digest does not reveal that a part was written with unexpected content.
 
     Raises:
-        ValueError: If required keys are missing or have values of a wrong type.
+        ValueError: If ``value`` is not a dict, or required keys are missing or have values of a wrong type.
     """
     kinds = _collect_required_kinds(form)
     wrong = [
@@ -150,7 +150,7 @@ def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
 
 
 def _collect_required_kinds(form: type[Any]) -> dict[str, type]:
-    """Return a form's required keys with the class of each value; keys whose value may be None are omitted."""
+    """Return the required keys of a TypedDict with the class of each value, except keys whose value may be None."""
     kinds: dict[str, type] = {}
     for name, hint in form.__annotations__.items():
         kind: Any = dict if is_typeddict(hint) else get_origin(hint) or hint
@@ -185,7 +185,7 @@ def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
         opened: The checkpoint to read from.
 
     Raises:
-        ValueError: If the part is damaged.
+        ValueError: If the checkpoint's part ``state`` is damaged.
     """
     saved = open_registered(opened).get("callbacks", {})
     if isinstance(saved, dict):  # a script without a Trainer may register another object under this name

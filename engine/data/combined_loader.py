@@ -212,7 +212,7 @@ def find_least(*counts: int | None) -> int | None:
 def compute_joint_length(mode: str, lengths: list[int | None]) -> int | None:
     """Return the number of batches in an epoch of combined iterables; None if it cannot be determined.
 
-    In mode ``"min_size"``, unknown lengths are ignored, so the result is a maximum.
+    In mode ``"min_size"``, unknown lengths are ignored, so the result is an upper bound.
     """
     if mode == "min_size":
         return find_least(*lengths)
@@ -227,12 +227,13 @@ def read_rows(
 ) -> Iterator[tuple[list[Any], list[int]]]:
     """Yield the batches of several iterables, combined in one of the modes of `CombinedLoader`.
 
-    ``start(index, together)`` starts or resumes a pass of an iterable, and ``passes`` counts the completed passes of
-    each one in this epoch.
+    ``start(index, together)`` starts or resumes a pass over an iterable and returns its iterator. ``together`` is True
+    if all iterables are started before the first batch is read. ``passes`` holds the number of completed passes over
+    each iterable in this epoch, and is updated.
 
     Yields:
-        A list with a batch of each iterable (None if it has ended), and a list of the indices of the iterables that
-        were read. In mode ``"sequential"``, each list has a single entry.
+        A list with a batch of each iterable (None if the iterable has ended), and a list of the indices of the
+        iterables that were read. In mode ``"sequential"``, each list has a single entry.
     """
     if mode == "sequential":
         for number in range(len(passes)):

@@ -35,10 +35,10 @@ def share_data(dataset: Any, world: World) -> bool:
     """Return whether all ranks hold the same dataset, which is then sharded. Call it on all ranks.
 
     Only excerpts and hashes of the data are compared, so a small difference or overlap may go unnoticed. The check does
-    not call ``__getitem__``, because a file that it opens in this process would be passed on to the workers.
+    not call ``__getitem__``, because the workers would inherit any file that it opens in this process.
 
     Returns:
-        True if all ranks hold the same dataset. False if each rank holds samples that no other rank has.
+        True if all ranks hold the same dataset. False if no two ranks have a sample in common.
 
     Raises:
         ValueError: On every rank, if neither is the case.
@@ -90,7 +90,10 @@ def get_length(value: Any) -> int | None:
 
 
 def _iter_columns(dataset: Any) -> Iterator[Any]:
-    """Yield in-memory per-sample columns; for a whole Hugging Face table, digests of its first and last row."""
+    """Yield the data that a dataset holds in memory with one entry per sample, such as tensors or a Subset's indices.
+
+    For a Hugging Face table without selected rows, yield the digests of its first and last row.
+    """
     if isinstance(dataset, Subset):
         yield dataset.indices
         return
@@ -145,7 +148,7 @@ def _take_excerpt(column: Any) -> list[Any]:
 
 
 def _sketch_samples(dataset: Any) -> list[int] | None:
-    """Return the smallest hashes of a dataset's samples; None if the samples cannot be distinguished."""
+    """Return the smallest distinct hashes of the samples; None without hashes, or if at least half are duplicates."""
     keys = _hash_samples(dataset)
     if keys is None:
         return None
@@ -159,7 +162,10 @@ def _are_disjoint(sketches: list[list[int] | None]) -> bool:
 
 
 def _hash_samples(dataset: Any) -> np.ndarray | None:
-    """Return 64-bit hashes of the samples, or of a whole table's first and last row; None without data in memory."""
+    """Return 64-bit hashes of the samples; None if the dataset holds no data in memory.
+
+    For a Hugging Face table without selected rows, return hashes of its first and last row.
+    """
     if isinstance(dataset, Subset):
         inner, indices = _hash_samples(dataset.dataset), np.asarray(dataset.indices, dtype=np.int64)
         return _hash_columns(indices) if inner is None else inner[indices]

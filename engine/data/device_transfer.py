@@ -57,8 +57,8 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
 class _HostCopier:
     """Asynchronous copier of a batch's tensors from the host to a GPU.
 
-    Batches are not read ahead of their step, because datasets draw random numbers while they are read, and a checkpoint
-    stores the resulting state.
+    The next batch is not copied during a step: reading it early may draw random numbers, and a checkpoint that is saved
+    after the step would contain the resulting RNG state.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class _HostCopier:
         self._is_first = True
 
     def begin_batch(self) -> _HostCopier:
-        """Start a new batch, which contains the tensors that are copied from this call on."""
+        """Start a batch, to which all tensors up to the next call belong, and return the copier."""
         self._is_first = True
         return self
 
@@ -82,7 +82,7 @@ class _HostCopier:
         return self._copy_beside(pinned)
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the tensor in pinned memory; None if the system provides none."""
+        """Return the tensor in pinned memory; None if memory cannot be pinned."""
         if not self._pins:
             return None
         try:

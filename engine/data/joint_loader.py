@@ -20,7 +20,7 @@ class JointBatches:
     """Reader that combines the batches of prepared loaders, and forms accumulation groups with exact weights.
 
     Attributes:
-        order: An empty dict while an epoch runs; else None.
+        order: An empty dict while an epoch runs, else None. The loaders store their own RNG states.
         passes: The number of passes that each loader has completed in the epoch.
         micros: Metadata of batches that were yielded and that the loop has not processed yet.
     """
@@ -37,7 +37,7 @@ class JointBatches:
     def length(self, limit: int | None) -> int | None:
         """Return the number of batches in an epoch, at most ``limit``; None if unknown.
 
-        In mode ``"min_size"``, the result is a maximum if the length of a loader is unknown.
+        In mode ``"min_size"``, the result is an upper bound if the length of a loader is unknown.
         """
         return find_least(compute_joint_length(self.mode, [loader.length for loader in self.loaders]), limit)
 
@@ -53,12 +53,12 @@ class JointBatches:
 
     @property
     def full(self) -> int:
-        """Number of samples in a full batch over all processes: the loaders' sum, or their maximum if sequential."""
+        """Number of samples in a full batch over all processes: the loaders' sum, or in sequential mode the maximum."""
         return (max if self.mode == "sequential" else sum)(loader.total_batch_size for loader in self.loaders)
 
     @property
     def left_out(self) -> Counter[str]:
-        """Counts of what ``drop_last`` drops per pass."""
+        """Numbers of samples and of batches that ``drop_last`` drops per pass over the loaders."""
         return sum((loader.left_out for loader in self.loaders), Counter())
 
     def batches(self, left: int | None) -> Iterator[Any]:

@@ -273,7 +273,7 @@ class Loader:
         return self._pass_over(passing, iter(self._view)) if passing else iter(self._view)
 
     def _pass_over(self, passing: int, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the epoch's remaining batches, and count the ``passing`` skipped ones."""
+        """Skip ``passing`` batches, add them to the position, and yield the rest of the epoch."""
         plan = self._plan
         if not isinstance(plan, ShardedBatches):
             for _ in itertools.islice(batches, passing):

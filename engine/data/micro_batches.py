@@ -18,8 +18,8 @@ class Cursor:
         micro: Metadata of the last micro-batch that was yielded; None while no loader is iterated.
         waited: Seconds that this process has waited for batches.
         number: The number of batches read up to the current one, which distinguishes batches with the same metadata.
-        around: Function that returns the context in which a batch is processed, or None. Its argument is True for a
-            short batch after the first.
+        around: Function that returns the context in which a batch is processed; None if no context is needed. Its
+            argument is whether the batch is short and not the first of the epoch.
         outlook: This rank's votes on an upcoming group; None if the rank does not vote.
     """
 
@@ -41,7 +41,7 @@ class Micro:
     """Metadata of one micro-batch.
 
     Attributes:
-        samples: Number of samples of this process; 1 if unknown, and 0 for a stand-in that keeps the processes in step.
+        samples: Number of samples of this process; 1 if unknown, 0 for a placeholder that keeps the processes in step.
         scale: Factor by which the mean loss of the micro-batch is multiplied, so that the gradient of the step is the
             mean over all samples of the group.
         last: Whether the micro-batch is the last of its group.
@@ -71,7 +71,7 @@ def share(count: int, rank: int, size: int) -> slice:
 
 
 def avoid_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Return an iterator over the same items on which ``iter`` has no effect.
+    """Wrap an iterator, unless it is built-in, so that its own ``__iter__`` is not called again.
 
     A user-defined iterator whose ``__iter__`` rewinds it would start again in ``for`` or ``itertools.islice``.
     """
@@ -90,7 +90,8 @@ def _iter_without_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
 class GroupPlanner:
     """Planner of accumulation groups, each of which forms one optimizer step, with exact weights for its micro-batches.
 
-    If each rank reads its own data, ``rank`` is 0, ``size`` is 1 and, with several ranks, ``shares`` is set.
+    If each rank reads its own data, the attributes ``rank`` and ``size`` are 0 and 1 on all ranks. With several
+    ranks, ``shares`` then counts the samples over all ranks.
     """
 
     def __init__(self, rank: int, size: int, accumulate: Callable[[], int], presharded: bool = False) -> None:

@@ -35,7 +35,7 @@ class RankShares:
     All ranks stay in step until the last one has read its data. A rank without a batch takes part with weight zero.
 
     If the sizes of the batches follow from the lengths of the data, the lengths are exchanged once. Otherwise the ranks
-    vote on an upcoming group along with the gradients (see `Outlook`), or exchange a sum on the host before the group.
+    vote on an upcoming group along with the gradients (see `Outlook`), or add up their sample counts on the host.
 
     Attributes:
         size: The world size.
@@ -85,7 +85,7 @@ class RankShares:
     def totals(
         self, first: int, local_samples: list[int], width: int, source: str, outlook: Outlook | None = None
     ) -> list[int]:
-        """Return the sample counts of the next micro-batches over all ranks; empty once all ranks have read their data.
+        """Return the sample counts of the next micro-batches over all ranks; empty once all data has been read.
 
         Args:
             first: Number of micro-batches of the epoch before these.

@@ -100,14 +100,17 @@ class Draws:
             sampler.load_state_dict(copy.deepcopy(saved))
 
     def read_host_state(self) -> dict[str, Any]:
-        """Return the states of the CPU and the private generators. Call it in the context of `RandomStream.drawing`."""
+        """Return the states of the default CPU generators and the private generators.
+
+        Call it in the context of `RandomStream.drawing`.
+        """
         return {"stream": host_state(), "generators": self.private_states()}
 
     @contextmanager
     def replay_from(self, state: dict[str, Any] | None) -> Iterator[None]:
-        """Return a context that draws from an earlier state and restores the current state afterwards.
+        """Return a context in which the generators start from an earlier state; it restores the current one on exit.
 
-        ``state`` is a state returned by `read_host_state`; None draws from the current state.
+        ``state`` is a state returned by `read_host_state`; None keeps the current state.
         """
         before = self.read_host_state()
         try:
@@ -135,7 +138,7 @@ class Draws:
     # -- state outside of checkpoints ----------------------------------------------------------------------------
 
     def note_counts(self) -> None:
-        """Record the samplers' integer attributes before an epoch's order is first drawn; see `warn_of_counts`."""
+        """Record the samplers' integer attributes before the order of a new epoch is drawn; see `warn_of_counts`."""
         self._last = self._read_counts()
         if self._first is None:
             self._first = self._last
@@ -143,8 +146,8 @@ class Draws:
     def warn_of_counts(self, inside: bool) -> None:
         """Warn once if a sampler with neither ``state_dict`` nor ``set_epoch`` has changed an integer attribute.
 
-        Checkpoints do not contain these attributes, so the order of a resumed run may differ. Changes during an epoch
-        are ignored, because a resume draws the epoch's order again.
+        Checkpoints do not contain these attributes, so the order of a resumed run may differ. ``inside`` is True during
+        an epoch. Changes since the epoch began are then ignored, because a resume draws the epoch's order again.
         """
         if self._first is None or not self._counting:
             return
@@ -204,7 +207,7 @@ def get_stateful(value: Any) -> Any:
 
 
 def _counts_epochs(dataset: Any) -> bool:
-    """Return whether a stream, or a stage of it, counts epochs in ``epoch`` and has no method to restore the count."""
+    """Return whether a stream or stage counts epochs in an attribute ``epoch``, without a method to restore it."""
     return (
         not (isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset))
         and type(getattr(dataset, "__dict__", {}).get("epoch")) is int
@@ -229,7 +232,7 @@ def collect_generators(owners: Iterable[Any]) -> list[Any]:
 
 
 def _find_nested(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) -> list[Any]:
-    """Return ``roots`` and, recursively, their attributes that are a ``kind`` or named in ``names``, each once."""
+    """Return ``roots`` and, recursively, their attributes of the class ``kind`` or with one of ``names``, each once."""
     reached: dict[int, Any] = {}
     waiting = [root for root in roots if root is not None]
     for owner in waiting:  # the list grows during the loop
@@ -240,7 +243,7 @@ def _find_nested(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) 
 
 
 def _iter_attributes(owner: Any) -> Iterable[tuple[str, Any]]:
-    """Yield the name and value of each attribute; collections of generators, samplers or datasets item by item."""
+    """Yield the name and value of each attribute; for a collection of generators, samplers or datasets, each item."""
     for name, value in sorted(getattr(owner, "__dict__", {}).items()):
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
         if isinstance(next(iter(items), None), (*_KINDS, Sampler, Dataset)):

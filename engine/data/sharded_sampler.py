@@ -61,7 +61,7 @@ class ShardedBatches:
 
     Attributes:
         order: The RNG state that the epoch's order was drawn from; None between epochs. If it is set before an epoch
-            begins, the order is drawn again.
+            begins, the order is drawn from this state again.
         micros: For each batch that the loop has not processed yet: its metadata, the draws made for its group (or
             None), and the indices of the group.
     """
@@ -93,8 +93,9 @@ class ShardedBatches:
     def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0, passed: int = 0) -> None:
         """Set up the next iteration.
 
-        ``skip`` counts the samples of the epoch before the position over all ranks, and ``done`` this rank's batches.
-        ``passed`` is the number of further batches to skip.
+        ``skip`` and ``done`` describe the position in the epoch: ``skip`` is the number of samples before it on all
+        ranks, and ``done`` the number of batches before it on this rank. ``passed`` is the number of batches to skip
+        after it.
         """
         self.epoch, self.skip, self.limit = epoch, skip, limit
         self.done = done
@@ -143,7 +144,7 @@ class ShardedBatches:
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
         """Start the loader's iterator, which draws the seed of its workers from the run's random stream.
 
-        ``silently`` undoes this draw, because persistent workers drew their seed before.
+        The draw is undone if ``order`` is set, and with ``silently``, because persistent workers already have a seed.
         """
         self._undo = self.draws.state() if silently or self.order is not None else None
         with self.draws.stream.drawing():
@@ -172,7 +173,7 @@ class ShardedBatches:
         return self._count_batches(self._count_items(len), limit)
 
     def agree(self, world: World) -> None:
-        """Determine whether all ranks read one dataset in one order, or each rank its own data. Call it on all ranks.
+        """Determine whether all ranks read one dataset in one order, or each reads its own. Call it on all ranks.
 
         Raises:
             ValueError: On every rank, if neither is the case.
@@ -244,7 +245,7 @@ class ShardedBatches:
         return +Counter({"sample" if self.plain or not self.batched else "batch": dropped})
 
     def items(self, samples: int, batches: int) -> int:
-        """Return the number of the sampler's items, over all ranks, that precede a position in the epoch."""
+        """Return how many of the sampler's items (samples or custom batches) precede a position, over all ranks."""
         return batches * self.full if self.batched and not self.plain else samples
 
     def batches_of(self, items: int) -> int:
@@ -262,7 +263,7 @@ class ShardedBatches:
             self.take_drawn()
 
     def take_drawn(self) -> Draw | None:
-        """Return the draws from the copy of the stream since the last call; None without a copy."""
+        """Return the sampler's draws from its copy of the run's stream since the last call; None if it has no copy."""
         if self._rest is None:
             return None
         before, self._taken = self._taken, self._rest.state
@@ -301,7 +302,7 @@ class ShardedBatches:
         return f"epoch {self.epoch} of rank {rank}" if rank else self.epoch
 
     def _keep_in_step(self, before: dict[str, Any]) -> None:
-        """Advance the run's stream equally on all ranks, because each rank drew an order of a different length."""
+        """Advance the run's stream equally on all ranks, because their orders may differ in length."""
         stream = self.draws.stream
         stream.go_to(before["stream"])
         stream.advance()
@@ -321,7 +322,7 @@ class ShardedBatches:
         return _draw_in_blocks(self._rest, source, block)
 
     def _read_global_batches(self) -> Iterator[tuple[list[Any], list[int] | None]]:
-        """Yield global batches as flat indices, with the sizes of the user's own batches if those must be kept."""
+        """Yield global batches as flat indices, with the sizes of the ranks' batches; None for even shares."""
         size, width = self.planner.size, self.width
         skip = self.skip if self.planner.shares is None else 0  # with data of its own, a rank skips batches
         items = self._pull(width)

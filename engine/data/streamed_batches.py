@@ -98,11 +98,11 @@ class StreamedBatches:
 
     ``counted`` is the number of samples in a full batch, or None if all batches have the same weight. ``lent`` means
     that this process reads the source itself, which then draws from the run's random stream. ``stateful`` is the object
-    that saves and restores the position of the source, and ``gap`` the reason why it is not used.
+    that saves and restores the position of the source; if it is None, ``gap`` may hold the reason.
 
     Attributes:
         order: The RNG state at the beginning of the epoch; None between epochs. If it is set before an epoch begins,
-            the epoch is drawn again.
+            the epoch starts from this state again.
         sizes: The numbers of samples in the batches that the source has created but not yet yielded.
         compare: The ranks whose first batches have not been compared yet, if any.
         first_digest: Digest of the epoch's first batch, to check that a resume reads the same batches; "" if unchecked.
@@ -265,7 +265,7 @@ class StreamedBatches:
     def starting(self, persistent: bool) -> Iterator[None]:
         """Return the context in which the iterator and its workers are started.
 
-        A resumed run gives persistent workers the same seed again.
+        A resumed run starts persistent workers from the same RNG state as the interrupted run.
         """
         if not persistent:
             yield
@@ -371,7 +371,7 @@ class StreamedBatches:
             self._ahead.append(BatchAhead(*read[0], state, self._take_drawn()))
 
     def _look_ahead(self, source: Iterator[Any], left: int | None, shares: RankShares) -> None:
-        """Read the upcoming group that the current group's votes describe, and set this rank's votes."""
+        """Read the group on which the ranks vote during the current step, and set this rank's votes."""
         begin, width = 0, 0
         for _ in range(shares.depth):
             begin += width
@@ -436,7 +436,8 @@ class StreamedBatches:
     def state(self, drawn: Draw | None) -> dict[str, Any] | None:
         """Return the position of the source; None if the source has no state, or if this rank's own stream has ended.
 
-        ``drawn`` holds the draws made for the last batch; None for the current state of the stream.
+        ``drawn`` holds the draws made for the last batch. The state after them is returned as the stream's state; with
+        None, the current one.
         """
         if self._stands is not None:  # loaded, but not started since
             return self._stands
@@ -452,7 +453,7 @@ class StreamedBatches:
         return {"source": source_state, "stream": stream, "ended": ended}
 
     def load_state(self, state: dict[str, Any] | None, first_digest: str = "") -> None:
-        """Start the next iteration at a position returned by `state`; None reads the epoch again and skips batches.
+        """Start the next iteration at a position returned by `state`; with None, read the epoch again and skip batches.
 
         ``first_digest`` is the digest of the first batch of the epoch that is resumed, if known.
         """

@@ -104,7 +104,7 @@ def _reads_in_bulk(dataset: Any) -> bool:
 def iterate_in_process(loader: DataLoader[Any]) -> Iterator[Any]:
     """Return an iterator over the batches of a ``DataLoader`` without workers.
 
-    Torch's iterator adds profiler marks around each batch, which cost time in each step.
+    It omits the profiler marks that torch's iterator records for each batch, which take time in each step.
     """
     # The seed for workers that do not exist: torch draws it in any case, so it is drawn here too; otherwise the order
     # would differ.
@@ -124,13 +124,13 @@ def _generate_batches(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 class LiveWithRank:
-    """``worker_init_fn`` that makes a worker end with its rank, and then calls ``init``, the user's own function.
+    """``worker_init_fn`` that makes a worker end when its parent process ends, and then calls the user's own ``init``.
 
     A rank that receives SIGTERM needs its workers to complete the step and save a checkpoint, but torch's workers end
-    on SIGTERM. Each worker therefore has a separate process group, where the system has process groups.
+    on SIGTERM. On POSIX systems, each worker therefore moves to a process group of its own (``os.setpgid``), which a
+    signal to the rank's group does not reach.
 
-    A thread in the worker waits for the rank to end, because torch's own check of the parent process runs only every 5
-    s.
+    A thread in the worker waits for the rank's process to end, because torch checks the parent process only every 5 s.
     """
 
     def __init__(self, init: Callable[[int], Any] | None) -> None:

@@ -154,7 +154,7 @@ class Metrics:
                 entry.fold()
 
     def _detach(self, value: Tensor) -> Tensor:
-        """Return a tensor on an accelerator without its graph, copied if its memory could be overwritten later."""
+        """Detach a tensor on an accelerator from its graph; copy it if its memory may be shared or overwritten."""
         # A parameter, or a tensor that the user counts in, changes later; the result of an operation does not. A view
         # would keep its whole base alive, such as the logits of a batch. The next replay of a CUDA graph overwrites its
         # results.
@@ -406,7 +406,7 @@ class MutedMetrics(Metrics):
 
 
 def _select_parts(parts: list[Any], world: World) -> list[Any]:
-    """Return this process's own state; if the world size has changed, all states on rank zero and none elsewhere."""
+    """Select the saved states that this process loads: its own, or all on rank zero if the world size has changed."""
     mine = parts[world.rank : world.rank + 1] if len(parts) == world.size else parts if world.is_main else []
     return [part for part in mine if part]
 
@@ -454,7 +454,10 @@ def _compute_number(entry: Entry) -> float:
 
 
 def _check_names_match(names: list[str], world: World) -> None:
-    """Raise an error on every process if names differ, because the exchange could then hang or mix up values."""
+    """Raise a ValueError on every process if the names or their order differ between the processes.
+
+    The exchange of the values could then hang or mix them up.
+    """
     digest = hashlib.sha256("\0".join(names).encode()).digest()
     mark = torch.tensor([int.from_bytes(digest[:7], "little")], dtype=torch.int64, device=world.device)
     if len(set(torch.cat(world.all_gather(mark)).tolist())) == 1:

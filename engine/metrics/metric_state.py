@@ -93,7 +93,7 @@ def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Modul
 def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, list[Any] | None]:
     """Return, for each place, the list of the object's states on all processes. Must be called on all ranks.
 
-    Objects whose ids are in ``empty`` get None.
+    The result is None for objects whose ids are in ``empty``.
     """
     # On the device if they stay in this process, where no wait for them is needed.
     device = None if world.size == 1 else "cpu"

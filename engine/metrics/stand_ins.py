@@ -19,8 +19,9 @@ _NUMBERS = (int, float, complex, str, type(None))
 def preserve_values(owner: nn.Module) -> Iterator[None]:
     """Return a context that restores the values of a module's own attributes when it ends.
 
-    In an evaluation, a rank may process a sample of another rank, so that the collectives of all ranks match. The
-    attributes must not include it. Numbers, strings, tensors, lists, dicts, sets and deques are restored.
+    In an evaluation, a rank may process a sample of another rank, so that the collectives of all ranks match. Values
+    that the task collects in its attributes must not include this sample. Numbers, strings, tensors, lists, dicts, sets
+    and deques are restored.
     """
     attributes = vars(owner)
     before = {name: value for name, value in attributes.items() if name not in _UNTOUCHED and _is_plain(value)}
@@ -38,7 +39,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _remember(value: Any) -> Callable[[], Any] | None:
-    """Return a function that restores the current content of a value, or None."""
+    """Return a function that restores the current content of a tensor or collection; None for any other value."""
     if isinstance(value, nn.Parameter):
         return None
     if isinstance(value, Tensor):

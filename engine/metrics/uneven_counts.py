@@ -1,9 +1,9 @@
 """Computation of torchmetrics objects if the ranks have processed different numbers of batches.
 
-torchmetrics gathers a list state tensor by tensor. With lists of unequal lengths, ranks hang or mix up items. A rank
-without data sends an empty vector, regardless of the dimensions and dtype of the other ranks' tensors. Libraries that
-pad the data never encounter these problems. Treadle counts each sample once, so some ranks may have no share of the
-last batches.
+torchmetrics gathers a list state tensor by tensor. If the lists have unequal lengths, ranks hang or mix up items. For a
+rank without data, torchmetrics sends an empty vector, even if the other ranks' tensors have more dimensions or another
+dtype. These problems do not occur if samples are repeated until all ranks have the same number. Treadle counts each
+sample once, so some ranks may have no share of the last batches.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def _gathers_lists(metric: Any) -> bool:
 
 @dataclass(frozen=True)
 class _ListState:
-    """Description of one rank's list, from the shape and dtype of its first tensor."""
+    """Length of a list state on one rank, and the row shape and dtype of its first tensor.
+
+    ``row_shape`` is None if the list is empty or its first tensor is 0-d.
+    """
 
     length: int
     row_shape: tuple[int, ...] | None

@@ -32,15 +32,15 @@ class Accumulation:
     Attributes:
         sync_gradients: Whether the current micro-batch is the last of its group, after which the optimizer steps.
         optimizer_step_was_skipped: Whether the last call of an optimizer's ``step`` at the end of a group skipped the
-            step. A step that only the device skips does not count.
+            step. A step that is skipped on the device alone does not count, because the host does not know of it.
         groups_end_with_loader: Whether the end of a loader ends a group.
         position: Number of micro-batches in the current, unfinished group, if no prepared loader forms the groups.
-        always_agree: Whether votes are exchanged in every step.
+        always_agree: Whether the processes exchange votes in every step; see `Agreement`.
         guard: Function that is called with the optimizer before each step and returns whether the step may be taken.
         unfinished: Whether the gradients are weighted sums that have not been divided by the total weight yet.
         unreduced: In manual optimization, the optimizers whose gradients have not been reduced over the processes yet.
-        agreed_taint: Sum of `Agreement.taint` over the processes, from the last call of `reduce_gradients`; may be
-            None.
+        agreed_taint: Sum over the processes of what `Agreement.taint` returned in the last `reduce_gradients`; None if
+            it was not exchanged.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class Accumulation:
         self._steps_before = value - self.steps
 
     def steps_of(self, optimizer: PreparedOptimizer) -> int:
-        """Return the number of one optimizer's steps in this process, plus the run's steps before a resume."""
+        """Return the number of steps of one optimizer in this process, plus the run's steps before a resume."""
         return self._steps_before + optimizer.steps_taken
 
     def forget_group(self) -> None:
-        """Discard the position and the total ``weight`` of the current group, and start a new group."""
+        """Discard the position in the current group and its sum of weights, and start a new group."""
         self.position = 0
         self._weight = None
         self.unfinished = self._unweighted = False
@@ -138,7 +138,10 @@ class Accumulation:
     # -- one micro-batch -----------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """Begin a micro-batch, set whether the gradients of ``models`` are reduced, and return its context."""
+        """Begin a micro-batch, and set whether its backward pass reduces the gradients of ``models``.
+
+        The returned context has no effect.
+        """
         micro = self.cursor.micro
         if micro is not None and self.groups_end_with_loader:
             last = micro.last
@@ -155,10 +158,10 @@ class Accumulation:
         return _NO_CONTEXT
 
     def note_entered(self) -> None:
-        """Record that a user-defined loop processes the current micro-batch, and correct the scale of the gradient.
+        """Record that a user-defined loop processes the current micro-batch, and rescale the gradients if necessary.
 
-        If the loop skips other micro-batches of the group, the gradient is the mean over the samples of the processed
-        ones.
+        If the loop has skipped micro-batches of the group, the gradients become those of the mean over the samples of
+        the processed micro-batches.
         """
         micro, before, number = self.cursor.micro, self._entered, self.cursor.number
         same = micro is before and number == self._entered_number
@@ -194,11 +197,11 @@ class Accumulation:
         by: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Run the backward pass with the loss weighted and scaled as this micro-batch's share of its group.
+        """Scale the loss so that the group's gradients become those of its mean loss, and run the backward pass.
 
-        ``loss`` is the mean loss of the micro-batch, as a 0-d tensor. ``weight`` is the number of items that it
-        averages; the default is the number of samples, or 1 without a prepared loader. ``by`` is called instead of
-        ``Tensor.backward``.
+        ``loss`` is the mean loss of the micro-batch, as a 0-d tensor. ``weight`` is the number of items over which it
+        is the mean. By default, a micro-batch is weighted by its number of samples, or by 1 without a prepared loader.
+        ``by(loss, ...)`` is called instead of ``loss.backward(...)``.
         """
         self._latest_loss = ref(loss)
         micro = self.cursor.micro
@@ -242,7 +245,7 @@ class Accumulation:
             raise explained from error
 
     def get_latest_loss(self) -> Tensor | None:
-        """Return the loss of the last backward pass, or None if it does not exist."""
+        """Return the loss of the last backward pass; None before the first one, or if this loss has been freed."""
         return None if self._latest_loss is None else self._latest_loss()
 
     # -- before the optimizer steps ------------------------------------------------------------------------------
@@ -287,7 +290,7 @@ class Accumulation:
 
         Args:
             finite: Whether to check that losses and, except with a loss scaler, gradients are finite.
-            at_once: Read the votes in the same step on accelerators too, which waits for the device.
+            at_once: Whether to read the votes in the same step on accelerators too, although this waits for the device.
         """
         on_cpu = self.world.device.type == "cpu"
         self.always_agree = self.world.size > 1 or not on_cpu
@@ -298,7 +301,10 @@ class Accumulation:
         self.agreement.immediate = at_once or on_cpu
 
     def agree(self) -> Agreement:
-        """Check gradients if `watches_gradients` is set, divide weighted sums, and return the processes' agreement."""
+        """Exchange votes, divide gradients that are weighted sums by the total weight, and return the agreement.
+
+        If `watches_gradients` is set, first check whether the gradients are finite.
+        """
         agreement = self.agreement
         if self.watches_gradients:
             agreement.watch_gradients(self.optimizers)

@@ -39,7 +39,7 @@ class Agreement:
         finite: Whether the checked losses and gradients were finite on every process, in the step that was read last.
         bad_losses: The indices within the step of this process's micro-batches whose loss was not finite.
         micro_batches: The number of micro-batches that ``bad_losses`` covers.
-        next_place: An identifier of the current step.
+        next_place: An identifier of the current step, which the training loop sets.
         leave_vote: Whether this process votes to leave the epoch without taking this step.
         signaled: Whether some process received a signal to end the run and all processes have agreed on it.
         not_finite: Flag on the device: 1.0 if the device must skip the step, else 0.0. None if the host decides.
@@ -96,9 +96,9 @@ class Agreement:
         return self.stop
 
     def watch(self, loss: Tensor) -> bool:
-        """Check whether the loss of one micro-batch is finite, if ``watch_finite`` is set.
+        """Check whether the loss of one micro-batch is finite, if ``watch_finite`` is set. Return False if it is not.
 
-        The result is False only if the check runs on the host. On accelerators, it runs on the device.
+        On accelerators, the result is True, because the check runs on the device without waiting for it.
         """
         if not self.watch_finite:
             return True
@@ -128,7 +128,7 @@ class Agreement:
     def vote(self, weight: float | Tensor | None) -> None:
         """Cast this process's votes, before or after the last backward pass of a step.
 
-        ``weight`` is the number of items over which this process's losses of the step are a mean, if any.
+        ``weight`` is the sum of this process's weights in the step, or None; see `Accumulation.backward`.
         """
         self.has_voted = True
         if self.alone:
@@ -267,7 +267,7 @@ class Ballots:
         norms: Vectors with the largest absolute value of each checked gradient.
         watched: The parameters whose gradients were checked, in the order of ``norms``.
         place: An identifier of the step.
-        outlook: The votes on an upcoming group, or None.
+        outlook: Object that receives the summed votes on an upcoming group; None without such votes.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class Ballots:
         return flag_not_finite(self._on_device)
 
     def copy_to_host(self) -> Ballots:
-        """Start an asynchronous copy of values on a CUDA device to the host, and return this object."""
+        """Start an asynchronous copy to the host if the values are on a CUDA device. Return this object."""
         if self._on_device.is_cuda:
             self._on_host = torch.empty_like(self._on_device, device="cpu", pin_memory=True)
             self._on_host.copy_(self._on_device, non_blocking=True)
@@ -304,7 +304,7 @@ class Ballots:
         return self
 
     def read(self) -> tuple[list[float] | None, list[float], list[float]]:
-        """Return the votes, the taints and the norms, after waiting for the copy to the host."""
+        """Wait for the copy to the host, and return the votes, the taints and the norms."""
         if self._event is not None:
             self._event.synchronize()
         values = self._on_host.tolist()

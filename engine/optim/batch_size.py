@@ -125,7 +125,8 @@ def _try_sizes(
 ) -> Any:
     """Run the function with decreasing batch sizes until one fits, and return its result.
 
-    ``first`` is the function's ``gradient_accumulation_steps`` with the ``starting`` size, if it has this parameter.
+    ``first`` is the value of ``gradient_accumulation_steps`` for the ``starting`` size; None if the function does not
+    have this parameter.
     """
     size, attempts = starting, Attempts()
     while True:

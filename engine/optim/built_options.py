@@ -26,8 +26,10 @@ class BuiltSchedule:
 
     Attributes:
         state: A copy of its ``state_dict``.
-        arguments: The script's arguments that the state contains, by dotted name.
-        effective_arguments: The arguments that checkpoints record, which a resume may replace with the saved ones.
+        arguments: The arguments with which the script created the scheduler, as far as ``state`` contains them, by
+            dotted name.
+        effective_arguments: The arguments that checkpoints record: ``arguments`` or, after a resume that uses the saved
+            schedule, those in the checkpoint.
         options: The options of its optimizer's parameter groups.
     """
 
@@ -81,7 +83,7 @@ def choose_fused(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Return an option as plain data: a number for a one-element tensor, None for any other, a list for a tuple."""
+    """Return an option as plain data: a list for a tuple, a number for a one-element tensor, None for other tensors."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None
     return list(map(to_plain, value)) if isinstance(value, list | tuple) else value

@@ -28,7 +28,7 @@ class HostCheck:
         self._found = torch.zeros((), dtype=torch.float32, device="cpu")  # creating one for each call takes 1 us
 
     def __call__(self, optimizers: Iterable[PreparedOptimizer], sharded: bool) -> bool:
-        """Return whether all gradients of ``optimizers`` are finite; ``sharded`` checks their local shards."""
+        """Return whether all gradients of ``optimizers`` are finite. If ``sharded``, check only their local shards."""
         gradients = []
         for optimizer in optimizers:
             for group in optimizer.optimizer.param_groups:
@@ -52,7 +52,7 @@ class HostCheck:
 
 
 def collect_gradients(optimizers: Iterable[PreparedOptimizer]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters of ``optimizers`` with gradients, and their gradients as real, dense tensors."""
+    """Return the parameters of ``optimizers`` that have gradients, and these gradients as real, dense tensors."""
     parameters = list_parameters(optimizers)
     return parameters, [real_values(p.grad) for p in parameters if p.grad is not None]
 
@@ -64,7 +64,7 @@ def list_parameters(optimizers: Iterable[PreparedOptimizer]) -> list[Tensor]:
 
 
 def largest_elements(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the largest absolute value of each gradient as a vector; not finite if the gradient is not finite."""
+    """Return a vector with the largest absolute value of each gradient. NaN and infinity propagate to it."""
     norms = [norm.float() for norm in torch._foreach_norm(gradients, math.inf)]  # type: ignore[arg-type]
     return torch.stack([norm.to(device, non_blocking=True) for norm in norms])
 
@@ -72,7 +72,7 @@ def largest_elements(gradients: Sequence[Tensor], device: torch.device) -> Tenso
 def flag_not_finite(values: Tensor) -> Tensor:
     """Return a tensor on the device of ``values`` that is 1.0 if one of them is not finite, else 0.0.
 
-    ``values`` is multiplied by 1 in place.
+    torch's kernel also multiplies ``values`` by 1 in place.
     """
     flag = torch.zeros((), dtype=torch.float32, device=values.device)
     torch._amp_foreach_non_finite_check_and_unscale_([values], flag, _one_on(values.device))  # type: ignore[arg-type]

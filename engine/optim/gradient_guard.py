@@ -41,7 +41,8 @@ class GradientGuard:
         """Return whether the optimizer may step. If it may not, its gradients are discarded.
 
         Raises:
-            ValueError: If the policy is ``"raise"`` and a gradient is not finite.
+            ValueError: If the policy is ``"raise"`` and a gradient of this step, or on accelerators of the optimizer's
+                previous step, is not finite.
         """
         accumulation = optimizer.accumulation
         if accumulation.loss_scale is not None:  # the loss scaler skips such steps

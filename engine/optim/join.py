@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class _JoinedAgreement(Agreement):
-    """Agreement of ranks that may leave the loop at different times."""
+    """Agreement of ranks that may leave the loop at different times.
+
+    Weighted losses are supported only with a prepared DataLoader.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator.world, accelerator.strategy, accelerator.cursor)

@@ -1,4 +1,4 @@
-"""Local SGD: each process takes optimizer steps alone, and parameters are averaged periodically."""
+"""Local SGD: each process takes optimizer steps independently, and parameters are averaged periodically."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class LossScale:
         self._unscaled: set[int] = set()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Update the scale if this is due, and return the loss multiplied by the scale."""
+        """Update the scale if an update is due, and return the loss multiplied by the scale."""
         self.update_scale()
         return self.scaler.scale(loss)
 
@@ -61,7 +61,7 @@ class LossScale:
         return self.scaler.step(optimizer, *arguments), skipped
 
     def _overflows(self, optimizer: Optimizer) -> Iterable[Tensor]:
-        """Return the overflow flag of each device, which torch's scaler stores and its ``update`` also reads."""
+        """Return the overflow flag of each device, in the tensors that the ``update`` of torch's scaler reads."""
         return self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
 
 

@@ -1,4 +1,4 @@
-"""Diagnosis of a step with NaN or infinity: the samples, and the parameter whose gradient is closest to the origin."""
+"""Diagnosis of a step with NaN or infinity: its samples, and the parameter at which these values probably arose."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Evidence:
 
     Attributes:
         batches: The numbers of the micro-batches whose loss is not finite on this rank.
-        gradients: Parameters whose gradients are not finite, as `order_by_backward` returns them.
-        samples: A description of samples that the rank has processed, or ``""``.
+        gradients: Sort keys of the parameters whose gradients are not finite; see `order_by_backward`.
+        samples: A description of the samples in ``batches`` or, if ``batches`` is empty, in the step; ``""`` if they
+            are unknown.
         has_bad_input: Whether the last micro-batch is known to contain values that are not finite.
     """
 
@@ -81,7 +82,11 @@ def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings
 
 
 def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
-    """Return texts on the non-finite gradient closest to the origin and on its position among such gradients."""
+    """Return two texts on the non-finite gradient that is closest to the origin of NaN or infinity.
+
+    The first names the gradient. The second states its position among the non-finite gradients; "" if it is the only
+    one.
+    """
     keys = sorted(key for known in evidence.values() for key in known.gradients)
     names = list(dict.fromkeys(name for *_, name in keys))
     if not names:  # the parameter belongs to no prepared model
@@ -95,7 +100,7 @@ def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
 
 
 def list_samples(evidence: Mapping[int, Evidence]) -> str:
-    """Return a sentence for each rank whose samples are known, up to a limit, each preceded by a space."""
+    """Return the known samples as text: one sentence for each rank, up to a limit, each preceded by a space."""
     known = [f" On rank {rank}: {known.samples}." for rank, known in evidence.items() if known.samples]
     left_out = format_count(len(known) - _MOST_RANKS, "more rank")
     more = f" {left_out} had other samples." if len(known) > _MOST_RANKS else ""
@@ -107,12 +112,13 @@ def order_by_backward(
 ) -> list[tuple[float, int, str]]:
     """Sort the parameters whose gradients are not finite by the order in which backward computes these gradients.
 
-    NaN propagates from the loss to the inputs, so the first parameter is closest to the origin of the NaN. The order
-    comes from the graph of a loss of this model. Parameters that the graph does not contain follow in reverse order of
-    the model.
+    In the backward pass, NaN propagates from the loss to the inputs, so the first parameter is closest to the origin of
+    the NaN. The order comes from the autograd graph of ``loss``. Parameters that the graph does not contain follow in
+    the reverse order of ``named_parameters``.
 
     Returns:
-        For each of these parameters that belongs to the model, a sort key that ends with its name.
+        A sorted list with a key for each of these parameters that belongs to the model. The last item of the key is the
+        parameter's name.
     """
     bad_ids = set(map(id, bad))
     uses = {} if loss is None else _find_first_uses(loss)
@@ -163,7 +169,11 @@ def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool
 
 
 def describe_group(loader: Any, batch: Any, number: int) -> tuple[str, bool]:
-    """Describe a group of micro-batches of which at most the last one is still in memory; see `describe_batch`."""
+    """Describe the samples of a group of micro-batches; see `describe_batch`.
+
+    ``batch`` is the last micro-batch of the group, or None if it is not in memory. ``number`` is its index in the
+    group.
+    """
     indices = batch_indices(loader)
     text, is_bad = describe_batch(batch, indices)
     if not number or not indices:

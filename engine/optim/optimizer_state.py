@@ -1,4 +1,4 @@
-"""Optimizer states keyed by parameter name, which can be compared and loaded into any layout."""
+"""Optimizer states keyed by parameter name, which can be compared and loaded with any sharding."""
 
 from __future__ import annotations
 
@@ -105,18 +105,18 @@ def _list_group_members(groups: list[State]) -> list[frozenset[str]]:
 
 
 def _find_counterpart(group: State, saved: list[State]) -> State:
-    """Return the only saved group that contains parameters of a group; the group itself if none or several do."""
+    """Return the saved group that contains parameters of ``group``; if none or several do, return ``group``."""
     owners = [saved_group for saved_group in saved if not set(group["params"]).isdisjoint(saved_group["params"])]
     return owners[0] if len(owners) == 1 else group
 
 
 def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> State:
-    """Return a state from `encode_by_name` in the form of ``optimizer.load_state_dict``, with this process's shards.
+    """Convert a state from `encode_by_name` for ``optimizer.load_state_dict``, with this process's shards.
 
-    Implementation options, such as fused kernels, come from the script. If the state and the optimizer differ, the
-    result contains the slots of parameters with the same name and shape. If the groups differ, a group takes the
-    options of the one saved group that contained its parameters, if any, because a schedule relies on its last learning
-    rate.
+    Implementation options, such as ``fused``, come from the script. If the state and the optimizer differ, the result
+    contains only the slots of parameters with the same name and shape. If the division into parameter groups differs, a
+    group takes the options of the saved group that contained its parameters, because a schedule continues from the
+    saved learning rate. If none or several saved groups contained them, the options come from the script.
     """
     parameters = dict(zip(names, list_parameters(optimizer), strict=True))
     index = {name: i for i, name in enumerate(names)}
@@ -141,7 +141,7 @@ def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]
 def keep_formats(optimizer: Optimizer, state: State) -> None:
     """Restore the saved dtype of each slot, because ``load_state_dict`` casts slots to the parameter's dtype.
 
-    For example, NAdam keeps a float32 product even for float64 parameters (torch 2.13).
+    For example, ``mu_product`` of NAdam is float32 even for float64 parameters (torch 2.13).
     """
     for index, parameter in enumerate(list_parameters(optimizer)):
         slots = optimizer.state.get(parameter, {})
@@ -152,7 +152,7 @@ def keep_formats(optimizer: Optimizer, state: State) -> None:
 
 
 def _read_tensors(value: Any, parameter: Tensor | None, saved_dtype: torch.dtype | None = None) -> Any:
-    """Return a nested state with tensors read into memory; those with the parameter's shape get its sharding.
+    """Read the tensors of a nested state into memory; those with the shape of ``parameter`` are sharded like it.
 
     Slots whose dtype was that of the saved parameter are cast to the parameter's current dtype.
     """

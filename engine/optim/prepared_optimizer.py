@@ -125,10 +125,10 @@ class PreparedOptimizer(Optimizer):
         return result
 
     def _step_if_finite(self, not_finite: torch.Tensor, closure: Callable[[], Any] | None) -> Any:
-        """Step such that torch's fused kernels change neither weights nor state if a flag on the device is 1.
+        """Step the optimizer, except that torch's fused kernels change nothing if ``not_finite`` is 1 on the device.
 
-        The first step of SGD with momentum is not protected, because SGD would treat its momentum as initialized after
-        a skipped step (torch 2.13).
+        Other implementations take the step in any case. The first step of SGD with momentum is also always taken,
+        because SGD would treat its momentum as initialized after a skipped step (torch 2.13).
         """
         optimizer: Any = self.optimizer
         device, groups = not_finite.device.type, optimizer.param_groups
@@ -325,8 +325,8 @@ class PreparedScheduler:
     def _convert(self, saved_advances: int) -> bool:
         """Rescale the position of a ``LambdaLR`` saved with another world size. Return False if it was not rescaled.
 
-        The position is not rescaled if the saved learning rate shows that the functions do not depend on the world
-        size.
+        The position is not rescaled if the saved learning rate shows that the ``lr_lambda`` functions do not depend on
+        the world size.
         """
         scheduler = self.scheduler
         if not isinstance(scheduler, LambdaLR):

@@ -28,7 +28,7 @@ class ReplicasDiffer(RuntimeError):
 def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> None:
     """Raise an error if the models of the processes differ. Must be called on all ranks.
 
-    Sharded tensors and tensors on the meta device are skipped. Buffers are compared only on request.
+    Sharded tensors and tensors on the meta device are skipped. Buffers are compared only if ``buffers`` is set.
 
     Raises:
         ReplicasDiffer: On every process, if tensors differ.
@@ -94,7 +94,7 @@ def _list_replicated(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]
 
 
 def _digest_tensors(tensors: Iterable[Tensor]) -> list[int]:
-    """Return a 64-bit digest of each tensor's bits, read in one transfer per device."""
+    """Return a 64-bit digest of each tensor's bits. The digests are copied to the host in one transfer per device."""
     # A separate generator, because a check must not change other random numbers.
     generator = torch.Generator().manual_seed(0)
     # Odd, because an even weight would lose the highest bit.

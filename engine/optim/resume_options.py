@@ -45,7 +45,7 @@ class LoadedOptimizer(NamedTuple):
 
 
 def _to_numbers(value: Any) -> list[int | float]:
-    """Return numbers as a list of plain data, and an empty list for any other value, as in a damaged file."""
+    """Return a list of numbers as plain data; an empty list for any other value, such as one from a damaged file."""
     numbers = to_plain(value)
     return numbers if isinstance(numbers, list) and all(isinstance(item, int | float) for item in numbers) else []
 
@@ -135,7 +135,11 @@ def _compare_rates(scheduler: LambdaLR, saved: State) -> list[str]:
 def _iter_schedulers(
     accelerator: Accelerator, state: TrainState
 ) -> Iterator[tuple[Any, BuiltSchedule, State, str, Any]]:
-    """Yield each scheduler whose class is the saved one, its first state, its saved state, its class and arguments."""
+    """Yield data of each scheduler whose class is the same in the checkpoint.
+
+    Each item consists of the scheduler, its `BuiltSchedule`, its saved state, the name of its class, and its saved
+    arguments (None if the checkpoint does not contain them).
+    """
     saved_arguments = state.get("schedules_built")
     arguments = saved_arguments if isinstance(saved_arguments, list) else []
     for number, (scheduler, built) in enumerate(zip(accelerator.schedulers, accelerator.schedules_built, strict=True)):
@@ -227,7 +231,7 @@ class _Groups:
 
 
 def _step_copy(scheduler: Any, built: BuiltSchedule, saved: State, kind: str, optimizer: _Groups) -> Any:
-    """Return a copy of ``scheduler`` for ``optimizer``, stepped from its beginning to the position of ``saved``."""
+    """Return a copy of ``scheduler`` for ``optimizer``, stepped from its initial state to the position in ``saved``."""
     first, last = _read_position(built.state), _read_position(saved)
     if not isinstance(scheduler, LRScheduler) or first is None or last is None or last < first:
         if not isinstance(scheduler, LRScheduler):
@@ -270,7 +274,7 @@ def _name_class(optimizer: Optimizer) -> str:
 def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState, script: bool) -> None:
     """Record the options and arguments that are in effect after the resume, so that later checkpoints contain them.
 
-    ``script`` means that the learning rates and schedules come from the script; other options come from the checkpoint.
+    If ``script``, the learning rates and schedules are those of the script. Other options are those of the checkpoint.
     """
     for optimizer, _, options, _ in optimizers:
         prepared = _find_prepared(accelerator, optimizer)

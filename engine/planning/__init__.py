@@ -1,4 +1,4 @@
-"""Planning of a run without its machines: time, memory and communication of one optimizer step."""
+"""Prediction of the time, memory and communication of one optimizer step, without the hardware of the run."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Clocks:
         self.current.time += seconds
 
     def exchange(self, group: tuple[int, ...], seconds: float, *, wait: bool) -> float:
-        """Add a collective, which starts after the work in the current stream and its group's earlier collectives.
+        """Add a collective, which starts after the work in the current stream and earlier collectives of ``group``.
 
         Return the time at which the collective ends, in seconds. If ``wait``, the current stream waits for it.
         """

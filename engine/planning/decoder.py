@@ -16,13 +16,13 @@ class Sizes:
     """Dimensions of a decoder.
 
     Args:
-        width: Features per token.
-        layers: Transformer blocks.
-        heads: Attention heads.
-        key_heads: Key and value heads.
-        hidden: Hidden features of the feed-forward layer.
-        vocabulary: Tokens in the vocabulary.
-        length: Input tokens per sample.
+        width: Number of features per token.
+        layers: Number of transformer blocks.
+        heads: Number of attention heads.
+        key_heads: Number of key heads, and of value heads.
+        hidden: Number of hidden features of the feed-forward layer.
+        vocabulary: Number of tokens in the vocabulary.
+        length: Number of input tokens per sample.
     """
 
     width: int
@@ -144,7 +144,7 @@ class Decoder(nn.Module):
 
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Return the mean cross-entropy of each next token, for token indices of shape (batch, length + 1)."""
+    """Return the mean cross-entropy of the next tokens, for token indices of shape (batch, length + 1)."""
     scores = model(batch[:, :-1])
     return F.cross_entropy(scores.flatten(0, 1).float(), batch[:, 1:].flatten(0, 1))
 

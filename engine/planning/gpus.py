@@ -75,14 +75,14 @@ _OTHERS = {"laptop", "mig", "nvl", "pcie"}
 
 
 def find_gpu(name: str | GPU) -> GPU:
-    """Return a GPU by name, such as ``"h100"``. Raise a ValueError if the name is unknown."""
+    """Return a GPU by name, such as ``"h100"``. A `GPU` is returned unchanged; an unknown name raises a ValueError."""
     if isinstance(name, GPU):
         return name
     return GPUS[choose("gpu", name.lower().replace("_", "-"), GPUS)]
 
 
 def detect_gpu() -> GPU | None:
-    """Return this machine's GPU, with the memory size that the driver reports; None if it is not in `GPUS`."""
+    """Return this machine's GPU, with the memory size that the driver reports; None without a GPU that is in `GPUS`."""
     if not torch.cuda.is_available():
         return None
     gpu = match_driver_name(torch.cuda.get_device_name())

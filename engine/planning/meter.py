@@ -84,7 +84,7 @@ class Memory:
                 self.live[category] += size
 
     def resized(self, tensor: Tensor) -> None:
-        """Update the size of a tensor that sharding has resized, and move it to the category ``GATHERED``."""
+        """Update the recorded size of a tensor that sharding has resized, and move it to the category ``GATHERED``."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._storages:

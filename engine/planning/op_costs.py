@@ -22,13 +22,13 @@ ARITHMETIC, TRAFFIC, LAUNCHES = "arithmetic", "memory traffic", "launches"
 class Calibration:
     """Corrections to the peak values in data sheets, and estimates of overheads and prediction errors.
 
-    Three values stand for the best, the most likely and the worst case.
+    A tuple contains the values of the best, the most likely and the worst case.
 
     Args:
         arithmetic: Fraction of the peak performance that matrix products reach. ``benchmarks/plan.py`` fitted it to a
             published run on 8 H100s without compilation.
-        fused: Fraction of the memory traffic of other operations that remains in a compiled model, fitted to the same
-            run with compilation.
+        fused: Fraction of the memory traffic that remains after compilation, for operations other than matrix products.
+            It was fitted to the same run with compilation.
         launch: Minimum duration of an operation on a GPU, in seconds.
         host: Seconds that the host takes to launch an operation. This estimate has not been checked on a GPU.
         host_compiled: Fraction of the operations that the host still launches for a compiled model. This is an estimate
@@ -129,7 +129,7 @@ class Prices:
         self._free: dict[Any, bool] = {}
 
     def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, str]:
-        """Return an operation's duration in seconds, and the cause, such as ``"arithmetic"``."""
+        """Count an operation's FLOPs, and return its duration in seconds and the cause, such as ``"arithmetic"``."""
         free = self._free.get(func)
         if free is None:
             free = self._free[func] = _is_free(func)

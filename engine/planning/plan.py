@@ -118,7 +118,7 @@ class Plan(Conditions):
 
     @property
     def checked(self) -> bool:
-        """True if similar plans were compared with measurements."""
+        """True if predictions for similar steps were compared with measurements."""
         products = self.spent.get(ARITHMETIC, 0.0)
         halved = self.flops / self.gpu.half / self.calibration.arithmetic >= 0.9 * products
         return self.gpu.name.startswith("h100") and halved and 2 * products > self.seconds

@@ -24,7 +24,7 @@ FURTHER = "No such runs are published for more than 512 GPUs, so the time is an 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Length and learning rate schedule of a run. None stands for unknown.
+    """Length and learning rate schedule of a run. None means unknown.
 
     Attributes:
         steps: Number of optimizer steps of the run.

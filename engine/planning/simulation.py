@@ -32,8 +32,8 @@ def simulate(
     Args:
         build_model: Function that creates the model. It is called on the meta device.
         make_batch: Function that creates a batch, given the number of samples.
-        loss: Function ``loss(model, batch)``. If ``step`` is set, it receives this method of the model instead of the
-            model. It must not read a tensor's value.
+        loss: Function ``loss(model, batch)``, which must not read a tensor's value. If the condition ``step`` is set,
+            its first argument is the model's method of this name instead of the model.
         optimizer: Function that creates an optimizer, given the trainable parameters.
         conditions: Arguments of `Conditions`.
 

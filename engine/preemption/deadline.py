@@ -18,7 +18,7 @@ _forks_watched: list[bool] = []
 class Deadline:
     """Time limit that begins with a signal, and ends the process even if its main thread hangs.
 
-    Python's own signal handlers would wait for the main thread. Instead, the interpreter writes the number of each
+    A signal handler in Python runs only in the main thread. Therefore, the interpreter writes the number of each
     handled signal into a pipe (`signal.set_wakeup_fd`), which a thread reads. A main thread that hangs in C code and
     holds the GIL also blocks this thread.
     """
@@ -71,7 +71,10 @@ class Deadline:
             self._read()
 
     def _read(self) -> int | None:
-        """Wait for the next byte in the pipe, and return it if it starts the time limit; else None."""
+        """Wait for the next byte in the pipe, and return it if it starts the time limit; else None.
+
+        Signals are also passed on to the wakeup file descriptor that was set before.
+        """
         number = os.read(self._reading, 1)[0]
         if self._others != -1 and number not in (_OVER, _BY_OTHER_RANK):
             with contextlib.suppress(OSError):

@@ -60,7 +60,8 @@ class Departure:
     def begin_stage(self, watchdog: Watchdog | None, on_asked: Callable[[], None]) -> None:
         """Begin a stage, and discard earlier requests. Must be called on all ranks.
 
-        Without a watchdog, several ranks cannot leave a loop early. ``on_asked`` is called in the watchdog's thread.
+        Without a watchdog, a run with several ranks cannot leave a loop early. ``on_asked`` is called in the watchdog's
+        thread after any rank has requested to leave.
         """
         self._round, self._on_asked = _Round(), on_asked
         if watchdog is not None:

@@ -227,7 +227,7 @@ class Preemption:
         return watchdog.ended if watchdog is not None and watchdog.interruptible else None
 
     def _raise_interruption(self) -> None:
-        """Raise `PeerFailed` if another rank has ended while this rank waits to leave, so its step cannot finish."""
+        """Raise `PeerFailed` if `_interruption` returns a rank, because this rank's step cannot finish without it."""
         rank, watchdog = self._interruption(), self._accelerator.watchdog
         if rank is None or watchdog is None:
             return
@@ -282,7 +282,7 @@ class Preemption:
             signal.raise_signal(signal.SIGINT)
 
     def _raise_delayed_interrupt(self) -> None:
-        """Handle a Ctrl-C that was delayed. If the script has a handler, it was called when Ctrl-C arrived."""
+        """Handle a delayed Ctrl-C, unless the script has its own handler, which was called when Ctrl-C arrived."""
         handler = self._replaced.get(signal.SIGINT, signal.default_int_handler)
         if not callable(handler) or handler is signal.default_int_handler:
             self._raise_interrupt(None)
@@ -332,7 +332,7 @@ class Preemption:
 
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:
-    """Return whether a signal has interrupted a finalizer, in which Python only prints exceptions."""
+    """Return whether a signal has interrupted a finalizer, whose exceptions Python prints and ignores."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__del__" or code in _FINALIZERS:

@@ -12,7 +12,7 @@ _PENDING = 4096  # marks waiting to be read; far more than a device can lag behi
 
 
 class Span:
-    """Interval between two marks, such as CUDA events, in the queue of a device."""
+    """Interval between two marks, such as CUDA events, in a device's stream."""
 
     __slots__ = ("inner", "name", "outer", "repeats", "start", "stop")
 
@@ -28,7 +28,7 @@ class Span:
 
 
 class DeviceClock:
-    """Clock that marks the beginning and end of actions in a device's queue, and reads the marks without waiting.
+    """Clock that marks the beginning and end of actions in a device's stream, and reads the times later.
 
     The device reaches a mark when all work before it is complete. ``take`` is called for each span, in the order in
     which spans end. Its arguments are the name, the duration in seconds (0 within another span of the same name), and
@@ -53,7 +53,7 @@ class DeviceClock:
             self.read(wait=False)
 
     def read(self, wait: bool) -> None:
-        """Pass the spans that have ended to ``take``. If ``wait``, first wait for the device."""
+        """Pass the spans that the device has completed to ``take``. If ``wait``, first wait for the device."""
         pending = self._pending
         if wait and pending:
             pending[-1].stop.synchronize()

@@ -218,9 +218,9 @@ class PyTorchProfiler(Profiler):
 
 
 class ModuleNames:
-    """Set of hooks that create a named range for each call of a submodule, until `remove` is called.
+    """Hooks that record each call of a submodule as a range with its name in the trace, until `remove` is called.
 
-    Compiled submodules are excluded, because a range would break their graphs.
+    Compiled submodules are excluded, because a range would cause graph breaks.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -39,7 +39,7 @@ class Action:
 
 
 def kind_of(name: str, alone: bool = False) -> str:
-    """Return the category of an action, such as ``"computing"``, or its name.
+    """Return the category of an action, such as ``"computing"``, or the action's name if it has none.
 
     If ``alone``, the run does not train, so validation steps count as computing.
     """
@@ -53,7 +53,7 @@ def kind_of(name: str, alone: bool = False) -> str:
 def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device: bool) -> str:
     """Return a sentence about the bottleneck of the run; "" if no computation was measured.
 
-    ``advice`` replaces the default advice, by name of the action.
+    ``advice`` maps the names of actions to text that replaces the default advice.
     """
     spent: dict[str, float] = {}
     slowest: dict[str, tuple[float, str]] = {}  # the action of each kind that takes the most time

@@ -1,4 +1,4 @@
-"""Import and export of weights in the file formats of other programs. Loading never runs code in a file."""
+"""Import and export of weights in the file formats of other programs. Loading never runs code that a file contains."""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ def find_in_store(source: object) -> RemotePath | None:
 
 
 def fetch_from_store(source: RemotePath, folder: Path) -> Path:
-    """Download an object, or the objects in a folder without its subfolders, and return the local path.
+    """Download a source from an object store to the local ``folder``, and return the local path.
+
+    If the source is a folder, the objects in its subfolders are not downloaded.
 
     Raises:
         ValueError: If the source does not exist or is not supported.
@@ -53,17 +55,18 @@ def fetch_from_store(source: RemotePath, folder: Path) -> Path:
 
 
 def check_digest(path: Path, sha256: str) -> None:
-    """Raise a ValueError if the SHA-256 digest of a file differs from the expected digest, or if that is malformed."""
+    """Raise a ValueError if ``sha256`` is malformed or is not the file's SHA-256 digest."""
     expected = _parse_digest(sha256)
     with path.open("rb") as file:
         _compare(path, hashlib.file_digest(file, "sha256").hexdigest(), expected)
 
 
 def fetch(url: str, sha256: str | None, folder: Path) -> Path:
-    """Download a file from the web, verify its digest, and return the local path. A ``file://`` URL is not copied.
+    """Download a file from the web, verify its digest, and return the local path. ``file://`` URLs are not copied.
 
     Raises:
-        ValueError: If the digest is missing or different, or if the file cannot be used.
+        ValueError: If ``sha256`` is missing, malformed or not the file's digest, if the file is too large, or if a
+            ``file://`` URL does not name a file on this machine.
         OSError: If the download failed.
     """
     scheme = _SCHEME.match(url)[1].lower()  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Loading of weights from Treadle and other programs into a model, without running code in a file."""
+"""Loading of weights from Treadle and other programs into a model, without running code that a file contains."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def _find_tied_values(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, by name, of tied parameters that a file contains under another name only."""
+    """Return the values of tied parameters that ``weights`` has only under another name, by the missing name."""
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(strip_compile_prefix(name))
@@ -181,7 +181,7 @@ def _compare(
     targets: Mapping[str, str],
     differences: tuple[tuple[str, ...], ...],
 ) -> None:
-    """Raise an error if names or shapes of weights are not those of the model, unless the model may rename weights."""
+    """Raise an error if names or shapes differ from the model's. Names may differ if the model may rename weights."""
     missing, unexpected, reshaped = differences
     if not any(differences):
         return

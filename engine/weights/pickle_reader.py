@@ -2,8 +2,8 @@
 
 Python's unpickler executes the content of a file. This reader only records it: the name of a class or function becomes
 a `Name`, and a call becomes an `UnbuiltCall`, a record of the name and the arguments. Other modules decide which names
-they accept and how they convert them to data. The code behind a name therefore never runs, even if the process has told
-torch to trust this name.
+they accept and how they convert them to data. The code behind a name therefore never runs, even if the process has
+passed it to ``torch.serialization.add_safe_globals``.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _PLAIN_BUILTINS = {
 
 @dataclass(frozen=True)
 class Name:
-    """Name of a class or function, such as ``"torch.FloatStorage"``, which is never imported."""
+    """Name of a class or function in a pickle, such as ``"torch.FloatStorage"``. It is never imported."""
 
     path: str
 
 
 @dataclass(eq=False, slots=True)
 class UnbuiltCall:
-    """Record of a call in a pickle that is not executed.
+    """Record of a call in a pickle. The call is not executed.
 
     Attributes:
         name: The name of the called class or function; ``"persistent"`` for data stored outside the pickle, such as the
@@ -127,7 +127,10 @@ class _Machine:
 
 
 def _check_key(value: Any) -> Any:
-    """Return a dict key or set item; raise an error if its type is unsupported or allows many keys with one hash."""
+    """Return a dict key or set item. Raise an error if it is unsupported.
+
+    Large integers and tuples are unsupported, because a file could contain many with the same hash to slow a dict down.
+    """
     if isinstance(value, int) and value.bit_length() > 64:
         raise ValueError(f"its pickle has a number of {value.bit_length():,} bits as a key, but at most 64 are allowed")
     if isinstance(value, tuple):

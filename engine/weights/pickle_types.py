@@ -1,4 +1,4 @@
-"""Conversion of the names in other programs' files to data."""
+"""Conversion of the names and calls in other programs' pickles to plain data."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ class Reader:
     """Converter that turns results of `pickle_reader.read` into plain data, such as numbers, arrays and containers.
 
     Args:
-        persistent: Function that converts the pickle's reference to data stored outside it.
-        calls: Functions that convert the arguments of a call to data, by name of the called function.
-        budget: The maximum number of bytes to copy, because a file may refer to one long text a million times. Default:
-            256 MiB.
+        persistent: Function that returns the object for a reference to data outside the pickle, such as a storage.
+        calls: Additional functions that convert a call to data, by name of the called function. Each receives this
+            `Reader` and the arguments of the call.
+        budget: Maximum number of bytes that conversions may copy. It bounds the memory for a file that refers to one
+            long text a million times. Default: 256 MiB.
 
     Attributes:
-        dropped: The types or descriptions of the items that `mapping` omitted because they are not data, by place.
+        dropped: The types or descriptions of the items that `mapping` omitted because they are not data, by
+            position, such as ``"state_dict.bias"``.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class Reader:
         self._open: set[int] = set()
 
     def mapping(self, value: Any, place: str) -> dict[Any, Any]:
-        """Return the items of a dict that are plain data, and record the types of the others in ``dropped``, by place.
+        """Return the items of a dict that are plain data, and record the types of the others in ``dropped``.
 
-        Items whose key is a class or function are skipped and not recorded.
+        ``place`` is the position of the dict in the file, such as ``"state_dict"``, or "" at the top level. Items whose
+        key is a class or function are skipped and not recorded.
 
         Raises:
             ValueError: If ``value`` is not a dict, or if an item is invalid.
@@ -90,7 +93,7 @@ class Reader:
 
         Raises:
             Unknown: If the value, or a nested value, is not data.
-            ValueError: If the value is invalid or requests far more memory than its data needs.
+            ValueError: If the value is invalid, or if its conversion would copy more bytes than the budget.
         """
         if isinstance(value, Name):
             return self._resolve_name(value)

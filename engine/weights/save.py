@@ -88,8 +88,8 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
 def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
     """Write a file next to ``path``, flush it to disk, and rename it to ``path`` once it is complete.
 
-    ``write`` is called with a local path. For an object store, the file is uploaded from the folder for temporary
-    files.
+    ``write`` receives the local path to write to. If ``path`` is in an object store, the file is written to a temporary
+    folder and uploaded.
     """
     if isinstance(path, RemotePath):
         with tempfile.TemporaryDirectory(prefix="treadle-") as folder:
@@ -116,7 +116,7 @@ def make_parent(path: AnyPath) -> None:
 
 
 def _clear(paths: Iterable[AnyPath]) -> None:
-    """Delete the files that a failure left behind. Errors are ignored, because the failure itself is raised."""
+    """Delete the files of a failed write. Errors are ignored, because the caller raises the error of the write."""
     for path in paths:
         with suppress(OSError):
             _delete(path)
@@ -132,9 +132,9 @@ def _delete(path: AnyPath) -> None:
 def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, safe: bool) -> None:
     """Write weights as one file, or as several files with an index, under Hugging Face's file names.
 
-    At any time, the folder contains the complete old or the complete new weights. Several new files get unused names,
-    the new index replaces the old one in one rename, and then the old files are deleted. See `write_weights` for the
-    arguments.
+    At any time, the folder contains the complete old or the complete new weights. If there are several new files, they
+    get unused names, the new index atomically replaces the old one, and then the old files are deleted. See
+    `write_weights` for the arguments.
 
     Raises:
         TypeError: If a value cannot be exported.
@@ -253,7 +253,7 @@ def _write(path: str, tensors: Mapping[str, Whole], aliases: Mapping[str, str], 
 
 
 def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, str]) -> None:
-    """Write one safetensors file, whose header lists the ``aliases`` of tied tensors."""
+    """Write one safetensors file. Its header stores ``aliases``, the further names of tied tensors."""
     # Header entries in the form that safetensors' `save_model` writes and its `load_model` reads.
     notes = {alias: name for alias, name in aliases.items() if name in tensors}
     filesystem.write_tensors(path, tensors, {"format": "pt", **notes})
@@ -294,10 +294,11 @@ _ADVICE: dict[type, str] = {
 def make_readable(value: Any, place: str) -> Any:
     """Return a value in a form that ``torch.load(weights_only=True)`` loads.
 
-    NumPy scalars become Python values, and a ``defaultdict`` becomes a dict.
+    NumPy scalars become Python values, and a ``defaultdict`` becomes a dict. ``place`` is the name of the value in
+    errors.
 
     Raises:
-        TypeError: If a value is not supported. The error names its position, of which ``place`` is the beginning.
+        TypeError: If the value, or a nested value, is not supported.
     """
     kind = type(value)
     if isinstance(value, np.generic):

@@ -49,7 +49,7 @@ class Opened:
         place: The path or URL of the source, for errors.
         weights: The unread tensors by name.
         others: Values of the state dict that are not tensors, by name, such as extra state of modules.
-        file: The file of ``torch.save``, if it alone contains the weights.
+        file: The `TorchFile`, if the source is a single file of ``torch.save``.
         checkpoint: The Treadle checkpoint that contains the weights, if any.
         frozen: The digests, by name, of weights that a checkpoint omits because they were not trained.
     """
@@ -66,10 +66,11 @@ class Opened:
 def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
     """Return a context in which a source of weights is open; see `load_weights`.
 
-    Downloads are deleted after the context ends.
+    Downloads are deleted when the context ends.
 
     Raises:
-        ValueError: If the source or ``sha256`` is missing, damaged or not supported.
+        ValueError: If the source is missing, damaged or not supported, or if ``sha256`` is missing or not its digest.
+        TypeError: If ``source`` is neither a path nor a URL.
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(source, str | os.PathLike):

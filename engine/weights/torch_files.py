@@ -77,7 +77,7 @@ class TorchFile:
 
     Attributes:
         document: The content of the file, as returned by `pickle_reader.read`.
-        reader: Converter of parts of the document to data. It converts tensors to `View`.
+        reader: The `Reader` that converts parts of the document to data. It converts each tensor to a `View`.
 
     Raises:
         ValueError: If the file is damaged or not supported.
@@ -183,7 +183,7 @@ class TorchFile:
         return document
 
     def _follow(self, document: Any) -> None:
-        """Record every storage in a document, because old files state the lengths of storages only in references."""
+        """Record the storages to which a document refers. In old files, only these references state the dtypes."""
         visited: set[int] = set()
         left = [document]
         while left:

@@ -1,4 +1,4 @@
-"""Callbacks for Trainers in Ray workers, which report to Ray and resume from its checkpoints."""
+"""Callbacks for Trainers in Ray workers. They report to Ray and resume from its checkpoints."""
 
 from __future__ import annotations
 

@@ -138,7 +138,10 @@ class RayTrainReportCallback(ReportedCheckpoint):
     def _hand_over(
         self, metrics: dict[str, float], place: tuple[str, FileSystem] | None, name: str, mode: CheckpointUploadMode
     ) -> None:
-        """Report metrics and, on ranks with a ``place``, the checkpoint. Ray waits for the reports of all ranks."""
+        """Report metrics and the checkpoint at ``place``, which is its path and file system; None for no checkpoint.
+
+        Ray waits for the reports of all ranks.
+        """
         import ray.train
 
         ray.train.report(
@@ -181,7 +184,7 @@ def _get_storage() -> Any:
 
 
 def _remove_unreported(storage: Any) -> None:
-    """Remove the checkpoints that this callback wrote but did not report to Ray."""
+    """Remove the checkpoints in Ray's storage that earlier workers saved but did not report."""
     import ray.train
     from pyarrow.fs import FileSelector
     from ray.train import CheckpointConsistencyMode

@@ -75,7 +75,7 @@ class ServiceLogger(Logger):
 
     @abstractmethod
     def _open(self) -> Any:
-        """Begin a run, or continue the run ``self._version``. Set ``self._version`` and return the service's object."""
+        """Begin a run, or continue the run ``self._version``. Set ``self._version``, and return the run object."""
 
     @abstractmethod
     def _is_closed(self, run: Any) -> bool:
@@ -95,7 +95,7 @@ class ServiceLogger(Logger):
 
     @abstractmethod
     def _close(self, run: Any, failed: bool) -> None:
-        """Write all buffered data and end the run with its status."""
+        """Write all buffered data, and end the run as successful or, if ``failed`` is True, as failed."""
 
     @property
     def name(self) -> str | None:

@@ -14,10 +14,11 @@ from contextlib import contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore the RNG states of Python, NumPy and PyTorch (CPU) and the signal handlers when the block ends.
 
-    NumPy and PyTorch must be imported before the block, and the handlers are restored only in the main thread.
+    The states of NumPy and PyTorch are restored only if these packages were imported before the block. The handlers are
+    restored only in the main thread.
 
     Opening a run with most services draws from Python's RNG, so training would not be reproducible. ClearML and SwanLab
-    install signal handlers, which would replace Treadle's. Within the block, Python's RNG is seeded by the system, so
+    install signal handlers, which would replace Treadle's. Within the block, Python's RNG has a random seed, so
     that two runs with the same seed do not draw the same random names.
     """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")

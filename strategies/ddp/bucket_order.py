@@ -1,10 +1,9 @@
 """Order in which the gradients of a replica become ready, which determines how they are summed.
 
-After the first backward pass, torch regroups the gradients that it reduces together, in the order in which they became
-ready. With three or more processes, the position of an element in its group determines the order in which the
-processes' gradients are added. This order affects the last bit of the sum. A run that resumes from a checkpoint would
-begin with the initial grouping again. It therefore first runs a backward pass with zeros, in the order stored in the
-checkpoint.
+torch reduces gradients in buckets. After the first backward pass, it rebuilds the buckets in the order in which the
+gradients became ready. With three or more processes, the position of an element in its bucket determines the order in
+which the processes' gradients are added. This order affects the last bit of the sum. A resumed run would begin with the
+initial buckets again. It therefore first runs a backward pass with zeros, in the order stored in the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from torch import Tensor
 class ReadyOrder:
     """Order in which the gradients of one replica become ready.
 
-    torch regroups the gradients in this order after the first backward pass. With three or more processes, the grouping
-    affects the last bit of the sums. A resumed run therefore rehearses the order of its checkpoint. If ``fixed`` is
-    set, torch never changes the grouping, and no order is recorded.
+    torch rebuilds its buckets in this order after the first backward pass. With three or more processes, the buckets
+    affect the last bit of the sums. A resumed run therefore rehearses the order of its checkpoint. ``fixed`` means that
+    torch never rebuilds the buckets, so no order is recorded.
 
     Attributes:
         order: Indices of the trained parameters in this order; empty if it is unknown.
@@ -49,14 +48,14 @@ class ReadyOrder:
         return bool(self._handles)
 
     def finish_recording(self) -> None:
-        """Stop recording if a reduced backward pass has been recorded. Must be called between two backward passes."""
+        """Stop recording if a backward pass with reduction was recorded. Must be called between two backward passes."""
         if self.order:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
 
     def rehearse(self, order: Iterable[int]) -> None:
-        """Make the next backward pass reduce as if a first backward pass in this order had preceded it.
+        """Run a backward pass with zeros in ``order``, so that torch rebuilds its buckets in this order.
 
         Must be called on all ranks. Existing gradients are discarded. An order that does not match this model is
         ignored.

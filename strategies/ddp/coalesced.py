@@ -45,13 +45,13 @@ def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
 
 
 def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor | None = None) -> Tensor | None:
-    """Replace each gradient with its mean over several ranks. A missing gradient counts as zero.
+    """Replace each gradient with its mean over the ranks. A missing gradient counts as zero.
 
     Apart from rounding, averaging does not change gradients that are already equal on all ranks. A gradient that no
     rank has stays None. Must be called on all ranks with the same parameters.
 
     Returns:
-        The sum of ``note``, a 0-d tensor, over the ranks (0 if it is None); None with a world size of one.
+        The sum of ``note``, a 0-d tensor, over the ranks, where None counts as zero. None with a world size of one.
     """
     if world.size == 1:
         return None

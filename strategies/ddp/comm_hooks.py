@@ -16,7 +16,7 @@ _NAMES = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
 
 
 class CommHook:
-    """Communication hook, validated when it is created and applied when a model is wrapped.
+    """Communication hook, validated when it is created and registered when a model is wrapped.
 
     The arguments are ``comm_hook``, ``comm_state`` and ``comm_wrapper`` of `DDP`.
 
@@ -83,7 +83,7 @@ class CommHook:
 
 
 def scaled_fp16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients in float16, scaled by the largest absolute value on any process.
+    """Average a bucket of gradients in float16, divided by the largest absolute value on any process.
 
     torch's hook does not scale, so a gradient multiplied by a number of tokens can exceed float16's maximum, 65504.
     """

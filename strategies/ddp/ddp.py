@@ -51,7 +51,7 @@ class _Replica(DistributedDataParallel):
 
     @property
     def module(self) -> nn.Module:
-        """The user's model, as in torch's DDP; the router while torch constructs or runs this DDP module."""
+        """The user's model; while torch constructs or runs this DDP module, the `Router` around the model."""
         router: Any = self._modules["module"]
         is_torchs = "ready" not in self.__dict__ or DistributedDataParallel._active_ddp_module is self
         return router if is_torchs else router.module

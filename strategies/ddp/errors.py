@@ -14,7 +14,7 @@ _MAX_NAMES = 30
 def explain_reducer_error(error: BaseException, names: list[str], finds_unused: bool = False) -> ValueError | None:
     """Return an error that explains ``error`` if a gradient was missing or was ready twice, otherwise None.
 
-    ``names`` contains the parameters' names in the reducer's order.
+    ``names`` lists the parameters' names in the reducer's order. ``finds_unused`` is DDP's ``find_unused_parameters``.
     """
     text = str(error)
     if text.startswith(_UNFINISHED):

@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def joined(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let a rank run ``modules`` fewer times than other ranks. A rank that stops no longer contributes to reductions.
+    """Return a context in which a rank may run ``modules`` fewer times than other ranks.
 
     Each reduction is the mean over the ranks that still have a batch. All ranks leave the block together, with the
     parameters and buffers of a rank that had the most batches.

@@ -33,11 +33,11 @@ class LocalSteps:
 
     @property
     def alone(self) -> bool:
-        """True if each process takes the next step separately."""
+        """True if the next optimizer step is a local step, in which gradients are not reduced."""
         return self.count >= self.start
 
     def stepped(self, optimizer: Optimizer, world: World) -> None:
-        """Count a step of ``optimizer``, and average its parameters if they are due by the schedule."""
+        """Count a step of ``optimizer``, and average its parameters if the schedule requires it."""
         self._apart = self.alone
         self.count += 1
         if self._apart and (self.count - self.start) % self.every == 0:

@@ -1,6 +1,6 @@
 """Sharded optimizer state (ZeRO-1): each process updates its share of the parameters and broadcasts the result.
 
-No optimizer is rebuilt: the user's own optimizer steps, with fewer parameters in its groups. Optimizers that update
+The user's optimizer is kept. During a step, its groups contain only this process's parameters. Optimizers that update
 each parameter separately therefore work with all group options and schedulers, and the result is bit-identical to that
 of the plain optimizer. In contrast, torch's ``ZeroRedundancyOptimizer`` builds a second optimizer from the class and
 its defaults, without the existing state. It gathers the state on only one process, with pickle.

@@ -1,8 +1,8 @@
-"""Examination of a job's ranks. Each rank inspects itself and reports through torch's store.
+"""Examination of a job's ranks, in two parts: the reports of the ranks, and the measurements.
 
-One rank evaluates all reports. The store is used first because it responds even if ranks are missing. A rank that never
-reports can thus be named, while a collective would wait for it. The measurements follow once every rank has reported.
-Each of the two parts has a time limit, and a timer ends a rank that exceeds it.
+Each rank inspects itself and reports through torch's store. One rank evaluates all reports. The store responds even if
+ranks are missing, so a rank that never reports can be named, while a collective would wait for it. The measurements
+follow once every rank has reported. Each part has a time limit, and a timer ends a process that exceeds it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def examine(
 ) -> Report | None:
     """Examine the ranks that a launcher started. Must be called on all ranks; one of them publishes the report.
 
-    A rank that fails may publish a report of its failure. ``limit`` is the number of seconds to wait for other ranks. A
-    process that exceeds the time limit of a part exits with status 1.
+    To publish a report, a rank passes it to ``publish``. A rank that fails may publish a report of its failure.
+    ``limit`` is the number of seconds that each rank waits for other ranks. A process that needs more than
+    ``2 * limit + MARGIN`` seconds for one of the two parts exits with status 1.
 
     Returns:
         The report on each rank that published one, None on the other ranks.
@@ -70,7 +71,7 @@ def examine(
 def examine_without_ranks(run_folder: str | Path, errors: list[str]) -> Report:
     """Return a report on this process alone, for use if no ranks report.
 
-    ``errors`` contains the reasons why there is no report of ranks.
+    ``errors`` lists the reasons why no rank has reported.
     """
     facts = inspect_process(run_folder) | {"rank": 0}
     return make_report([facts], judge([facts], size=1, launched=None, missing=[], errors=errors, measured={}))
@@ -89,7 +90,7 @@ def make_report(ranks: list[Facts], findings: list[Finding]) -> Report:
 
 
 class _Examination:
-    """Examination as one rank performs it, with the state that its timer and its main thread share."""
+    """Examination by one rank, with the state that the main thread and the timer's thread share."""
 
     def __init__(
         self, launched: LaunchEnvironment, run_folder: str | Path, limit: float, publish: Callable[[Report], None]
@@ -110,7 +111,7 @@ class _Examination:
         self._ending = threading.Lock()
 
     def start_timer(self, purpose: str, seconds: float) -> None:
-        """Start the timer for the next part. When it expires, this rank reports the available results and exits."""
+        """Start the timer for the next part. When it expires, this rank ends the examination and exits."""
         self._cancel_timer()
         self._timer = threading.Timer(seconds + MARGIN, self._time_out, (purpose, seconds))
         self._timer.daemon = True
@@ -121,7 +122,7 @@ class _Examination:
             self._timer.cancel()
 
     def _time_out(self, purpose: str, seconds: float) -> None:
-        """End the examination from the timer's thread, because the main thread is in an uninterruptible torch call."""
+        """End the examination from the timer's thread, because torch calls may block the main thread."""
         self._errors = self._list_errors()
         error = "" if self._errors else f"{purpose} did not end within {seconds:g} s"
         self.end(error, inspect_process(self._run_folder))

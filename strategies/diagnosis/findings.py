@@ -38,7 +38,7 @@ class Finding:
     Args:
         mark: ``"good"``, ``"note"`` or ``"fault"``.
         subject: Name of the inspected item, such as ``"memory"``.
-        text: State of the subject, with a fix if one is known for what is wrong.
+        text: State of the subject and, for a problem, the fix if one is known.
     """
 
     mark: str
@@ -67,7 +67,7 @@ def judge(
     """Return the findings about a job in printing order.
 
     ``ranks`` contains the result of `inspect_process` for each rank that reported, plus the key ``"rank"``.
-    ``launched`` is None without a launcher.
+    ``launched`` holds the launcher's settings; None without a launcher.
     """
     return [
         _judge_presence(ranks, size, launched, missing),
@@ -335,6 +335,6 @@ def _judge_measurements(measured: Facts) -> Iterator[Finding]:
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Format ranks as "rank 1" or "ranks 1, 2". If there are more than eight, only the first eight are listed."""
+    """Format ranks as "rank 1" or "ranks 1, 2". The ranks after the first eight are only counted."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -167,7 +167,7 @@ def _inspect_devices() -> Facts:
 
 
 def _has_nvlink() -> bool | None:
-    """Return whether any two GPUs of this machine are connected by NVLink; None if nvidia-smi does not report it."""
+    """Return whether any two GPUs of this machine are connected by NVLink; None if nvidia-smi is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

@@ -42,8 +42,8 @@ def _gather_times(world: World) -> list[float]:
 def measure_all_reduce(world: World) -> dict[str, Any]:
     """Return the backend, latency in seconds and bus bandwidth in bytes per second of an all-reduce.
 
-    Bus bandwidth is the data rate of each link in a ring: 2 (n - 1) / n times the tensor's bytes per second, where n is
-    the world size.
+    Bus bandwidth is the data rate of each link in a ring: 2 (n - 1) / n times the tensor's size in bytes, divided by
+    the duration in seconds, where n is the world size.
 
     Returns:
         A dict with ``"backend"``, ``"latency"``, ``"bandwidth"`` and ``"bytes"``, the size of the tensor used to
@@ -75,7 +75,7 @@ def _check_sum(world: World) -> None:
 
 
 def _time_all_reduce(world: World, length: int, repeats: int) -> float:
-    """Return the median duration in seconds of an all-reduce on the slowest rank."""
+    """Return the median duration of an all-reduce in seconds, on the rank where it is longest."""
     tensor = torch.zeros(length, device=world.device)
     times = []
     for attempt in range(repeats + 2):  # two of them as a warm-up

@@ -1,4 +1,4 @@
-"""Examination of ranks that Treadle starts for it on this machine."""
+"""Examination without a launcher: Treadle starts ranks on this machine, which examine themselves."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def examine_own_ranks(
 ) -> Report:
     """Start ranks that examine themselves, and return their report, or a report on this process if they write none.
 
-    ``build_command`` returns the command of a rank, which writes its report as JSON to the path that the function
-    receives. ``limit`` is the time limit in seconds for each part of the examination.
+    ``build_command`` receives a path and returns the command that starts a rank. The rank that publishes the report
+    writes it to this path as JSON. ``limit`` is the number of seconds that each rank waits for other ranks; see
+    `examine`.
     """
     with tempfile.TemporaryDirectory(prefix="treadle-doctor-") as folder:
         path = Path(folder) / "report.json"

@@ -1,4 +1,4 @@
-"""Comparison of the processes' calls before the collectives of `World`, with ``TREADLE_DEBUG=1``."""
+"""Comparison of the processes' calls before each collective of `World`, enabled by ``TREADLE_DEBUG=1``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MATCHING, _NOTE, _DIFFERENT, _MISSING = "=", "~", "!", "?"  # the first letter 
 
 @dataclass(frozen=True)
 class Call:
-    """Call of a collective by one process, as other processes see it.
+    """Call of a collective by one process, as it is reported to the other processes.
 
     Attributes:
         operation: Name of the `World` method and its arguments, such as ``"all_reduce sum"``.
@@ -72,7 +72,7 @@ class Call:
 
     @classmethod
     def from_stack(cls, operation: str, value: torch.Tensor | None = None) -> Call:
-        """Return the current call, read from the stack."""
+        """Return a `Call` of ``operation`` with the location that the current stack shows."""
         form = "" if value is None else f"{str(value.dtype)[6:]} {list(value.shape)} on {value.device.type}"
         frame: FrameType | None = sys._getframe(1)
         outer = inner = None
@@ -101,8 +101,9 @@ def _describe_frame(frame: FrameType, file: str = "") -> str:
 class Meeting:
     """Comparison of calls through torch's store, which responds even if some processes are missing.
 
-    Each call has one verdict, which applies to all processes. ``position`` is the index of this process in ``ranks``,
-    the global ranks of the group, and ``timeout`` is in seconds.
+    Each call has one verdict, which applies to all processes. ``ranks`` lists the global ranks of the group, and
+    ``position`` is the index of this process in it. ``timeout`` is the number of seconds that a process waits for the
+    others.
     """
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], position: int, timeout: float) -> None:

@@ -69,7 +69,7 @@ class Layout:
         return mesh[REPLICATE, SHARD] if self.replicate > 1 else mesh[SHARD]
 
     def data_world(self, world: World) -> World:
-        """Return the world of this process and one process for each other share of the data."""
+        """Return the `World` over which the data is sharded: this process and one process for each other share."""
         if self.tensor == 1:
             return world
         return world.part(world.mesh(data=world.size // self.tensor, tensor=self.tensor)["data"])

@@ -21,7 +21,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def get_original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the original class of a module, which FSDP replaces with a generated class."""
+    """Return the class that a module had before FSDP replaced it with a generated class."""
     kind = type(module)
     return kind.__bases__[-1] if hasattr(module, "_get_fsdp_state") else kind
 
@@ -50,10 +50,10 @@ def whole(value: Any, keep: bool) -> Any:
 
 
 def keep_random_state(mesh: DeviceMesh) -> None:
-    """Let the GPU of each process keep its own RNG state when random numbers are drawn for shards.
+    """Keep each process's own GPU RNG state during random operations on sharded tensors.
 
-    Otherwise, the first random operation would copy rank zero's state to all processes (torch 2.13), and dropout would
-    use the same masks everywhere.
+    Otherwise, the first such operation would copy rank zero's state to all processes (torch 2.13), and dropout would
+    use the same masks on all of them.
     """
     from torch.distributed.tensor import _random
 
@@ -127,7 +127,7 @@ def cut_like(full: Whole, like: Any) -> Tensor:
 
 
 def fill(part: Tensor, full: Whole, like: Any) -> None:
-    """Copy this process's shard of ``full`` into ``part``."""
+    """Copy this process's shard of ``full`` into ``part``. The layout is that of the sharded tensor ``like``."""
     shape, offset = _place(like)
     part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])
 

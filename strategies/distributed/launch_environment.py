@@ -296,7 +296,7 @@ def _is_slurm_task(env: Mapping[str, str]) -> bool:
 
 
 def _is_slurm_batch(env: Mapping[str, str], task_count: int) -> bool:
-    """Return whether this is a batch script with the step variables of the task that submitted it."""
+    """Return whether this is a batch script that inherited the step variables of the task that submitted it."""
     return "SLURM_GTIDS" in env and len(env["SLURM_GTIDS"].split(",")) != task_count  # it is "0" in a batch script
 
 

@@ -2,8 +2,8 @@
 
 Every process announces in torch's store that it has entered the call, and waits there for the other processes. It waits
 until all have arrived, until one of them can no longer arrive, or until the timeout. A process can no longer arrive if
-it has entered a different call or has ended. The same is true if it has continued to a later training step or exchange,
-which in turn waits for this process; this is noticed only among processes of the same machine.
+it has entered a different call or has ended. It also cannot arrive if it has continued to a later training step
+or exchange, where it waits for this process. This case is detected only among processes of the same machine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SharedCount:
             self.place = f"/proc/{self.pid}/fd/{descriptor}"
 
     def advance(self) -> None:
-        """Increment the counter, because this process enters a training step or an exchange."""
+        """Increment the counter. Must be called when this process enters a training step or an exchange."""
         self.values[0] += 1
 
 
@@ -231,7 +231,7 @@ def forget_arrivals() -> None:
 
 
 def _name_ranks(ranks: Iterable[int]) -> str:
-    """Format ranks: ``rank 3``, ``ranks 0, 1, 2 and 5 more``."""
+    """Format ranks as ``rank 3`` or ``ranks 0, 1``. The ranks after the first eight are only counted."""
     listed = list(ranks)
     more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
     return f"rank{'s' * (len(listed) > 1)} {', '.join(map(str, listed[:8]))}{more}"

@@ -45,7 +45,7 @@ def connect(
     run_id: str = "",
     backend: str | None = None,
 ) -> None:
-    """Join the process group of ``size`` processes as ``rank``, or check an existing group.
+    """Join the process group of ``size`` processes as ``rank``, or check that an existing group matches.
 
     If ``address`` is None, MASTER_ADDR and MASTER_PORT are used. ``run_id`` separates runs with the same address.
     """
@@ -96,7 +96,7 @@ def _join_store(rank: int, size: int, timeout: timedelta, address: tuple[str, in
 
 
 def _await_connections(store: dist.Store, size: int) -> None:
-    """Wait at most 30 s until all processes are connected, because connecting to a rank that ends would fail."""
+    """Wait at most 30 s until all processes are connected, because connecting to a rank that has ended would fail."""
     if store.add("connected", 1) == size:
         store.set("all connected", "")
     with contextlib.suppress(dist.DistError):  # a rank that failed in the meantime is reported elsewhere
@@ -106,7 +106,7 @@ def _await_connections(store: dist.Store, size: int) -> None:
 def let_segments_grow() -> None:
     """Let torch's GPU allocator grow its segments on Linux, unless it is configured or already in use.
 
-    Batches of varying sizes then leave fewer unusable gaps.
+    Batches of varying sizes then fragment the memory less.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
     """
@@ -117,7 +117,7 @@ def let_segments_grow() -> None:
 
 
 def make_communicators(device: torch.device) -> None:
-    """Create NCCL's connections on a GPU, because an error in the first collective would appear far from its cause."""
+    """Create NCCL's connections now, because their errors would otherwise appear only in the first collective."""
     if device.type == "cuda" and "nccl" in dist.get_backend_config():
         dist.all_reduce(torch.zeros(1, device=device))
 
@@ -167,11 +167,11 @@ def meeting_place(rank: int, size: int, timeout: timedelta, address: tuple[str, 
 
 
 def join_attempt(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return a new section of the store, which is the same on all processes that call this together.
+    """Return a new section of the store, shared by all processes that call this function together.
 
     The store of torchrun's agent outlives the processes that the agent restarts (torch 2.4 to 2.13), so it may contain
-    keys and counters of killed processes. Rank zero therefore answers a token of each other process, which confirms the
-    answer.
+    keys and counters of killed processes. Each other process therefore stores a random token. Rank zero responds to
+    the token with the name of the section, and the process confirms the response.
     """
     token = uuid.uuid4().hex
     if rank == 0:
@@ -270,8 +270,9 @@ def _await_rest() -> None:
 def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
     """Wait until gloo's threads are idle, for at most ``limit`` seconds. Does nothing without ``/proc``.
 
-    They must be idle in ``looks`` consecutive checks. A thread may still need the GIL to release a tensor. torch 2.6
-    may then wait forever when it destroys the group, and torch 2.13 may abort when the interpreter exits.
+    The threads must be idle in ``looks`` consecutive checks. A thread that is not idle may need the GIL to release a
+    tensor. In this case, torch 2.6 may wait forever when it destroys the group, and torch 2.13 may abort when the
+    interpreter exits.
     """
     tasks = Path("/proc/self/task")
     deadline, at_rest = time.monotonic() + limit, 0

@@ -1,4 +1,4 @@
-"""Attempts of a call on all processes, which report results through a store even if a collective fails or hangs."""
+"""Retry of a call on all processes. They exchange results through a store, in case a collective fails or hangs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _LOOK_EVERY = 0.5  # seconds
 class Attempts:
     """Attempts of one call on all processes.
 
-    A failed process reports through a store, because it leaves the other processes waiting in a collective. Closing its
-    connections interrupts gloo's collectives but not NCCL's, which a thread of each process aborts instead.
-    ``patience`` is the maximum time that a failed process waits for the reports of the other processes.
+    The processes report their results through a store, because a failed process may leave the others waiting in a
+    collective. When it closes its connections, the others' gloo collectives raise an error. NCCL collectives do not, so
+    a thread in each process aborts them.
+    ``patience`` is the maximum time that `start_over` waits for the reports of the other processes.
     """
 
     def __init__(self, patience: timedelta = timedelta(minutes=1)) -> None:
@@ -73,7 +74,7 @@ class Attempts:
         return [self._store.get(name).decode() for name in names if self._store.check([name])]
 
     def _abort_after_others(self, over: threading.Event) -> None:
-        """Abort the collectives once another process's attempt has failed, unless this process's attempt ends first."""
+        """Abort NCCL collectives if another process's attempt fails before this process's attempt ends."""
         while not over.wait(_LOOK_EVERY):
             if any(outcome != DONE for outcome in self._read_reports()):
                 if _is_nccl():

@@ -1,13 +1,14 @@
-"""Uncaught errors, which are printed once per job and in a short form: frames of frameworks are only counted.
+"""Short reports of uncaught errors: printed once per job, with framework frames counted instead of listed.
 
-Errors keep their type, their identity and their full traceback for ``except``, debuggers and ``pdb.pm()``.
-Only printing changes:
+The errors keep their type, their identity and their full traceback for ``except``, debuggers and ``pdb.pm()``. Only the
+printed text changes:
 
 - In a script, the interpreter prints errors through ``sys.excepthook``. Treadle's hook replaces Python's default, or
   the hook that torch installs with each process group, but not a hook that the user has set. It is installed with the
   first Trainer or Accelerator, and when processes connect. With a world size of one, errors without a frame of Treadle
   are passed on to the previous hook.
-- pytest, IPython and notebooks omit frames that have a local variable ``__tracebackhide__``.
+- pytest, IPython and notebooks omit frames that have a local variable ``__tracebackhide__``. `hide_frames` sets it in
+  framework frames.
 
 ``TREADLE_FULL_TRACEBACK=1`` disables both changes.
 """
@@ -40,7 +41,7 @@ _TORCHS_HOOK = "torch.distributed.distributed_c10d"
 
 
 class PeerFailed(RuntimeError):
-    """Error that another rank has failed, with its number and its error."""
+    """Error raised because another rank has failed. The message names that rank and, if known, its error."""
 
 
 _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Socket closed", re.IGNORECASE)
@@ -118,10 +119,10 @@ def is_agent_store() -> bool:
 
 
 class Uncaught:
-    """Hook for ``sys.excepthook`` that prints an error in a short form, if possible once over all ranks.
+    """Hook for ``sys.excepthook`` that prints an error in a short form and, if possible, on one rank only.
 
-    Ranks that do not print wait a few seconds at most for the first rank to print its error, because launchers end a
-    job as soon as one rank has ended.
+    The other ranks wait at most a few seconds until that rank has printed its error, because launchers end a job as
+    soon as one rank has ended.
     """
 
     def __init__(self, previous: Callable[..., Any], store: Store | None, rank: int, size: int) -> None:
@@ -193,7 +194,7 @@ class Uncaught:
             return None
 
     def _await_cause(self) -> str:
-        """Wait for the report of the failed rank, and return a description of ranks that ended without a report."""
+        """Wait for the report of the failed rank. Return a description of ranks that ended without a report, or ""."""
         assert self.store is not None
         end = time.monotonic() + PATIENCE
         while not self.store.check(["error"]):  # torch prints a warning if a wait times out
@@ -223,7 +224,7 @@ class Uncaught:
         return gone
 
     def _await_reporter_exit(self, earlier: dict[str, Any]) -> None:
-        """Wait until the reporting rank has ended, so that its launcher reports it as the first failure."""
+        """Wait briefly for the reporting rank to end, so that the launcher reports it as the first failure."""
         end = time.monotonic() + PATIENCE
         while earlier["host"] == socket.gethostname() and is_alive(earlier["pid"]) and time.monotonic() < end:
             time.sleep(0.01)
@@ -278,7 +279,7 @@ class _Folded(traceback.StackSummary):
 
 
 def _iterate_parts(full: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """Yield a formatted error, and the errors that it was raised from or contains."""
+    """Yield the `TracebackException` of an error, and those of its causes, contexts and grouped errors."""
     yield full
     for other in (full.__cause__, full.__context__, *(full.exceptions or ())):
         if other is not None:
@@ -286,7 +287,7 @@ def _iterate_parts(full: traceback.TracebackException) -> Iterator[traceback.Tra
 
 
 def _collect_links(error: BaseException) -> list[BaseException]:
-    """Return an error, and the errors that it was raised from or contains."""
+    """Return an error with its causes, its contexts, and the errors in exception groups."""
     links: list[BaseException] = []
     pending: list[BaseException | None] = [error]
     while pending:
@@ -298,7 +299,7 @@ def _collect_links(error: BaseException) -> list[BaseException]:
 
 
 def _map_owners(error: BaseException, trace: TracebackType | None) -> dict[str, str]:
-    """Return the files in the traceback that belong to a framework, each with the framework's name."""
+    """Map each file of a framework in the tracebacks to the framework's name."""
     traces = [trace, *(link.__traceback__ for link in _collect_links(error))]
     frames = (frame for tb in traces for frame, _ in traceback.walk_tb(tb))
     return {frame.f_code.co_filename: owner for frame in frames if (owner := find_owner(frame)) is not None}

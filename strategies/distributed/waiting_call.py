@@ -1,4 +1,4 @@
-"""Calls in which ranks wait for each other, as read from their stacks, and the comparison of such calls."""
+"""Detection of the calls in which ranks wait for each other, and of calls that do not match."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class WaitingCall:
 
     Attributes:
         kind: Kind of the call, which is equal on all ranks if their calls match; "" if unknown.
-        words: The call and the user's line, as text.
+        words: Text that names the call and the line of the user's code.
     """
 
     kind: str
@@ -77,9 +77,9 @@ def find_waiting_call(frames: Sequence[FrameType]) -> WaitingCall | None:
 
 
 def _name_caller(frame: FrameType | None) -> str:
-    """Return the qualified name of a function of Treadle or torch, or "" for a function of the user.
+    """Return the qualified name of the frame's function if it belongs to Treadle or torch, else "".
 
-    User functions are not compared, because ranks may make the same exchange in different functions.
+    Other functions are not compared, because ranks may make the same exchange in different functions.
     """
     return "" if frame is None or find_owner(frame) is None else frame.f_code.co_qualname
 
@@ -91,7 +91,7 @@ def _describe_user_call(frames: Sequence[FrameType], operation: str) -> str:
 
 
 def mark_exchange() -> tuple[str, str]:
-    """Return the name of the function that calls a collective of `World`, and the user's call with its line."""
+    """Return the name of the function that called a `World` collective, and a text with the user's call and line."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _WORLDS:
         frame = frame.f_back
@@ -103,7 +103,9 @@ def mark_exchange() -> tuple[str, str]:
 
 
 def check_marks(marks: Mapping[int, tuple[str, str]]) -> None:
-    """Check that ranks that have exchanged objects made the same call.
+    """Check that the ranks that take part in an exchange made the same call.
+
+    ``marks`` maps each rank to its result of `mark_exchange`.
 
     Raises:
         DistributedOperationException: If the calls differ.
@@ -123,7 +125,7 @@ def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
 
 
 def describe_calls(words: Mapping[int, str]) -> str:
-    """Return one line for each different text, with the ranks that have it."""
+    """Return a line for each distinct text in ``words``, with the ranks that it belongs to."""
     ranks_by_words: dict[str, list[int]] = {}
     for rank in sorted(words):
         ranks_by_words.setdefault(words[rank], []).append(rank)

@@ -3,18 +3,19 @@
 In each process, two daemon threads work independently of the training. With a world size of one, there is only the
 sentry.
 
-- The sentry reads the stack of the training thread once per period. This is the main thread, unless a library such as
-  Ray uses the main thread itself. If neither the stack, the count of steps and exchanges nor the position of the run
-  changes within the limit, the sentry raises an alarm.
+- The sentry reads the stack of the training thread once per period. The training thread is the main thread, unless a
+  library such as Ray uses the main thread itself. If the stack, the count of steps and exchanges, and the position of
+  the run all stay the same for the time of the limit, the sentry raises the alarm.
 - The courier reports to the store once per period that this process is alive, and where it is. When any rank has raised
   the alarm, the courier writes the stacks of this process to a file and records in the store whether this rank waits
-  for others. A rank that has only waited in a collective for some seconds counts as stalled. If all ranks are stalled
-  in calls that do not match, none of the calls can end. The run then ends immediately, with an error that lists the
-  calls.
+  for others. A rank that has done nothing but wait in a collective for some seconds counts as stalled. If all ranks are
+  stalled in calls that do not match, none of the calls can end. The run then ends immediately, with an error that lists
+  the calls.
 
-A rank that does not answer is stopped, or blocked in C code that holds the GIL. A rank that answers and does not wait
-for another rank hangs. One rank prints the report, and the ranks exit with the status `HUNG`. After calls that do not
-match, or the sudden end of a rank, such as through `os._exit`, they exit with the status 1.
+If no rank has made progress since the alarm, one rank prints a report. The report blames the ranks that do not answer
+the alarm: they are stopped, or blocked in C code that holds the GIL. If all ranks answer, it blames the furthest behind
+of those that do not wait for other ranks. Then all ranks exit: with status 1 if their calls do not match or a rank
+ended suddenly, such as through `os._exit`, and otherwise with the status `HUNG`.
 
 If the user has not set a limit, lack of progress raises an alarm only on ranks that wait for others, shortly before the
 time limit of a collective. A rank that works alone may take longer, as long as no other rank waits for it.
@@ -84,7 +85,7 @@ _loops: set[CodeType] = set()
 def name_phase(phase: str, *functions: Callable[..., Any], loop: bool = False) -> None:
     """Set the name of the phase in which ``functions`` of Treadle run.
 
-    If ``loop`` is set, hooks that these functions call are separate phases.
+    If ``loop`` is set, each hook or user function that ``functions`` call is a separate phase.
     """
     codes = [function.__code__ for function in functions]
     _phases.update(dict.fromkeys(codes, phase))
@@ -130,8 +131,8 @@ class Watchdog:
         thread: Thread that runs the training.
         awaits_others: Whether this process waits at its end until all other processes have ended.
         ended: The first rank that is known to have ended, or None.
-        interruptible: Whether the main thread may receive another SIGTERM once another rank has ended.
-        interrupted: Whether the main thread has received this SIGTERM.
+        interruptible: Whether the courier may send SIGTERM to the main thread after another rank has ended.
+        interrupted: Whether the main thread has handled this SIGTERM.
     """
 
     def __init__(self, world: World, limit: float, strict: bool, store: dist.Store | None = None) -> None:
@@ -191,7 +192,7 @@ class Watchdog:
         The function replaces the previous one. All ranks must set their functions in the same order.
 
         Returns:
-            The number of the errand, which is the same on all ranks.
+            The number of the function, which is the same on all ranks.
         """
         self._errand = errand
         self._errands += 1
@@ -238,7 +239,7 @@ class Watchdog:
         return call and WaitingCall(call.kind, f"{call.words} ({details})")
 
     def _beat(self) -> None:
-        """If ``strict`` is set, send the supervisor a heartbeat, because no rank could notice if all were stopped."""
+        """If ``strict`` is set, send a heartbeat to the supervisor, which can notice that all ranks are stopped."""
         if not self.strict:
             return
         self._beats += 1
@@ -269,7 +270,7 @@ class Watchdog:
         end_at_once(HUNG)
 
     def _leave_alone(self) -> None:
-        """End this process, because the store does not respond and other ranks cannot be asked."""
+        """End this process, because the store does not respond, so no other rank can be reached."""
         silence_uncaught()
         folder = self._write_stacks(_name_folder(), self.rank)
         keeper = "the launcher" if is_agent_store() else f"rank 0 of {self.size}"
@@ -327,7 +328,7 @@ class Watchdog:
         return self._read(f"beat of {rank}")
 
     def _has_ended(self, rank: int) -> bool:
-        """Return whether a rank has reported its end, or no longer exists on this machine."""
+        """Return whether a rank has reported its end, or was a process of this machine that no longer exists."""
         assert self._store is not None
         if self._store.check([f"{rank} has ended"]):
             return True
@@ -340,7 +341,7 @@ class Watchdog:
         return self._has_ended(rank) and not self._store.check([f"{rank} has ended"])
 
     def _is_stuck(self) -> bool:
-        """Return whether this rank must end because of ranks that have ended, for which NCCL raises no error."""
+        """Return whether this rank must end itself after another rank has ended, because NCCL would let it wait."""
         if "TREADLE_SUPERVISOR" in os.environ:  # the supervisor names the rank that has ended, and ends this one
             return False
         waits = is_stage_running() or is_waiting(stack_of(self.thread))
@@ -451,7 +452,7 @@ class Watchdog:
         return answers
 
     def _blame(self, answers: dict[int, Any]) -> list[int]:
-        """Return the silent ranks or, without any, the ranks that are furthest behind among those that do not wait."""
+        """Return the silent ranks. If there are none, return the furthest behind of the ranks that do not wait."""
         if silent := [rank for rank, answer in answers.items() if answer is None]:
             return silent
         busy = {rank: count for rank, (waiting, _, count, *_) in answers.items() if not waiting}
@@ -492,7 +493,7 @@ class Watchdog:
         self._store.set(f"report {self._round}", "end")
 
     def _explain_silence(self, rank: int, folder_name: str) -> tuple[str, str]:
-        """Return why and where a silent rank is stuck. If it is on this machine, make it write its stacks."""
+        """Return why and where a silent rank is stuck. If it is on this machine, make it write its stack."""
         beat = self._read_beat(rank)
         if beat is None:
             return "has never responded", "it hangs while starting"
@@ -503,7 +504,10 @@ class Watchdog:
         return condition, f"last seen {where}{fetch_stacks(pid, dumps, file) if near else ''}"
 
     def _end_silent(self, answers: dict[int, Any]) -> None:
-        """Kill the silent ranks of this machine, unless Treadle's supervisor does. torchrun would wait for 30 s."""
+        """Kill the silent ranks of this machine, unless Treadle's supervisor will do so.
+
+        Otherwise, torchrun would wait 30 s for them.
+        """
         if "TREADLE_SUPERVISOR" in os.environ:
             return
         for rank in [rank for rank, answer in answers.items() if answer is None]:
@@ -565,7 +569,7 @@ class Watchdog:
         self._dumps.close()
 
     def _await_others(self) -> None:
-        """Wait for the other ranks, and raise the alarm for a silent rank, which cannot notice its own state."""
+        """Wait for the other ranks to end. Raise the alarm for a silent rank, which cannot raise it itself."""
         self._leaving = True
         pulses = [Pulse(rank) for rank in range(self.size) if rank != self.rank]
         while not self._alarmed.is_set():
@@ -588,7 +592,7 @@ class Pulse:
         self._since = time.monotonic()
 
     def silent(self, beat: str | None) -> float:
-        """Return the seconds since the rank's last new heartbeat was seen."""
+        """Compare the rank's latest heartbeat with the previous one, and return the seconds since it last changed."""
         now = time.monotonic()
         if beat != self._newest:
             self._newest, self._since = beat, now
@@ -601,11 +605,14 @@ _current: list[Watchdog] = []
 def watch(world: World, limit: float | None) -> Watchdog | None:
     """Start the watchdog of this process, or apply the new limit to a watchdog that already runs.
 
-    Without a limit, it is slightly less than the time limit of a collective, and applies only to ranks that wait for
-    others.
+    If ``limit`` is None, the limit is slightly less than the time limit of a collective, and applies only to ranks that
+    wait for others.
 
     Returns:
-        The watchdog, or None if there is none.
+        The watchdog; None if there is nothing to watch, or if the store supports no watchdog and ``limit`` is None.
+
+    Raises:
+        ValueError: If ``limit`` is set and the store supports no watchdog.
     """
     strict = limit is not None
     if world.size > 1 and dist.get_backend() == "fake":
@@ -641,7 +648,10 @@ def dismiss() -> None:
 
 
 def _connect(world: World) -> dist.Store | None:
-    """Return a separate connection to the process group's store, because other threads would block a shared one."""
+    """Return a separate connection to the process group's store, or None if the store does not support this.
+
+    Other threads would block a shared connection.
+    """
     base: Any = dist.distributed_c10d._get_default_store()  # private, but present in torch from 1.x to 2.13
     server = base
     while isinstance(server, dist.PrefixStore):

@@ -122,7 +122,7 @@ class World:
                 arrivals_of(self)  # so that other ranks can see this process's position
 
     def _note_carried_devices(self) -> None:
-        """Record which devices the group supports, which may be only GPUs."""
+        """Record the device types that the group supports, because it may support only GPUs."""
         if self.device.type != "cpu":
             parts = dist.get_backend_config(self.group).split(",")
             self._carried_devices = {part.partition(":")[0] for part in parts}
@@ -506,5 +506,5 @@ def _unwrap(value: Any) -> Any:
 
 
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor in a supported dtype. Tensors of other dtypes are flattened and viewed as uint8."""
+    """Return a contiguous tensor that collectives support. Unsupported dtypes are flattened and viewed as uint8."""
     return tensor.contiguous() if tensor.dtype in _CARRIED else tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Shards: every rank holds a share of each parameter (FSDP2)."""
+"""Sharding with FSDP2: each rank holds a shard of each parameter."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ def check_device(device: torch.device) -> None:
 
 
 def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.dtype | None) -> None:
-    """Check that torch's ``fully_shard`` supports each block and the parameters outside the blocks.
+    """Check that torch's ``fully_shard`` supports the parameters of each block and those outside the blocks.
 
-    Inner modules come first in ``blocks``. ``storage`` is the dtype to which floating-point parameters are converted
-    first, or None.
+    ``blocks`` must list inner modules first. ``storage`` is the dtype to which floating-point parameters are converted
+    before they are sharded, or None.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     single = [name for parameter, name in names.items() if not parameter.ndim]

@@ -1,4 +1,4 @@
-"""Deferred initialization: a model is created without memory, and its values are computed later, where needed."""
+"""Deferred initialization: a model is created on the meta device, and its values are computed later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SMALL = 1 << 20  # bytes up to which an external tensor is copied instead of as
 
 @dataclass(frozen=True)
 class _Place:
-    """Storage location of a tensor without memory during a recorded call."""
+    """Location of a meta tensor in its storage, as recorded for one call."""
 
     key: int
     storage_bytes: int
@@ -145,7 +145,7 @@ class Tape(TorchDispatchMode):
         return _OutsideTensor(recorded, _get_version(recorded))
 
     def _materialize(self, value: Any) -> Any:
-        """Compute the values of a meta tensor, and replace the meta device. Any other value is returned unchanged."""
+        """Return the values of a meta tensor, the tape's device for the meta device, and anything else unchanged."""
         return self.values(value) if _is_meta(value) else self._replace_meta_device(value)
 
     def _replace_meta_device(self, value: Any) -> Any:
@@ -291,7 +291,10 @@ def get_generator(device: torch.device) -> torch.Generator:
 
 
 class _HiddenMeta(TorchFunctionMode):
-    """Mode that makes ``is_meta`` False for tensors without memory. torch 2.13 would not initialize them otherwise."""
+    """Mode in which a model's constructor can use meta tensors as if they had values.
+
+    ``is_meta`` is False, because torch 2.13 would otherwise not initialize them.
+    """
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -342,9 +345,9 @@ def _place(tensor: Tensor) -> _Place:
 
 
 def _copy_off_heap(state: Tensor) -> Tensor:
-    """Return a copy of an RNG state that is stored outside of the heap.
+    """Copy an RNG state to memory outside of the heap and return the copy.
 
-    In glibc, small objects among large ones that have been released would keep the heap from shrinking.
+    On the heap, small states between large objects that have been freed would keep glibc from shrinking the heap.
     """
     off_heap = torch.frombuffer(mmap.mmap(-1, state.nbytes), dtype=state.dtype)
     return off_heap.copy_(state)

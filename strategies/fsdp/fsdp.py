@@ -259,7 +259,7 @@ class FSDP(Strategy):
         return self_contained(module, chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
 
     def _explain(self, module: nn.Module, blocks: list[nn.Module]) -> None:
-        """Log that modules are gathered with the rest of the model although the policy might suggest otherwise."""
+        """Log if the policy selects no module, or if selected modules are gathered with the rest of the model."""
         name, flag = type(module).__name__, f"auto_wrap_policy={self.auto_wrap_policy!r}"
         chosen = len(chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
         if not chosen:
@@ -273,7 +273,7 @@ class FSDP(Strategy):
             announce(f"FSDP: {text}and {are} gathered with the rest of the model, once per step.")
 
     def _start_alike(self, module: nn.Module) -> None:
-        """Copy rank zero's values to every process, because each would otherwise shard its own values."""
+        """Broadcast rank zero's values, because each process would otherwise shard its own values."""
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
                 if self.precision.storage is not None and tensor.is_floating_point():
@@ -296,7 +296,10 @@ class FSDP(Strategy):
         check_parallelized(module, self.layout.tensor)
 
     def _build(self, module: nn.Module, unbuilt: dict[Any, Tensor]) -> None:
-        """Compute the values of tensors without memory in ``module``'s submodules."""
+        """Compute the values of the tensors without memory in ``module`` and its submodules.
+
+        ``unbuilt`` maps a submodule and the tensor's name to the tensor as it was before sharding.
+        """
         built: dict[Tensor, Tensor] = {}  # so that tied parameters remain tied
         for part in module.modules():
             for name, placeholder in _iterate_tensors(part):

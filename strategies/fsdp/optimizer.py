@@ -18,7 +18,8 @@ _NEED_WHOLE = (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor)
 def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World) -> None:
     """Replace the parameters of ``optimizer`` with their shards, and shard their state.
 
-    ``moved`` contains the sharded parameter for each original one. State, except scalars, is copied from rank zero.
+    ``moved`` maps each original parameter to its sharded parameter. State tensors, except 0-d ones, are copied from
+    rank zero.
     """
     if isinstance(optimizer, _NEED_WHOLE):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""State that sharding keeps between a forward and a backward pass, and its release if no backward pass follows."""
+"""Release of the state that FSDP2 keeps after a forward pass, for when no backward pass follows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ShardedRouter(Router):
 
 
 def reshard_parameters(root: Any) -> None:
-    """Free parameters that a forward pass has left gathered, because the gathered copies would miss optimizer steps."""
+    """Free the gathered parameters that a forward pass has kept, because they would miss optimizer steps."""
     for part in root._parts_to_reshard:
         part.reshard()
 
@@ -66,7 +66,7 @@ def forget_gradients(root: nn.Module) -> None:
 
 
 def gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each parameter that has been gathered, as torch's unsharded tensor, with its sharded parameter."""
+    """Yield the unsharded and the sharded tensor of each parameter that has been gathered."""
     for _, group in _iterate_sharded_groups(root):
         for fsdp_parameter in group.fsdp_params:
             if hasattr(fsdp_parameter, "_unsharded_param"):

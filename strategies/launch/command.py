@@ -118,7 +118,7 @@ def _add_processes(command_parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output(command_parser: argparse.ArgumentParser) -> None:
-    """Add the other options, such as those that concern the script's output and devices."""
+    """Add the options that concern the output and devices of the ranks, and the way to run the script."""
     add = partial(_add_option, command_parser)
     add("--log-dir", metavar="FOLDER", help="folder for the files of --redirects and --tee")
     add(
@@ -169,7 +169,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _check_names(
     command_parser: argparse.ArgumentParser, option_names: Iterable[str], arguments: Sequence[str]
 ) -> None:
-    """Check the names of the options, because argparse would treat an unknown option's value as the script."""
+    """Raise a ValueError for an unknown option, because argparse would treat its value as the script."""
     flags = {name for action in command_parser._actions if action.nargs == 0 for name in action.option_strings}
     short = {name for action in command_parser._actions for name in action.option_strings if len(name) == 2}
     rest = list(arguments)

@@ -43,7 +43,10 @@ _END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"
 
 
 class Elsewhere(Exception):
-    """Error of a run that ends because of another machine or the connection to it, with the status and the reason."""
+    """Error that ends the run because another machine ended it or cannot be reached.
+
+    ``status`` is the exit status; the message is the reason.
+    """
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -53,8 +56,8 @@ class Elsewhere(Exception):
 class Agent(LocalElasticAgent):
     """torch's agent that also records the order in which ranks end and uses Treadle's grace periods.
 
-    torch's agent cannot order two failures between its checks. After a failure, it gives the other ranks a fixed 30 s
-    (torch 2.11, 2.13).
+    torch's agent cannot tell which of two failures between its checks came first. After a failure, it gives the other
+    ranks a fixed 30 s to end (torch 2.11, 2.13).
     """
 
     def __init__(self, spec: WorkerSpec, job: Job, board: RankBoard) -> None:
@@ -133,7 +136,7 @@ class Agent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _await_change(self, failed: list[int]) -> bool:
-        """Return whether a machine joins or leaves, which explains a failure, after a short wait for this news."""
+        """Wait briefly, and return whether a machine joins or leaves, which would explain the failure."""
         nodes = self.job.nodes
         if nodes is None or not nodes.elastic:
             return False
@@ -240,13 +243,13 @@ class Agent(LocalElasticAgent):
         return self._worker_group.store is not None and self._worker_group.group_world_size > 1
 
     def global_rank(self, local_rank: int) -> int:
-        """Return the global rank of a rank of this machine, once the ranks are assigned."""
+        """Return the global rank of a local rank, or the local rank itself before global ranks are assigned."""
         workers = self._worker_group.workers
         return local_rank if local_rank >= len(workers) else workers[local_rank].global_rank
 
     @property
     def world_size(self) -> int:
-        """World size of the run, once its ranks are assigned."""
+        """World size of the run. Before ranks are assigned, the number of ranks of this machine."""
         workers = self._worker_group.workers
         return workers[0].world_size if workers else self.job.nproc
 
@@ -291,7 +294,7 @@ class Agent(LocalElasticAgent):
                 raise self._make_elsewhere(*json.loads(stored))
 
     def await_leave(self, seconds: float) -> None:
-        """Let the other machines read the report, for at most ``seconds``, before the store ends with its host."""
+        """Wait at most ``seconds`` for all machines to be ready to leave, because the store ends with its host."""
         if not self.several:
             return
         end = time.monotonic() + seconds

@@ -154,7 +154,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
 
 @dataclass(kw_only=True)
 class _Launch:
-    """Settings of one call of a launcher."""
+    """Launch of a function in several processes, with its settings."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -355,7 +355,10 @@ def _check_autograd() -> None:
 
 
 def _collect_reachable(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the globals and closure variables that the function's own code names; none for a callable without code."""
+    """Return the globals and closure variables that a function's own code uses, by name.
+
+    The dict is empty for a callable without Python code.
+    """
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     if code is None:
@@ -375,7 +378,7 @@ def _on_gpu(value: Any) -> bool:
 
 
 def _has_opened_gpu() -> bool:
-    """Return whether this process has opened CUDA's driver, with or without torch. Forks could not use the driver."""
+    """Return whether this process has opened CUDA's driver, with or without torch. A fork could then not use it."""
     for descriptor in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
             if os.readlink(descriptor) == "/dev/nvidia-uvm":
@@ -402,7 +405,7 @@ def _block_interrupt() -> Iterator[None]:
 
 
 def _end(ranks: list[Any]) -> None:
-    """End the remaining ranks with SIGTERM. If a rank remained or failed, then kill the sessions of all ranks."""
+    """Send SIGTERM to the ranks that still run. If there were any, or a rank failed, kill the sessions of all ranks."""
     left = [rank for rank in ranks if rank.exitcode is None]
     for rank in left:
         rank.terminate()

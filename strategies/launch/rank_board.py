@@ -1,4 +1,4 @@
-"""Records that the ranks of a machine keep for their supervisor: whether a stage runs, and heartbeats."""
+"""Records that the ranks of a machine write for their supervisor: whether a stage runs, and heartbeats."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class RankBoard:
         return self._read(local_rank)[:1] == b"\2"
 
     def find_silent(self, ended: Collection[int]) -> list[int]:
-        """Return the ranks that have not ended if all of them have been silent for longer than their limits; else [].
+        """Return the remaining ranks if each of them has been silent for longer than its limit; else [].
 
-        A rank that still responds reports the silent ranks itself.
+        As long as one rank responds, it reports the silent ranks itself. ``ended`` holds the ranks that have ended.
         """
         now = time.monotonic()
         if now - self._looked > _ABSENCE:
@@ -82,7 +82,7 @@ class RankBoard:
         return ranks if silent == ranks else []
 
     def report(self, local_rank: int, folder_name: str) -> str:
-        """Describe why a rank is silent, and write its main thread's stack to a file in a folder of this name."""
+        """Describe why a rank is silent, and write its main thread's stack to a file in the folder ``folder_name``."""
         beat = _parse(self._read(local_rank))
         if beat is None:
             return "does not respond"

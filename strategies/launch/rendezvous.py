@@ -199,7 +199,7 @@ def _find_source_address(target: str, port: int) -> str:
 def _choose_interface(address: str) -> str | None:
     """Return the network interface to set for gloo; None if none has to be set.
 
-    Otherwise, gloo would use the address of the host's name, which is often a loopback address.
+    Without this setting, gloo uses the address of the host's name, which is often a loopback address.
     """
     if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ:
         return None

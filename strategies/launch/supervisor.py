@@ -46,7 +46,7 @@ def supervise(
     grace: float = GRACE,
     failure_grace: float = FAILURE_GRACE,
 ) -> int:
-    """Run a command in `nproc` processes of this machine, with torchrun's variables, and wait for all of them.
+    """Run a command in `nproc` processes of this machine, with torchrun's environment variables, and wait for them.
 
     The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to the
     ranks, except signals that it ignores itself. When a rank fails, the other ranks are ended. If `OMP_NUM_THREADS` is
@@ -121,7 +121,7 @@ def build_relaunch_command(nproc: int) -> list[str]:
     """Return the command that runs this script again, with its interpreter flags and arguments.
 
     Raises:
-        ValueError: If no script can be run again.
+        ValueError: If this process cannot be run again.
     """
     if (obstacle := _find_obstacle()) is not None:
         if is_ray_worker():
@@ -144,9 +144,9 @@ def build_relaunch_command(nproc: int) -> list[str]:
 
 
 def _add_hydra_overrides(arguments: list[str]) -> list[str]:
-    """Return a script's arguments, with the output folder of this process if the script uses Hydra.
+    """Add this process's output folder to the arguments of a script that uses Hydra.
 
-    Without this argument, each rank would create its own output folder.
+    Without this override, each rank would create its own output folder.
     """
     config = _get_hydra_config()
     if config is None:

@@ -1,4 +1,4 @@
-"""Ranks as processes of a machine: their end, their reports to the supervisor, and their temporary files."""
+"""Ranks as operating-system processes: how they end, report to the supervisor, and store temporary files."""
 
 from __future__ import annotations
 

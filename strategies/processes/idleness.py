@@ -13,8 +13,9 @@ _MOST_WORK = 0.03  # CPU seconds per second; receiving 100 MB/s needs more
 class Idleness:
     """Timer that measures how long this process has been idle.
 
-    A process is idle if it uses little CPU time, and no other thread was running, ready to run, or waiting for a disk
-    when it was measured. By CPU time alone, a process that gets no CPU on a busy machine would also count as idle.
+    A process is idle if it uses little CPU time and, when measured, none of its threads except the measuring one is
+    running, ready to run, or waiting for a disk. By CPU time alone, a process that gets no CPU on a busy machine would
+    also count as idle.
     """
 
     def __init__(self) -> None:

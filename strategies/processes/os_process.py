@@ -21,7 +21,7 @@ def is_alive(pid: int) -> bool:
 
 
 def identify_host() -> str:
-    """Return an identifier of this machine or of a container with its own process IDs, or "" if it is unknown."""
+    """Return an identifier of this machine and PID namespace, such as a container's; "" if it is unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

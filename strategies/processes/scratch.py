@@ -1,10 +1,10 @@
-"""Temporary files of ranks. The last process of a job, or the next start, removes those of killed ranks.
+"""Temporary files of ranks. The last process of a job, or the next job, removes the files of killed ranks.
 
 Each rank has a folder in ``treadle-<user>-<namespace>`` in the system's temp folder. The folder's name contains the
 process IDs of the launcher and of the rank, and the rank's start time. The folder contains multiprocessing's sockets,
 which data workers use, and a link to each unfinished directory, such as that of a checkpoint being written. The last
 process of a job to leave a machine also removes these directories. The last process is the supervisor or, without a
-supervisor, the last rank. A later job removes the sockets only, because the directory may belong to another job by
+supervisor, the last rank. A later job removes the sockets only, because another job may use the same directories by
 then.
 """
 
@@ -155,7 +155,7 @@ def leave_on_sigterm() -> None:
 
 
 def end_by_signal(number: int, frame: FrameType | None) -> None:
-    """Remove this process's folder, and end the process as the system would."""
+    """Remove this process's folder, and end the process as the signal does by default."""
     signal.signal(number, signal.SIG_IGN)
     leave()
     signal.signal(number, signal.SIG_DFL)
@@ -165,8 +165,9 @@ def end_by_signal(number: int, frame: FrameType | None) -> None:
 def sweep(job: int | None = None, all_ended: bool = False) -> None:
     """Remove the files that ended processes have left.
 
-    ``job`` is the job that ends on this machine, whose unfinished directories are also removed; None for a job that
-    begins. With ``all_ended``, the files of all its ranks are removed even if a killed process has not exited yet.
+    ``job`` is the ID of a job that ends on this machine; its unfinished directories are also removed. It is None when a
+    job begins. With ``all_ended``, the files of all ranks of ``job`` are removed, even if a killed process has not
+    exited yet.
     """
     for entry in _list_entries():
         if entry.job == job and (all_ended or entry.has_left or not entry.is_alive):
@@ -203,7 +204,7 @@ def _find_link(identity: _Identity) -> Path | None:
 def _find_root() -> Path | None:
     """Return the folder that contains the folders of this user's ranks; None if it cannot be used.
 
-    The folder's name contains the namespace of the process IDs, because containers may share a temp folder.
+    The folder's name contains the PID namespace, because containers may share a temp folder.
     """
     if not hasattr(os, "getuid"):
         return None
@@ -215,7 +216,7 @@ def _find_root() -> Path | None:
 
 
 def _is_own(root: Path) -> bool:
-    """Return whether only this user, the owner, can write to the folder, or the folder does not exist yet."""
+    """Return whether the folder belongs to this user and no other can write to it, or it does not exist yet."""
     try:
         status = root.lstat()
     except OSError:

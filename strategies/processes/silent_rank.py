@@ -43,7 +43,7 @@ class Dumps:
 
 
 def explain_silence(pid: int | None) -> str:
-    """Describe why a process does not respond. The ID is None for a process of another machine."""
+    """Describe why a process does not respond. ``pid`` is None for a process of another machine."""
     state = "" if pid is None else _read_state(pid)
     return {"T": "is stopped by a signal (SIGSTOP)", "t": "is stopped by a debugger"}.get(
         state, "does not respond: it is stopped, or blocked in C code that holds the interpreter"
@@ -78,7 +78,7 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to a process's main thread. With `os.kill`, Linux would choose the thread."""
+    """Send a signal to a process's main thread. With `os.kill`, Linux might choose another thread."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "tgkill"):  # glibc before 2.30
         os.kill(pid, number)

@@ -55,7 +55,7 @@ class BeforeValidation:
         self._counts.pop_all()
 
     def try_to_leave(self) -> bool:
-        """Let callbacks restore the model's own weights, and return whether they succeeded. Call it on all ranks."""
+        """Let callbacks restore the model's own weights, and return whether they did. Must be called on all ranks."""
         trainer, task = self._trainer, self._task
         moved_buffers = _copy_buffers(task)
         _restore_buffers(self._started_buffers)

@@ -78,7 +78,7 @@ class LastStep:
         self._changed = True
 
     def _note_validation_start(self) -> None:
-        """Record the step before its validation, because a run that resumes from the step repeats the validation."""
+        """Record the last step before its validation, because a run that resumes from it repeats the validation."""
         if not self._trainer.sanity_checking:
             self.note()
             self._sums = sum_parameters(self._task)  # to detect other weights, such as averages

@@ -46,8 +46,8 @@ class SearchReport:
     Attributes:
         steps_reached: Number of optimizer steps of the run, as last recorded in its folder; 0 if unknown.
         skipped: Sentences about checkpoints that cannot be used.
-        other_runs: Paths of the checkpoints from other runs, by a text that states how they differ.
-        searched: Directories that were searched, or a text about another place.
+        other_runs: Paths of checkpoints from other runs, keyed by a text that states how those runs differ.
+        searched: Directories that were searched, or descriptions of other places that were searched.
     """
 
     steps_reached: int = 0
@@ -217,7 +217,7 @@ class CheckpointResolver:
         return ValueError("; ".join(reason.rstrip(".") for reason in reasons) + f". Pass a path{fresh}.")
 
     def _latest(self, resumable: bool) -> OpenCheckpoint | None:
-        """Return the latest intact checkpoint of this run; with ``resumable``, not one that holds weights only."""
+        """Return the latest intact checkpoint of this run; with ``resumable``, skip those with weights only."""
         return find_first_intact(self.world, self._candidates(resumable), self.report.skipped)
 
     def _candidates(self, resumable: bool) -> Iterator[OpenCheckpoint]:
@@ -273,7 +273,7 @@ class CheckpointResolver:
         return list(run_folders), list(earlier_folders)
 
     def _stores(self, directories: Iterable[AnyPath]) -> list[CheckpointStore]:
-        """Return the stores in directories, and in the nested folders that names like ``{epoch}/{step}`` create."""
+        """Return the checkpoint stores in directories, and in the folders that names like ``{epoch}/{step}`` create."""
         depth = max(callback.name_depth for callback in self.trainer.checkpoint_callbacks)
         return [CheckpointStore(path) for directory in directories for path in folders(directory, depth)]
 

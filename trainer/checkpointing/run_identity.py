@@ -41,8 +41,8 @@ _MAY_DIFFER = re.compile("|".join((_LENGTHS, _STEPS, _BATCHES, _HARDWARE, _PLACE
 def class_name(cls: type) -> str:
     """Return a class's full name.
 
-    For a class of the running script, the module is the name of the script or of the ``-m`` module; in a notebook, it
-    is ``__main__``.
+    For a class that is defined in the running script, the name of the script or of the ``-m`` module replaces
+    ``__main__``. For a class that is defined in a notebook, ``__main__`` stays.
     """
     module = cls.__module__
     if module in ("__main__", "__mp_main__"):
@@ -84,7 +84,7 @@ def _iterate_plain_values(value: Any, name: str = "", depth: int = 0) -> Iterato
 
 
 def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
-    """Return descriptions of the differences that show that a checkpoint is from another run; an empty list if none do.
+    """Return a description of each difference that shows that a checkpoint is from another run.
 
     The task's class, the hyperparameters and, with ``strict_loading``, the names and shapes of the weights are
     compared. Hyperparameters that an ordinary resume may change, such as the batch size, are ignored.
@@ -146,7 +146,7 @@ def _exists(value: str) -> bool:
 
 
 def _is_complete(trainer: Trainer, task: TaskModule) -> bool:
-    """Return whether the model is already built: ``setup`` and ``configure_model`` run later and may add to it."""
+    """Return whether the model is complete: no custom ``setup`` or ``configure_model`` can add to it later."""
     if any(task_overrides(task, name) for name in ("configure_model", "setup")):
         return False
     return not any(

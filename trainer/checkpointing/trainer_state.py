@@ -62,7 +62,13 @@ class HookedState:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Stateful object made of functions that save its state, load it, and return tensors sharded like the state."""
+    """Stateful object whose methods call functions.
+
+    Attributes:
+        save: Function that returns the state.
+        load: Function that restores a state.
+        like: Function that returns a state with tensors that are sharded like the saved ones.
+    """
 
     save: Callable[[], Any]
     load: Callable[[Any], None]
@@ -236,7 +242,9 @@ class TrainerCheckpointer:
         return CallbackStates(callbacks=callback_states, added=self._added or {})
 
     def _collect_callback_layouts(self) -> CallbackStates:
-        """Return the callbacks' states and `Callback.added_layout`, of which only the sharding is used.
+        """Return the callbacks' states and the entries of `Callback.added_layout`.
+
+        Only the sharding of their tensors is used, as the layout of the tensors to load.
 
         The checkpoint hooks are not called, because they might change state.
         """
@@ -397,7 +405,7 @@ class TrainerCheckpointer:
             return random_state()
 
     def _load_callback_states(self, state: CallbackStates) -> None:
-        """Load the callbacks' states, and pass added entries to their hooks; the task's hook ran in `load_weights`."""
+        """Load the callbacks' states and call their ``on_load_checkpoint``; `load_weights` has called the task's."""
         callbacks = {callback.state_key: callback for callback in self._trainer.callbacks}
         for name, saved in state["callbacks"].items():
             if name in callbacks:

@@ -101,7 +101,7 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
 
 
 def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
-    """Raise a ValueError unless the optimizers train the module and the schedulers belong to these optimizers."""
+    """Raise a ValueError unless each optimizer has parameters of the module and the schedulers use these optimizers."""
     parameter_ids = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         if not any(id(parameter) in parameter_ids for group in optimizer.param_groups for parameter in group["params"]):
@@ -146,7 +146,7 @@ def _parse_scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
 
 
 def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) -> None:
-    """Warn about unknown keys; raise a ValueError for a probable misspelling, which would drop the scheduler."""
+    """Warn about unknown keys; raise a ValueError if one is probably a misspelling of a valid key."""
     for key in config:
         if key in valid:
             continue
@@ -159,7 +159,7 @@ def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) ->
 
 
 def endless(scheduler: Any) -> str | None:
-    """Return the name of a scheduler's length argument that is infinite; None if none is found."""
+    """Return the name of an infinite value in a scheduler or its lambdas, such as ``total_steps``; else None."""
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
         values = {name: getattr(part, name, None) for name in ("total_steps", "T_max", "total_iters", "T_0")}
         for function in getattr(part, "lr_lambdas", ()):

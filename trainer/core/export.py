@@ -192,7 +192,7 @@ def _for_export(task: nn.Module, method: str) -> Iterator[None]:
 
 @contextmanager
 def _readable_properties(task: nn.Module) -> Iterator[None]:
-    """Make properties that need a missing Trainer raise AttributeError, because TorchScript skips such properties."""
+    """Make properties that need a missing Trainer raise AttributeError, so that TorchScript skips them."""
     detached = [part for part in task.modules() if part.__dict__.get("_trainer", task) is None]
     for part in detached:
         part.__dict__["_trainer"] = SimpleNamespace()
@@ -232,7 +232,10 @@ def _collect_tensors(output: Any) -> list[Tensor]:
 
 
 def _check_shapes(method: str, expected: list[Any], actual: list[Any]) -> None:
-    """Raise a ValueError unless the outputs match. Unknown shapes and symbolic sizes match."""
+    """Raise a ValueError unless the exported program's output shapes match those of ``forward``.
+
+    In ``actual``, an unknown shape (None) and a symbolic size match any value.
+    """
     fits = len(expected) == len(actual) and all(
         have is None
         or (len(want) == len(have) and all(not isinstance(n, int) or n == m for n, m in zip(have, want, strict=True)))

@@ -11,7 +11,7 @@ from ...common.messages import name_type
 
 
 class HookedWeights:
-    """State dict that is passed to checkpoint hooks and detects their edits.
+    """Wrapper of the state dict for checkpoint hooks, which detects their edits.
 
     Attributes:
         offered: Dict that hooks get as ``checkpoint["state_dict"]``.

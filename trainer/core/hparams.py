@@ -159,7 +159,7 @@ def _classify(whole: Any) -> tuple[str, str]:
 
 
 def _take_snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
-    """Copy hyperparameters. Values of ``shared`` types and those that checkpoints cannot store are not copied."""
+    """Copy hyperparameters, but keep references to values of ``shared`` types and those that cannot be stored."""
     if is_config(values):
         return copy.deepcopy(values)
     snapshot = AttributeDict()
@@ -185,7 +185,7 @@ def _select_arguments(instance: Any, arguments: dict[str, Any] | None, names: tu
 
 
 def _collect_init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any] | None:
-    """Return the arguments of ``instance``'s ``__init__`` calls on the stack; None if there are none."""
+    """Return the arguments of ``instance``'s ``__init__`` calls on the stack; None if there is no such call."""
     while frame is not None and not _is_init(frame, instance):  # the method may be called in a helper of __init__
         frame = frame.f_back
     if frame is None:

@@ -52,7 +52,7 @@ def warn_of_code(weights_only: bool | None) -> None:
 
 
 def _resolve_device(map_location: Any) -> torch.device | None:
-    """Return the device to which weights are loaded; None for the CPU."""
+    """Return the device that ``map_location`` selects; None if it selects none, so the weights stay on the CPU."""
     device = map_location
     try:
         if callable(device):
@@ -247,7 +247,7 @@ def read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
 
 
 def _take_changed_hparams(document: dict[str, Any], hook_entries: dict[str, Any]) -> None:
-    """Replace stored hyperparameters with those that ``on_save_checkpoint`` changed, in both dicts."""
+    """Apply the changes that ``on_save_checkpoint`` made to hyperparameters, in ``document`` and ``hook_entries``."""
     values = document.get("hyper_parameters")
     if isinstance(values, dict):
         changed = hook_entries.get("hyper_parameters") or {}
@@ -267,7 +267,10 @@ def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
 
 
 def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
-    """Return the dict that Lightning passes to ``on_load_checkpoint``, with memory-mapped tensors."""
+    """Return a torch file's content as the dict that Lightning passes to ``on_load_checkpoint``.
+
+    Large tensors may be memory-mapped.
+    """
     try:
         parts, dropped = _read_parts(file)
     except (ValueError, RecursionError) as error:
@@ -286,7 +289,11 @@ def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
 
 
 def _read_parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the file's entries except for ``state_dict``, and the type of each value that is not data, by place."""
+    """Return the file's entries except for ``state_dict``, and the type names of the values dropped from them.
+
+    The reader drops values that are not plain data. Their type names are given by place, such as
+    ``"hyper_parameters.model"``.
+    """
     raw = file.reader.container(file.document)
     parts: dict[str, Any] = {}
     dropped: dict[str, str] = {}

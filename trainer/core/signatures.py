@@ -25,7 +25,7 @@ class Argument:
         name: Name of the argument.
         type: Annotation; ``Any`` if there is none or it cannot be evaluated.
         default: Default value; `REQUIRED` if there is none.
-        several: Whether the argument is ``*args``, which is passed as a list.
+        several: Whether the argument is ``*args``, whose values are given as a list.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Signature:
     Attributes:
         arguments: Arguments by name.
         open: Whether the callable also accepts keyword arguments that are not listed.
-        positional: Names that may be passed by position, or must be if ``*args`` follows them.
+        positional: Names of arguments that may be passed by position. They must be if values for ``*args`` are passed.
         by_place_only: Number of arguments that must be passed by position.
     """
 
@@ -129,7 +129,7 @@ def _read_signature(function: Any, bound: bool) -> Signature:
 
 
 def _make_annotation_finder(function: Any) -> Callable[[str], Any]:
-    """Return a function that finds an argument's annotation by name: ``Any`` if it cannot be evaluated."""
+    """Return a function that returns an argument's annotation by name, or ``Any`` if it cannot be evaluated."""
     function = inspect.unwrap(function)
     raw = getattr(function, "__annotations__", {})
     names = getattr(function, "__globals__", {})
@@ -186,7 +186,7 @@ def _find_forwarded(init: Any) -> _ForwardedArguments | None:
 
 
 def described(target: Any) -> dict[str, str]:
-    """Return the descriptions of arguments in docstrings of Google or Sphinx style, by name.
+    """Return the descriptions of a callable's arguments by name, from docstrings in Google or Sphinx style.
 
     For a class, the docstrings of ``__init__`` and of the base classes are also searched.
     """

@@ -1,9 +1,9 @@
 """Hyperparameters as data: the form that checkpoints store and loggers receive, and the arguments rebuilt from it.
 
 ``hparams`` holds the user's objects unchanged. The stored form holds only data: OmegaConf containers, dataclasses and
-enum members become a `Record` of their content. Reading this form imports no module that the data names. It builds a
-dataclass only if an annotation allows that class or a base class, or the default has that class or a base class. The
-constructor of such a class is the only code that a checkpoint can choose to run.
+enum members become a `Record` of their content. Reading this form imports no module that the data names. A dataclass is
+built only if an annotation contains that class or a base class of it, or if the default value has one of these
+classes. The constructor of such a class is the only code that a checkpoint can choose to run.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Stored:
 
     Attributes:
         values: Values by name. A mapping that can be stored only in part is reduced to that part.
-        left_out: Place of the first value in each hyperparameter that could not be stored, and the reason, by name.
+        left_out: For each hyperparameter with values that cannot be stored, by name: the place of the first of them
+            and the reason, as in ``"net.activation (ReLU)"``.
     """
 
     values: dict[str, Any]
@@ -83,8 +84,8 @@ class Stored:
 def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
     """Return hyperparameters in the form that checkpoints store, without values that cannot be stored.
 
-    A value that is the default in ``defaults`` and cannot be stored is not reported, because the constructor provides
-    it.
+    ``defaults`` holds the default values of the constructor's arguments. A default value that cannot be stored is not
+    reported, because the constructor sets it again.
     """
     flattener = _Flattener()
     values = flattener.mapping(hparams, ())
@@ -119,7 +120,7 @@ def copied_config(config: Any, ignored: set[str]) -> Any:
 
 
 def entries(config: Any) -> dict[Any, Any]:
-    """Return the values of a ``DictConfig`` by name. A missing value or a broken reference is returned as written."""
+    """Return the values of a ``DictConfig`` by name. Missing values and failing interpolations stay as written."""
     from omegaconf import OmegaConf
 
     written = OmegaConf.to_container(config)
@@ -165,7 +166,11 @@ class _NoData(Exception):
 
 
 class _Flattener:
-    """Converter of values to data. A mapping loses entries that are not data; a list with such an item is not data."""
+    """Converter of values to data.
+
+    Entries of a mapping that cannot be converted are left out. A list with an item that cannot be converted cannot be
+    converted either.
+    """
 
     def __init__(self) -> None:
         self.left_out: dict[tuple[str, ...], str] = {}
@@ -215,7 +220,7 @@ class _Flattener:
         return _check(value, f"class {value.__qualname__}" if isinstance(value, type) else kind.__qualname__)
 
     def _flatten_config(self, value: Any, place: tuple[str, ...]) -> Any:
-        """Return the content of a configuration with resolved references; missing values stay ``"???"``."""
+        """Return the content of a configuration with resolved interpolations. Missing values stay ``"???"``."""
         from omegaconf import OmegaConf
 
         whole = OmegaConf.to_container(value)
@@ -229,7 +234,7 @@ class _Flattener:
         return self._unwrap_records(items)
 
     def _unwrap_records(self, content: Any) -> Any:
-        """Return nested configurations as plain dicts and lists; the outer configuration is rebuilt with them."""
+        """Replace records of nested configurations with dicts and lists, from which the outer one is rebuilt."""
         if isinstance(content, Record) and content.kind in ("DictConfig", "ListConfig"):
             return content.content
         if type(content) is dict:
@@ -238,7 +243,7 @@ class _Flattener:
 
     @contextmanager
     def _inside(self, value: Any, place: tuple[str, ...]) -> Iterator[None]:
-        """Track the open containers, and raise `_NoData` for cycles and for excessive nesting."""
+        """Mark a container as open within a context. Raise `_NoData` if it contains itself or is nested too deep."""
         if id(value) in self._open:
             raise _NoData("it contains itself")
         if len(place) >= MAX_DEPTH // 2:  # a record adds a level
@@ -251,7 +256,7 @@ class _Flattener:
 
 
 def _check(value: Any, words: str = "") -> Any:
-    """Return a value that can be stored unchanged, or raise `_NoData`."""
+    """Return a value unchanged, or raise `_NoData` if checkpoints cannot store it."""
     try:
         encode(value)
     except (TypeError, ValueError) as error:
@@ -260,7 +265,7 @@ def _check(value: Any, words: str = "") -> Any:
 
 
 def _get_item(container: Any, key: Any) -> Any:
-    """Return an item of a dict or of a configuration, or raise `_NoData` if its reference fails."""
+    """Return an item of a dict or of a configuration, or raise `_NoData` if its interpolation fails."""
     if not is_config(container):
         return container[key]
     from omegaconf import OmegaConf
@@ -278,7 +283,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _list_fields(kind: type) -> list[str]:
-    """Return the names of the constructor arguments of a dataclass."""
+    """Return a dataclass's constructor arguments by name. Raise `_NoData` if a required one is not a field."""
     names = [field.name for field in dataclasses.fields(kind) if field.init]
     needed = [
         parameter.name
@@ -300,8 +305,9 @@ class CannotRebuild(ValueError):
 def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: bool = False) -> Any:
     """Rebuild an argument from its stored form. No module that the stored form names is imported.
 
-    A dataclass is built only if ``annotation`` or ``default`` allows its class. ``home`` is a module that is searched
-    for enum classes. ``from_text`` means that the annotation determines the types.
+    A dataclass is built only if ``annotation`` or ``default`` allows its class. ``home`` is the name of a module in
+    which enum classes are looked up. ``from_text`` means that the value was read from a text file, so it is converted
+    to the annotated type.
 
     Raises:
         CannotRebuild: If the argument contains an object that cannot be built.
@@ -377,7 +383,7 @@ class _Rebuilder:
             raise CannotRebuild(f"{add_article(kind.__qualname__)}, which cannot be rebuilt: {error}") from error
 
     def _interpret(self, value: Any, allowed: tuple[type, ...]) -> Any:
-        """Convert a value to a type of the annotation, unless it already has one or no type fits."""
+        """Convert a value to an allowed type; return it unchanged if it already has one or none fits."""
         if type(value) in allowed or not allowed:
             return value
         for kind in allowed:
@@ -401,7 +407,7 @@ class _Rebuilder:
 
 
 def build_config(content: Any) -> Any:
-    """Build an OmegaConf configuration. References were resolved when it was stored, so ``${`` is escaped in text."""
+    """Build an OmegaConf configuration from its content, in which ``${`` is plain text and not an interpolation."""
     from omegaconf import DictConfig, ListConfig, OmegaConf
 
     if content is None:

@@ -62,7 +62,8 @@ class Logbook:
         logged_values: The latest values for the loggers, by name.
         evaluated: Number of batches processed from each validation dataloader within ``fit``.
         newest: Names of the epoch values in the latest `update_epoch`, with and without the suffix ``_epoch``.
-        watch: Names and step of the latest validation within ``fit``.
+        watch: `LatestValidation` with the names that the latest validation within ``fit`` logged, and its optimizer
+            step.
         folder: The run's folder if one was created because no logger has one; otherwise None.
     """
 
@@ -343,7 +344,11 @@ class Logbook:
         return self.folder
 
     def _make_folder(self, root: str) -> str | None:
-        """Create a folder named after a service's run ID, else the next number; None, with a warning, if it fails."""
+        """Create the run's folder and return its path; if that fails, warn and return None.
+
+        The folder is named after the first logger's ``version`` if it is a string, such as the run ID of a tracking
+        service. Otherwise, its name is ``version_`` and the next free number.
+        """
         logger = self.loggers[0]
         if type(logger).version is Logger.version and logger.version is None:  # an overridden one may never change
             self._use(logger, "experiment", lambda: logger.experiment)  # reading it begins the run
@@ -375,5 +380,5 @@ def tensors_by_name(values: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _make_file_name(name: str | None) -> str:
-    """Convert a name to a valid file name; experiment names of Databricks, for example, contain ``/``."""
+    """Convert a name to a valid file name. For example, Databricks' experiment names contain ``/``."""
     return re.sub(r"[^\w.=@+-]+", "_", name or "").strip("._")

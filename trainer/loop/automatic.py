@@ -176,8 +176,8 @@ class Steps:
     def _leave_together(self, batches: Iterable[Any], index: int) -> None:
         """Check that every rank ends the epoch at this accumulation group; raise a ValueError on every rank otherwise.
 
-        A rank that does not leave is already in the group's collectives, so this rank participates in them, with weight
-        zero.
+        A rank that does not end the epoch is already waiting in the group's collectives, so this rank participates in
+        them with weight zero.
         """
         accumulation, cursor, agreement = self.accumulation, self.cursor, self.agreement
         agreement.leave_vote = True
@@ -361,6 +361,6 @@ class Steps:
 
 
 def _is_users(hook: Hook) -> bool:
-    """Return whether a hook is user-defined. Hooks of Treadle's callbacks return nothing."""
+    """Return whether a hook is user-defined and may therefore return -1. Hooks of Treadle's callbacks return None."""
     function = hook.func if isinstance(hook, partial) else hook
     return not str(getattr(function, "__module__", "")).startswith("treadle.")

@@ -28,7 +28,10 @@ class ClosureSteps(Steps):
         self.voting = self.may_leave()
 
     def take(self, group: Iterable[Any]) -> None:
-        """Process a group of micro-batches in one step. The backward and optimizer hooks run in each closure call."""
+        """Process a group of micro-batches in one optimizer step.
+
+        The hooks of the backward pass and of the optimizer run in each closure call.
+        """
         hooks, progress, cursor = self.hooks, self.progress, self.cursor
         micro_batches: list[tuple[Any, Any]] = []
         for batch in group:
@@ -76,7 +79,7 @@ class ClosureSteps(Steps):
                 hook(for_hooks(output), micro_batches[number][0], first + number)
 
     def _evaluate(self, micro_batches: list[tuple[Any, Any]], first: int) -> list[tuple[Any, Tensor]]:
-        """Compute the reduced and clipped gradients of the whole group, and return each batch's result and loss."""
+        """Compute the group's reduced and clipped gradients. Return each batch's step result and loss."""
         accumulation, optimizer = self.accumulation, self.optimizer
         assert optimizer is not None
         for hook in self.hooks.on_before_zero_grad:
@@ -128,7 +131,7 @@ class ClosureSteps(Steps):
         return output, loss
 
     def _compute_mean_loss(self, losses: list[tuple[Tensor, Any]]) -> Tensor:
-        """Return the group's loss over all processes, weighted by samples like the gradient."""
+        """Return the group's mean loss over all processes, weighted by samples like the gradient."""
         total = torch.stack([loss.detach() * micro.scale for loss, micro in losses]).sum()
         return self.accelerator.data_world.all_reduce(total, "mean")
 

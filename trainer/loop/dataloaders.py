@@ -205,7 +205,7 @@ class Sources:
 
 
 def check_kinds(stage: str, task: Any, datamodule: Any) -> None:
-    """Raise a TypeError unless the task is an initialized TaskModule and the data module a DataModule."""
+    """Raise a TypeError unless the task is an initialized TaskModule and the data module is a DataModule or None."""
     if not isinstance(task, TaskModule):
         hint = ""
         if isinstance(task, type):
@@ -251,7 +251,7 @@ def _overrides(owner: TransferHooks, name: str) -> bool:
 
 
 def _refuse_non_loaders(kind: str, source: Any) -> None:
-    """Raise a TypeError for iterables that are not dataloaders and would yield something other than batches."""
+    """Raise a TypeError for an iterable that does not yield batches, such as a map-style dataset."""
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
         raise TypeError(
             f"the {LOADER_NAMES[kind]} dataloader is {name_type(source)}, which yields single samples. Wrap it in a "
@@ -265,7 +265,10 @@ def _refuse_non_loaders(kind: str, source: Any) -> None:
 
 
 def _split_sources(source: Any) -> Iterable[Any]:
-    """Return the evaluation dataloaders in order; a combination that is not sequential or has limits counts as one."""
+    """Return the evaluation dataloaders in order.
+
+    A `CombinedLoader` counts as one dataloader unless its mode is ``"sequential"`` and it has no limits.
+    """
     if source is None or (isinstance(source, list | tuple | Mapping) and not source):
         return []
     if is_collection(source):

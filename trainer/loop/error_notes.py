@@ -77,7 +77,7 @@ def annotate(error: BaseException, trainer: Trainer) -> None:
 
 
 def place(trainer: Trainer, stage: str, error: BaseException) -> str:
-    """Return the position of a run when an error occurred: ``"in fit, epoch 0, after optimizer step 3"``."""
+    """Describe where in a run an error occurred, as in ``"in fit, epoch 0, after optimizer step 3"``."""
     words = [f"in {stage}"]
     if stage == "fit":
         words += [f"epoch {trainer.progress.epoch}", f"after optimizer step {trainer.progress.step}"]

@@ -26,7 +26,7 @@ _NO_BATCH = object()
 
 
 class _LeftEarly(Exception):
-    """Exception for a signal that ends the run within an evaluation."""
+    """Error that leaves an evaluation because a signal ends the run."""
 
 
 STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
@@ -189,7 +189,7 @@ class EvaluationLoop:
                 warn(message)
 
     def _try_to_leave(self) -> bool:
-        """Return whether the run can end within this evaluation; if not, the run ends after the validation."""
+        """Return whether the run can end within this evaluation. If not, announce that it ends after the evaluation."""
         if self._before is None or self._before.try_to_leave():
             return True
         self.trainer.preemption.departure.stay()
@@ -217,7 +217,10 @@ class EvaluationLoop:
         return getattr(self.hooks, f"on_{self.name}_{moment}")
 
     def _own_hook(self, moment: str) -> Callable[[], Any] | None:
-        """Return the task's hook if it is overridden, else None; the loop performs the default action itself."""
+        """Return the task's hook for a moment, such as ``on_validation_model_eval``; None if it is not overridden.
+
+        The loop itself performs the default action.
+        """
         name = f"on_{self.name}_{moment}"
         return getattr(self.task, name) if hasattr(TaskModule, name) and overrides(self.task, name) else None
 

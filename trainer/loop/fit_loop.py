@@ -137,7 +137,7 @@ class FitLoop:
         return self._agree_to_stop()
 
     def _agree_to_stop(self) -> bool:
-        """Agree on a stop outside of a step, and return whether to stop now; after a signal, save and exit."""
+        """Return whether to stop, as agreed by all ranks between two steps. After a signal, save and end the run."""
         stop = self._may_stop(self.agreement.ask(self._wants_to_stop()))
         if self.agreement.signaled and not stop:
             save_and_leave(self.trainer)
@@ -299,7 +299,10 @@ class FitLoop:
         return progress.batches > progress.validated if every is None else self._has_passed(every)
 
     def _has_passed(self, every: int) -> bool:
-        """Return whether another multiple of ``every`` micro-batches, of the epoch or of the run, has been passed."""
+        """Return whether a multiple of ``every`` micro-batches was reached since a validation was last due.
+
+        Micro-batches are counted from the start of the epoch or, with ``check_val_every_n_epoch=None``, of the run.
+        """
         progress = self.progress
         begin = 0 if self.trainer.check_val_every_n_epoch is None else progress.batches - progress.batch
         return (progress.batches - begin) // every > max(0, progress.validated - begin) // every
@@ -314,7 +317,7 @@ class FitLoop:
 
 
 def choose_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:
-    """Return the loop body for a task: automatic, manual, or with a closure."""
+    """Return the class of the loop body for a task: automatic, manual, or with a closure."""
     if not task.automatic_optimization:
         return ManualSteps
     optimizers = [prepared.optimizer for prepared in trainer.accelerator.optimizers]

@@ -124,9 +124,10 @@ class Fit:
         return model, random_state
 
     def _reload_dataloaders(self) -> bool:
-        """Recreate the dataloaders of a resumed run that reloads them.
+        """Create the dataloaders of a resumed run that uses ``reload_dataloaders_every_n_epochs``.
 
-        Return whether they start at their first batch.
+        While they are created, ``trainer.current_epoch`` is the epoch in which the earlier run created them or, if a
+        reload is due, the current epoch. Return whether a reload is due, so that the epoch begins with new dataloaders.
         """
         trainer, sources = self.trainer, self.sources
         every, progress = trainer.reload_dataloaders_every_n_epochs, trainer.progress
@@ -280,7 +281,7 @@ def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimi
 
 
 def _warn_of_evaluation_mode(task: TaskModule) -> None:
-    """Warn about modules in evaluation mode that are not frozen. Modes are not changed, as a task may need them."""
+    """Warn about modules in evaluation mode that are not frozen. A task may need these modes, so they are kept."""
     parts = [(name, part) for name, part in task.named_modules() if not (part.training or _is_frozen(part))]
     names = [name or type(task).__name__ for name, part in parts]
     if names:

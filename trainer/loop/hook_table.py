@@ -58,9 +58,10 @@ class Hooks:
         return partial(self._fit_arguments(getattr(callback, name), name, 2), trainer, task)
 
     def _fit_arguments(self, hook: Hook, name: str, bound: int = 0) -> Hook:
-        """Return a hook that accepts ``dataloader_idx``, which users may omit with a single dataloader.
+        """Return ``hook`` in a form that accepts ``dataloader_idx``, which users may omit with a single dataloader.
 
-        ``bound`` is the number of arguments that precede those of the batch.
+        ``bound`` is the number of arguments before ``batch`` or ``outputs``: 2 for a callback, which also gets the
+        Trainer and the task, and 0 for the task.
         """
         if name not in _EVALUATION_BATCH or count_positional(hook) != bound + _EVALUATION_BATCH[name] - 1:
             return hook
@@ -160,6 +161,6 @@ def _drop_last_argument(hook: Hook) -> Hook:
 
 
 def name_of(hook: Hook) -> str:
-    """Return the name of a hook for messages: ``"EMA.on_exception"``."""
+    """Return the name of a hook for messages, such as ``"EMA.on_exception"``."""
     function = hook.func if isinstance(hook, partial) else hook
     return getattr(function, "__qualname__", repr(function))

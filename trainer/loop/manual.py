@@ -18,10 +18,11 @@ _AUTOMATIC = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipp
 
 
 class ManualSteps(Steps):
-    """Loop body that calls ``training_step``, which steps the optimizers; their counters show whether a step was taken.
+    """Loop body for tasks whose ``training_step`` steps the optimizers.
 
-    If ``configure_optimizers`` returns no optimizer, each batch counts as a step. Each process keeps its gradients
-    until an optimizer's step or clipping needs them. They are then reduced once per step, which is exact.
+    The optimizers' counters show whether a step was taken. If ``configure_optimizers`` returns no optimizer, each batch
+    counts as a step. Each process accumulates its own gradients until an optimizer's step or clipping needs them. They
+    are then reduced once, which gives the same sum as a reduction after each backward pass.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -134,7 +135,7 @@ class ManualSteps(Steps):
         return True
 
     def leave_out(self, losses: bool, optimizer: PreparedOptimizer | None = None) -> None:
-        """Skip a step; see `Steps.leave_out`. A loss that is not finite may affect the gradients of every optimizer."""
+        """Skip a step; see `Steps.leave_out`. After a loss that is not finite, every optimizer skips a step."""
         self.accumulation.agreed_taint = None
         if losses or optimizer is None:
             self.tainted.update(self.optimizers)

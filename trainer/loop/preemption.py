@@ -1,4 +1,4 @@
-"""End of a stage by a signal."""
+"""End of a stage after a signal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def save_and_leave(trainer: Trainer) -> NoReturn:
-    """Save the run between two steps, if a callback saves it, and end it. Call it on all ranks.
+    """Save the run, if a checkpoint callback does so after this signal, and end it.
+
+    Call it on all ranks, between two optimizer steps.
 
     Raises:
         Preempted: For every signal except Ctrl-C.

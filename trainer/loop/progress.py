@@ -118,7 +118,7 @@ class Progress:
 
 
 def _add_phase(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved state with its phase, which earlier versions stored as several flags."""
+    """Return a saved state with a `Phase`, in place of the flags that earlier versions stored."""
     if "phase" in state:
         return {**state, "phase": Phase(state["phase"])}
     if state.get("closed"):

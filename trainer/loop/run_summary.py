@@ -175,7 +175,7 @@ class RunSummary:
 
 
 def _can_use_tf32(device: torch.device, precision: Precision) -> bool:
-    """Return whether the GPU supports TF32, but float32 matrix products use full precision, torch's default."""
+    """Return whether the run uses full float32 precision, torch's default, on a GPU that supports TF32."""
     return (
         device.type == "cuda"
         and precision.compute is None

@@ -233,7 +233,7 @@ def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule
 
 
 def uncompiled(task: Any) -> Any:
-    """Return the task inside a compiled task, with its compilation settings; other values are returned unchanged."""
+    """Return the task that ``torch.compile`` wrapped, with its compilation settings; return other values unchanged."""
     inner = getattr(task, "_modules", {}).get("_orig_mod")
     if not isinstance(inner, TaskModule):
         return task

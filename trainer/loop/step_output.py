@@ -16,7 +16,8 @@ _RULE = "It must return the loss (a tensor), or a dict with the loss under 'loss
 def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
     """Return the loss and the weight (None if not set) in a result of ``training_step`` that is not a tensor.
 
-    ``may_skip`` accepts None as a micro-batch without gradients, like Lightning, with a warning.
+    ``may_skip`` is whether ``training_step`` may return None, as in Lightning. The micro-batch then contributes no
+    gradients, and the user is warned.
     """
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -62,7 +63,7 @@ def check_loss(loss: Tensor) -> None:
 
 
 def _check_weight(weight: Any) -> None:
-    """Raise a ValueError if a weight is not a finite number of at least 0. Of a tensor, only the size is checked."""
+    """Raise a ValueError if a weight is not a finite number of at least 0. A tensor's value is not checked."""
     number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < float("inf")
     if not number and not (isinstance(weight, Tensor) and weight.numel() == 1):
         weight_text = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)

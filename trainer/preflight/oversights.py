@@ -73,7 +73,7 @@ def _iterate_hidden(place: str, value: Any, registered: set[int], depth: int) ->
 def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
     """Check that the values that callbacks and schedulers monitor will be logged, and warn about likely mistakes.
 
-    ``logged`` holds the names that the sanity check logged; None if there was none.
+    ``logged`` holds the names that the sanity check logged; None if there was no sanity check.
 
     Raises:
         ValueError: If ``barebones=True`` disables logging and a strict monitor needs a logged value.

@@ -89,7 +89,10 @@ def check_optimizers_match(
 
 
 def _make_comparable(value: Any) -> Any:
-    """Return a value that ranks can compare: for an object, its class, because its ``repr`` may include an address."""
+    """Return a value in a form that ranks can compare.
+
+    An object is compared by the name of its class, because its ``repr`` may contain an address.
+    """
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):

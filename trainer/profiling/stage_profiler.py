@@ -139,7 +139,7 @@ class Profiled:
         return run
 
     def _follow_steps(self, hooks: Hooks) -> None:
-        """Notify a profiler that overrides ``step`` of the end of each step."""
+        """Call the profiler's ``step``, if overridden, after each training step or evaluation batch."""
         profiler = self.profiler
         if type(profiler).step is Profiler.step:
             return

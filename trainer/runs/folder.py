@@ -262,7 +262,7 @@ class RunFolder:
         return callbacks
 
     def _place(self, callback: ModelCheckpoint | RunReport) -> Any:
-        """Return the directory of a callback, or raise a ValueError if it is, or is in, another run's folder."""
+        """Return a callback's ``dirpath``. Raise a ValueError if it or its parent is the folder of another run."""
         if callback.dirpath is not None:
             place = _resolve_path(callback.dirpath)
             for folder in (place, place.parent):
@@ -392,7 +392,7 @@ class RunFolder:
             warn(f"the end of the run could not be recorded in {self.path}: {refused.strerror or refused}.")
 
     def _note_first(self, facts: Mapping[str, Any]) -> None:
-        """Record an error unless another process has recorded one, which is probably its cause."""
+        """Record an error, unless another process has already recorded one, which is probably its cause."""
         text = json.dumps(facts, ensure_ascii=False).encode(errors="replace")
         with contextlib.suppress(OSError):
             if isinstance(self.path, RemotePath):
@@ -448,7 +448,7 @@ def check_name(name: Any) -> str:
 
 
 def _claim(home: AnyPath) -> tuple[AnyPath, RunLock | RemoteLock]:
-    """Create and lock the next free number's folder. Only one job can create a folder."""
+    """Create and lock the run folder with the next free number. Concurrent jobs get different folders."""
     if isinstance(home, RemotePath):
         number = max((int(entry) for entry in home.names() if entry.isascii() and entry.isdigit()), default=0) + 1
         while True:

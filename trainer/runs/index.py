@@ -47,10 +47,10 @@ class Run:
     """Run as recorded in its folder.
 
     Attributes:
-        name: The name that the run shares with other runs.
+        name: Name of the run's group, which is the name of the parent folder.
         number: Number of the run; 0 if the folder's name is not a number.
-        state: Such as ``"running"``, ``"finished"``, ``"failed: <Error>"`` or ``"interrupted"``; ``"killed"`` if the
-            record states that the run is running, but no process holds the lock.
+        state: State, such as ``"running"``, ``"finished"``, ``"failed: <Error>"`` or ``"interrupted"``. It is
+            ``"killed"`` if the record states that the run is running, but no process holds the lock.
         facts: Entries of the record whose values have the right types.
         problem: The reason why the record cannot be read; "" if it can.
     """
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def best(self) -> Mapping[str, Any] | None:
-        """Best value: ``metric`` and ``value``, and ``mode`` and ``checkpoint`` if recorded. None if there is none."""
+        """Best value: ``metric``, ``value`` and, if recorded, ``mode`` and ``checkpoint``. None if unknown."""
         return self.facts.get("best")
 
     @property
@@ -192,13 +192,13 @@ def _read_or_none(path: AnyPath) -> Run | None:
 
 
 def locate(reference: str | None, directory: AnyPath, name: str | None = None) -> AnyPath:
-    """Return the path of the run, or of something in its folder, that a command refers to.
+    """Resolve a command's reference to a run, and return the path.
 
-    The reference is a number, a name and number (``"digits/3"``), a path, or None for the latest run. If it is a number
-    or None, only runs with the given ``name`` are considered.
+    The reference is a number, a name and number (``"digits/3"``), the path of a run or of something in its folder, or
+    None for the latest run. For a number or None, only runs with the given ``name`` are considered.
 
     Raises:
-        ValueError: If the reference does not lead to one run.
+        ValueError: If no run, or more than one, matches the reference.
     """
     is_number = reference is not None and reference.isascii() and reference.isdigit()
     if reference is not None and not is_number:
@@ -236,10 +236,12 @@ def holding(path: AnyPath) -> AnyPath:
 
 
 def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
-    """Return the curves of each chart by name: steps, values, and the number of values that were left out.
+    """Return the curves of each chart, by the names of the chart and the curve.
+
+    A curve consists of its points (steps and values) and the number of points that were left out.
 
     Raises:
-        ValueError: If the file exists and cannot be read.
+        ValueError: If the run's file of curves exists but cannot be read.
     """
     if not lexists(run.path / CURVES):
         return {}
@@ -255,7 +257,7 @@ def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
 
 
 def _parse_points(curve: Any) -> tuple[Points, int]:
-    """Return the points of a saved curve, without infinite, NaN and huge ones, and the number left out."""
+    """Return the points of a saved curve without infinite, NaN and huge values, and the number of points left out."""
     steps, values = curve["steps"], curve["values"]
     points = [(s, float(v)) for s, v in zip(steps, values, strict=True) if _is_number(s) and _is_number(v)]
     points = sorted((step, value) for step, value in points if abs(step) <= LARGEST and abs(value) <= LARGEST)
@@ -265,10 +267,10 @@ def _parse_points(curve: Any) -> tuple[Points, int]:
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Return the versions, git revision and hardware that the run recorded; empty if there are none.
+    """Return the versions, git revision and hardware that the run recorded; an empty dict if it recorded none.
 
     Raises:
-        ValueError: If the file exists and cannot be read.
+        ValueError: If the file with this record exists but cannot be read.
     """
     if not lexists(run.path / ENVIRONMENT):
         return {}
@@ -283,7 +285,7 @@ def config(run: Run) -> str:
     """Return the YAML text of the configuration; "" if there is none.
 
     Raises:
-        ValueError: If the file exists and cannot be read.
+        ValueError: If the configuration file exists but cannot be read.
     """
     if not lexists(run.path / CONFIG):
         return ""

@@ -147,7 +147,7 @@ class RunLock:
     # -- locks of the system -------------------------------------------------------------------------------------
 
     def _take_from_system(self) -> bool:
-        """Take the lock, and return whether the file system has locks."""
+        """Acquire the lock with ``flock``. Return False if the file system does not support it."""
         # Not through a link: a foreign folder could make this truncate another file.
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
@@ -198,7 +198,7 @@ class RunLock:
         threading.Thread(target=self._beat, name="treadle-run-lock", daemon=True).start()
 
     def _take_over(self, part: Path) -> None:
-        """Replace a lock that no process holds with ``part``. At most one of several jobs that try succeeds."""
+        """Replace a lock file that has no live holder with ``part``. If several jobs try, at most one succeeds."""
         before = read_holder(self.file)
         if before is not None and before.is_alive(self.file):
             raise make_in_use_error(self.folder, self.file, before)
@@ -250,7 +250,7 @@ def read_holder(file: AnyPath) -> Holder | None:
 
 
 def _read_start(file: AnyPath, most: int = 65536) -> bytes:
-    """Return the beginning of a local file, or a whole object of at most ``most`` bytes."""
+    """Return the first ``most`` bytes of a local file, or a whole object from a store, which must not be larger."""
     if isinstance(file, RemotePath):
         return file.read_bytes(most)
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would block

@@ -17,8 +17,9 @@ _SETTLING = 1.0  # seconds in which a concurrent takeover has written its holder
 class RemoteLock:
     """Lock on a run folder in an object store, acquired when the object is created.
 
-    A store lets only one job create an object, so two jobs that begin a run at the same time never share it. A takeover
-    from a dead job is less strict.
+    A store lets only one job create an object, so two jobs never get the lock of a new run at the same time. A takeover
+    from a dead job is not atomic: a job overwrites the object, waits a second, and checks that the object is still its
+    own.
 
     Raises:
         ValueError: If another job holds the lock.

@@ -76,7 +76,7 @@ class BatchSizeSearch:
         announce(f"BatchSizeFinder: {finder.batch_arg_name}={finder.optimal_batch_size}{more}")
 
     def _count_samples_per_step(self) -> int:
-        """Return the number of samples per optimizer step on this process: the attribute times the accumulation."""
+        """Return the samples per optimizer step on this process: batch size times accumulated micro-batches."""
         name, task = self.finder.batch_arg_name, self.trainer.task
         size = get_attribute(self.trainer, name)
         assert task is not None
@@ -132,7 +132,7 @@ class BatchSizeSearch:
         return loaders[0]
 
     def _check_use(self, loader: Loader, size: int) -> None:
-        """Raise a ValueError if the attribute does not affect the dataloaders."""
+        """Raise a ValueError if another value of the attribute did not change the dataloader's batch size."""
         name, sizes = self.finder.batch_arg_name, self._loader_sizes
         sizes[size] = getattr(loader.source, "batch_size", None)
         first = next(iter(sizes))

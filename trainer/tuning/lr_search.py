@@ -57,7 +57,7 @@ class LRSearch:
         self.finder.announce_result(rate, name)
 
     def _choose_attribute_name(self) -> str | None:
-        """Return the name of the attribute to set, or None."""
+        """Return the name of the attribute to set; None if ``update_attr`` is False."""
         trainer, finder = self.trainer, self.finder
         if finder.attr_name:
             check_attribute(trainer, finder, finder.attr_name, "attr_name")
@@ -97,7 +97,7 @@ def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
 
 
 class _RisingRate:
-    """Setter of the optimizer's learning rate in each step, which keeps the proportions between parameter groups."""
+    """Setter of the learning rates in each step. The ratios between the rates of the parameter groups stay the same."""
 
     def __init__(self, inner: Trainer, curve: _LRFinder) -> None:
         self._inner = inner
@@ -155,5 +155,5 @@ class _StepLoss(Callback):
 
 
 def _get_base_rate(group: dict[str, Any]) -> float:
-    """Return a group's learning rate without the changes of its scheduler, which may begin at 0."""
+    """Return a parameter group's learning rate before a scheduler changed it. A warmup scheduler may start at 0."""
     return float(group.get("initial_lr", group["lr"]))

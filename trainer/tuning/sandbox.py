@@ -1,4 +1,4 @@
-"""Copy of a stage for searches, discarded afterwards."""
+"""Temporary copy of a stage for a search."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
     """Create a Trainer with the settings of ``trainer`` and a built copy of its task, within a context.
 
-    The Trainer has no callbacks, writes nothing and ignores values that are not finite. The values of the original
-    task's tensors do not change. Afterwards, the RNG state, the accelerator, and the state of the data that was read
-    are restored. ``settings`` are set in the copies of the task and the data module, if they have them.
+    The new Trainer has no callbacks, writes nothing and ignores values that are not finite. The values of the original
+    task's tensors do not change. Afterwards, the RNG state, the accelerator and the states of the dataloaders are
+    restored. ``settings`` are attributes to set on the copies of the task and the data module, where they exist.
 
     Raises:
         ValueError: If the task cannot be copied, or a dataloader can be read only once.
@@ -96,7 +96,7 @@ def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
 
 
 def _copy_datamodule(trainer: Trainer) -> DataModule | None:
-    """Return a copy of the data module that shares its data, and objects that cannot be copied, such as open files."""
+    """Copy the data module. The copy shares its data, and attributes that cannot be copied, such as open files."""
     datamodule = trainer.datamodule
     if datamodule is None:
         return None
@@ -114,7 +114,7 @@ def _copy_datamodule(trainer: Trainer) -> DataModule | None:
 
 
 def _copy_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
-    """Return a copy of the task that shares only data and the Trainer, with its parts, with the original."""
+    """Copy the task. The copy shares only its data, and the Trainer with its parts."""
     task, name = trainer.task, type(trainer.task).__name__
     assert task is not None
     if any(map(is_sharded, task.parameters())):
@@ -135,7 +135,10 @@ def _copy_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
 
 
 def _collect_shared(trainer: Trainer, owners: Iterable[Any]) -> dict[int, Any]:
-    """Return the memo for ``deepcopy`` with the objects to share: the Trainer, its parts, and the owners' data."""
+    """Return a memo that makes ``deepcopy`` share the Trainer, its parts, and the owners' data.
+
+    A task's data are its datasets and dataloaders; a data module's data also include its tensors and arrays.
+    """
     shared = [trainer, trainer.accelerator, *trainer.callbacks, *trainer.loggers]
     memo: dict[int, Any] = {id(part): part for part in shared}
     for owner in owners:
@@ -150,7 +153,7 @@ def _collect_shared(trainer: Trainer, owners: Iterable[Any]) -> dict[int, Any]:
 
 @contextmanager
 def _in_host_memory(task: TaskModule | None) -> Iterator[None]:
-    """Move tensors left on a device by an earlier stage to the host within a context, so copies are made there."""
+    """Keep the task's tensors in host memory within a context, so that copies are made there and not on a device."""
     assert task is not None
     moved = [
         (tensor, tensor.device)

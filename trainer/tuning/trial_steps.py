@@ -18,7 +18,7 @@ def take_trial_steps(
     callbacks: Iterable[Callback] = (),
     before_step: Callable[[int], None] | None = None,
 ) -> Iterator[int]:
-    """Take ``count`` optimizer steps, over as many epochs as needed, and yield the index of each when it is done.
+    """Take ``count`` optimizer steps, over as many epochs as needed, and yield the index of each completed step.
 
     ``before_step`` is called before each step, with its index.
 

@@ -58,7 +58,6 @@ class FaultPlan:
     Raises:
         TypeError, ValueError: If an argument is invalid.
 
-
     Example:
         >>> with FaultPlan([Fault("disk:fsync", "delay:0.0")], record=None) as plan:
         ...     from treadle.engine.checkpoint import filesystem
@@ -235,7 +234,7 @@ class DiskPoint(NamedTuple):
 
 
 def disk_points(work: Callable[[], Any]) -> list[DiskPoint]:
-    """Run ``work`` and return, in order, every moment at which one of its disk operations can fail."""
+    """Run ``work`` and return, in order, every moment at which one of Treadle's disk operations in it can fail."""
     points: list[DiskPoint] = []
     counts: Counter[str] = Counter()
 

@@ -1,4 +1,4 @@
-"""Names that scripts import from ``accelerate.utils``, ``accelerate.state``, ``accelerate.logging``."""
+"""Names that scripts import from ``accelerate.utils``, ``accelerate.state`` and ``accelerate.logging``."""
 
 from ..common.peer_names import find_peer_names
 from ..compat.available import (

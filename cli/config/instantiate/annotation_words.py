@@ -128,7 +128,7 @@ def describe_annotation(annotation: Any, article: bool = False) -> str:
 
 
 def format_value(value: Value, secrets: Mapping[str, str]) -> str:
-    """Return a value as messages show it: with secrets hidden, and at most 100 characters long."""
+    """Format a value for an error message: without secrets and in at most 100 characters."""
     data = to_plain(value)
     if data is None or isinstance(data, bool):
         return {None: "null", True: "true", False: "false"}[data]

@@ -408,7 +408,10 @@ class Checker:
         return self.check(value, argument.type, path)
 
     def _check_nested(self, value: Value, annotation: Any, path: Path, supplied: set[str]) -> Recipe | None:
-        """Return a recipe for nested schedulers, as in SequentialLR, which also get the optimizer; otherwise None."""
+        """Return a recipe for a list of objects that also get the ``supplied`` arguments; None for other values.
+
+        For example, the schedulers in a SequentialLR also get the optimizer.
+        """
         inner = typing.get_args(annotation)
         if not (isinstance(value.data, list) and inner and isinstance(inner[0], type)):
             return None

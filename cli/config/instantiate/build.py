@@ -64,7 +64,7 @@ class CheckedConfig:
     Attributes:
         trainer: Recipes of the Trainer's flags that the configuration sets, by name.
         seed: Seed of the run. None leaves the RNG state unchanged.
-        schedule: ``"saved"`` or ``"script"``; None if not set.
+        schedule: Source of the schedule after a resume, ``"saved"`` or ``"script"``; None if not set.
         run_dir: The parent folder of all runs.
     """
 

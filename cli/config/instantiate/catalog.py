@@ -44,7 +44,7 @@ def is_shelved(base: Any) -> bool:
 def list_short_names(base: Any) -> dict[str, str]:
     """Return the short names of subclasses of ``base``, each with its module.
 
-    ``object`` stands for all classes of `list_shelved`.
+    If ``base`` is ``object``, all short names are returned.
     """
     if base is object:
         return {name: home for kind in list_shelved() for name, home in list_short_names(kind).items()}
@@ -66,7 +66,7 @@ def list_short_names(base: Any) -> dict[str, str]:
 def find(name: str, base: Any) -> Any:
     """Return the class or function that a short name, a name in the running script, or an import path refers to.
 
-    ``base`` limits the short names to its subclasses. The result is not checked against it.
+    Short names are limited to subclasses of ``base``. The function does not check that its result is such a subclass.
 
     Raises:
         ConfigError: If the name is unknown or ambiguous.

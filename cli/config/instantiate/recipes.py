@@ -129,7 +129,10 @@ class ObjectRecipe(Recipe):
         return positional + (arguments.pop(variadic_name) if variadic_name in arguments else [])
 
     def _explain_error(self, error: Exception) -> Exception:
-        """Convert a ValueError or TypeError of a Treadle or torch class to a ConfigError with its place."""
+        """Convert a ValueError or TypeError of a Treadle or torch class to a ConfigError that names the key.
+
+        A ConfigError is returned unchanged, and any other error with a note.
+        """
         name = self.name or getattr(self.target, "__name__", str(self.target))
         home = getattr(self.target, "__module__", "") or ""
         if isinstance(error, ConfigError):
@@ -153,7 +156,7 @@ class ObjectRecipe(Recipe):
 
 @dataclass(frozen=True)
 class Opaque:
-    """Default that cannot be written as plain data, as its text in Python."""
+    """Default that cannot be written as plain data, described by its name or its ``repr``."""
 
     words: str
 

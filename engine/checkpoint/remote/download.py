@@ -66,7 +66,7 @@ class Download:
         self._here.add(name)
 
     def adopt(self, folder: Path, names: Iterable[str]) -> None:
-        """Link or copy files that another process of this machine has downloaded and compared, and may delete later."""
+        """Link or copy files that another process of this machine has downloaded and verified in ``folder``."""
         for name in names:
             if name not in self._here:
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ def check_writable(directory: RemotePath) -> None:
 
 
 def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, RemotePath]], list[str]]:
-    """Return a folder's committed checkpoints with manifests, latest last, and messages about unreadable manifests."""
+    """Return a folder's committed checkpoints with their manifests, latest last, and errors of unreadable manifests."""
     checkpoints, problems = [], []
     for name in directory.names():
         path = directory / name
@@ -68,9 +68,9 @@ def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, Remote
 
 
 def find_next_sequence(directory: RemotePath) -> int:
-    """Return a number above the sequence numbers of the checkpoints in a folder with readable manifests.
+    """Return a sequence number higher than those of all readable manifests in a folder.
 
-    The process remembers the number. Later calls need not list the folder again.
+    The process remembers the number, so later calls need not list the folder again.
     """
     highest = _known_sequences(directory)
     if not highest:
@@ -91,7 +91,11 @@ def check_files(path: RemotePath, manifest: Manifest) -> None:
 
 
 def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, int], fix: str = RESTORE) -> None:
-    """Check the sizes of objects that were already listed, by path relative to ``path``; see `check_files`."""
+    """Raise a ValueError unless ``objects`` has a checkpoint's files, with the sizes in its manifest.
+
+    ``objects`` contains the size of each object in bytes, by its path relative to ``path``. ``fix`` is the advice at
+    the end of the error message.
+    """
     for name, entry in {**manifest.files, **manifest.others}.items():
         size = objects.get(manifest.path_of(name))
         if size is None:
@@ -119,7 +123,7 @@ def remove(path: RemotePath) -> None:
 
 
 def delete(path: RemotePath, names: Iterable[str]) -> None:
-    """Delete objects of a folder, by their paths in it."""
+    """Delete objects in a folder. ``names`` are their paths relative to it."""
     for name in sorted(names):
         (path / name).unlink()
 
@@ -127,7 +131,7 @@ def delete(path: RemotePath, names: Iterable[str]) -> None:
 def delete_superseded(target: RemotePath, folder: str) -> None:
     """Delete the objects of earlier saves under a checkpoint's URL, but not the new checkpoint's ``folder``.
 
-    If the store rejects a request, this is only a warning.
+    If the store rejects a request, this only causes a warning.
     """
     try:
         delete(target, (name for name in target.sizes() if _is_data(name) and name.partition("/")[0] != folder))
@@ -141,7 +145,7 @@ def delete_superseded(target: RemotePath, folder: str) -> None:
 def recover(directory: RemotePath) -> list[str]:
     """Delete the objects that killed and earlier saves left in a folder, except next to an unreadable manifest.
 
-    A message is returned for each checkpoint of which objects were deleted.
+    Return a message for each checkpoint's URL where objects were deleted.
     """
     left: dict[str, list[str]] = {}
     objects = directory.sizes()
@@ -164,7 +168,7 @@ def recover(directory: RemotePath) -> list[str]:
 
 
 def _is_data(name: str) -> bool:
-    """Return whether an object, by its path in a checkpoint, is in a folder with a name that `Upload` would use."""
+    """Return whether an object, given by its path in a checkpoint, is in a folder named like those of `Upload`."""
     folder, _, inside = name.partition("/")
     return bool(inside) and re.fullmatch(FOLDER, folder) is not None
 

@@ -24,7 +24,7 @@ _AT_ONCE = 4  # files uploaded concurrently; a large one already takes several r
 class Upload:
     """Save to a checkpoint's URL. Every process uploads its own files, and one process commits them.
 
-    ``folder`` is the name of the folder for its files, the same on all processes; see `new_folder`.
+    ``folder`` is the name of the folder for the checkpoint's files, the same on all processes; see `new_folder`.
 
     Attributes:
         staging: The folder in which this process assembles its files; hooks write into it too.
@@ -58,7 +58,7 @@ class Upload:
         return dict(zip(files, _run_side_by_side(transfer, list(files)), strict=True))
 
     def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
-        """Commit the files that all processes uploaded as the URL's checkpoint; see `store.commit`.
+        """Commit the files that all processes have uploaded; see `store.commit`.
 
         Raises:
             ValueError: If the target, a file, the manifest or a file of a hook is not valid.
@@ -105,7 +105,7 @@ class Upload:
         return dict(zip(names, _run_side_by_side(transfer, names), strict=True))
 
     def discard(self, is_main: bool) -> None:
-        """Delete this process's files and, on rank zero, all uploaded files, unless they are or may be committed."""
+        """Delete this process's local files and, on rank zero, the uploaded files, unless these may be committed."""
         clear_staging(self._target)
         if is_main and not self._may_be_committed:
             delete(self._target, (name for name in self._target.sizes() if name.startswith(f"{self._folder}/")))
@@ -126,6 +126,6 @@ def clear_staging(target: RemotePath) -> None:
 
 
 def _run_side_by_side(work: Any, names: list[str]) -> list[Any]:
-    """Run a function for each name, several concurrently; all are awaited before an error is raised."""
+    """Call a function with each name, several concurrently. An error is raised once all calls have ended."""
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="treadle-upload") as pool:
         return [future.result() for future in [pool.submit(work, name) for name in names]]

@@ -1,4 +1,4 @@
-"""Detection of the end of streams that each rank reads separately, by votes that travel with the gradients."""
+"""Detection of the end of streams that each rank reads separately, by votes that are reduced with the gradients."""
 
 from __future__ import annotations
 

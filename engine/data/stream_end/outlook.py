@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 class Outlook:
-    """Votes on an upcoming group of micro-batches: each rank states whether its share is full or its data has ended.
+    """Votes on an upcoming group of micro-batches. Each rank reports a full share, the end of its data, or neither.
 
-    If every rank casts one of these two votes, the number of samples in the group follows from the counts of votes.
+    If every rank reports one of the first two, the number of samples in the group follows from the votes.
 
     Attributes:
         width: Number of micro-batches in the group.
@@ -23,7 +23,7 @@ class Outlook:
         self._full = self._ended = self._voters = 0
 
     def store_votes(self, full: float, ended: float, voters: int) -> None:
-        """Store the votes for each of the two states, summed over the ranks, and the number of ranks that voted."""
+        """Store the number of ranks that reported each of the two states, and the number of all ranks that voted."""
         self._full, self._ended, self._voters = round(full), round(ended), voters
 
     @property
@@ -34,7 +34,8 @@ class Outlook:
     def count_full(self, ranks: int) -> int | None:
         """Return the number of data ranks that have a full share; None if the votes do not determine it.
 
-        ``ranks`` counts the shares of the data. With tensor parallelism, several voters read the same share.
+        ``ranks`` is the number of data ranks, each of which has its own share of the data. With tensor parallelism,
+        several voters read the same share.
         """
         if not self._voters or self._full + self._ended != self._voters:
             return None

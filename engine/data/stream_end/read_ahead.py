@@ -24,8 +24,8 @@ def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
     """Return whether a stream may be read ahead of the loop.
 
     A stream that is read in this process may not be read ahead if its samples could depend on the model being trained.
-    The same holds for a stream whose state could be expensive to read before each batch, or could change after it was
-    read.
+    The same holds for a stream whose ``state_dict`` could be too expensive to call before each batch, or could return
+    an object that changes later.
     """
     owners = [state_owner]
     if source.num_workers == 0:
