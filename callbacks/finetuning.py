@@ -366,7 +366,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().on_fit_start(trainer, pl_module)
 
     def freeze_before_training(self, pl_module: TaskModule) -> None:
-        """Freeze the backbone.
+        """Freeze the backbone, except its batch norm layers if ``train_bn`` is True.
 
         Args:
             pl_module: The task.

@@ -173,7 +173,7 @@ class Averages:
             self._before = None
 
     def keep_in_model(self) -> None:
-        """Discard the model's own values."""
+        """Keep the averages in the model, and discard the values that they replaced."""
         self._before = None
 
     def _prune_averages(self) -> list[Tensor]:

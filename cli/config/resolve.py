@@ -70,7 +70,7 @@ class Config:
     secrets: Mapping[str, str] = field(default_factory=dict)
 
     def get_section(self, name: str) -> Value | None:
-        """Return a section; None if it is missing or empty."""
+        """Return a section; None if it is missing or null."""
         section = self.root.data.get(name)
         return None if section is None or section.data is None else section
 

@@ -416,7 +416,8 @@ class LightningArgumentParser(ConfigWriter):
                 of built objects. Default: ``"parse"``.
 
         Raises:
-            ValueError: If an argument is invalid, ``target`` is linked already, or the links form a cycle.
+            ValueError: If an argument is invalid, ``target`` is already the target of a link, or the links form a
+                cycle.
         """
         sources = (source,) if isinstance(source, str) else tuple(source)
         if apply_on not in ("parse", "instantiate"):

@@ -244,7 +244,7 @@ def is_wrapped(obj: object) -> bool:
 
 
 def unwrap(obj: Any) -> Any:
-    """Return the model, optimizer or dataloader inside an object that `Fabric` returned, or any other object."""
+    """Return the original of a model, optimizer or dataloader that `Fabric` returned, and of a compiled module."""
     obj = getattr(obj, "_orig_mod", obj)
     if isinstance(obj, FabricModule):
         return obj._original_module

@@ -70,7 +70,7 @@ class OpenCheckpoint:
 
         Raises:
             ValueError: If a file is missing or damaged.
-            OSError: If the store rejects a request, or a disk operation fails.
+            OSError: If a request to the store or a disk operation fails.
         """
         folder = self.folder
         if self._download is not None:

@@ -47,7 +47,7 @@ class Loader:
         stream: The random stream that samplers without their own generator draw from.
         accumulate: Function that returns the number of micro-batches per optimizer step.
         shard: If False, each process yields all batches of its own loader. Default: True.
-        evaluation: If True, each batch is a separate group. Default: False.
+        evaluation: Whether the batches are for evaluation, so none of them accumulates gradients. Default: False.
         move: Function applied to each batch, such as the transfer to the device. Default: no function.
         split: If True, ``batch_size`` is the global batch size. Default: False.
         on_begin: Function that is called at the beginning of each iteration. Default: no function.

@@ -111,7 +111,7 @@ class Metrics:
             value: A number, a tensor with one element or a metric object.
             prog_bar: Show the value in the progress bar.
             logger: Send the value to loggers; None for True.
-            on_step: Log the value of each step; None for the stage's default.
+            on_step: Log the value of single steps; None for the stage's default.
             on_epoch: Log the value over the epoch; None for the stage's default.
             reduce_fx: The reduction.
             batch_size: The weight of the value in a mean; None for ``weight``.
@@ -492,7 +492,7 @@ class Entry:
     Args:
         name: The logged name, including ``suffix``.
         spec: The arguments passed to `Metrics.log`; None after a resume.
-        on_step: Log the value of each step.
+        on_step: Log the value of single steps.
         on_epoch: Log the value over the epoch.
         reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
         prog_bar: Show the value in the progress bar.

@@ -1,7 +1,7 @@
 """Computation of torchmetrics objects if the ranks have processed different numbers of batches.
 
-torchmetrics gathers a list state tensor by tensor. If the lists have unequal lengths, ranks hang or mix up items. For a
-rank without data, torchmetrics sends an empty vector, even if the other ranks' tensors have more dimensions or another
+torchmetrics gathers a list state tensor by tensor, unless its reduction is ``"cat"``. If such lists have unequal
+lengths, ranks hang or mix up items. For a rank without data, torchmetrics sends an empty vector, even if the other ranks' tensors have more dimensions or another
 dtype. These problems do not occur if samples are repeated until all ranks have the same number. Treadle counts each
 sample once, so some ranks may have no share of the last batches.
 """
@@ -24,8 +24,6 @@ from . import metric_state
 @contextmanager
 def uneven_counts(owner: nn.Module, world: World) -> Iterator[None]:
     """Return a context in which ``compute()`` works if ranks have updated a metric different numbers of times.
-
-    With list states of unequal lengths, ranks would otherwise hang or mix up items.
 
     Args:
         owner: The module whose torchmetrics objects are computed, usually the task.

@@ -153,7 +153,9 @@ def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, saf
 def write_weights(
     tensors: Mapping[str, Whole], aliases: Mapping[str, str], directory: AnyPath, limit: int, safe: bool = True
 ) -> None:
-    """Write distinct tensors to one or several files, reading each tensor only when it is written; see `save_weights`.
+    """Write distinct tensors to one or several files; see `save_weights`.
+
+    Safetensors files are written with one tensor read at a time.
 
     Args:
         tensors: Tensors by name, each under one name only. A value may be a reference to an unread tensor.

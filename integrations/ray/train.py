@@ -75,6 +75,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
             0 if every_n_train_steps is None else check_int("every_n_train_steps", every_n_train_steps, 1)
         )
         self._storage = _get_storage()
+        self._reported_step = 0
 
     @property
     def state_key(self) -> str:
@@ -84,13 +85,15 @@ class RayTrainReportCallback(ReportedCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Remove checkpoints that workers saved to Ray's storage but did not report."""
         super().on_train_start(trainer, pl_module)
+        self._reported_step = trainer.global_step
         if trainer.is_global_zero:
             _remove_unreported(self._storage)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report every ``every_n_train_steps`` steps, except in the last step of an epoch."""
-        every = self.every_n_train_steps
-        if every and trainer.global_step % every == 0 and not trainer.progress.epoch_is_trained:
+        """Report metrics and a checkpoint every ``every_n_train_steps`` steps, except after an epoch's last step."""
+        every, step = self.every_n_train_steps, trainer.global_step
+        if every and step % every == 0 and not trainer.progress.epoch_is_trained and step != self._reported_step:
+            self._reported_step = step  # a step that float16 skips afterwards does not report again
             self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -138,7 +141,9 @@ class RayTrainReportCallback(ReportedCheckpoint):
     def _hand_over(
         self, metrics: dict[str, float], place: tuple[str, FileSystem] | None, name: str, mode: CheckpointUploadMode
     ) -> None:
-        """Report metrics and the checkpoint at ``place``, which is its path and file system; None for no checkpoint.
+        """Report metrics and a checkpoint.
+
+        ``place`` is the checkpoint's path and file system, or None if this process reports no checkpoint.
 
         Ray waits for the reports of all ranks.
         """

@@ -1,4 +1,4 @@
-"""Findings of a diagnosis. Each is a text about one subject, marked good, note or fault."""
+"""Findings of a diagnosis, each about one subject and marked ``"good"``, ``"note"`` or ``"fault"``."""
 
 from __future__ import annotations
 

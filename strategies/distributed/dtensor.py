@@ -35,7 +35,7 @@ def whole(value: Any, keep: bool) -> Any:
     """Return a nested state with sharded tensors gathered in host memory. Must be called on all ranks.
 
     Args:
-        value: Nested dicts, lists and tuples. Tensors that are not sharded are kept.
+        value: Nested dicts, lists and tuples. Other tensors are returned unchanged, regardless of ``keep``.
         keep: Whether this process needs the result. If False, it gets None for each sharded tensor.
     """
     if is_sharded(value):

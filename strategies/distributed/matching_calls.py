@@ -97,7 +97,7 @@ class Arrivals:
         atexit.register(self.leave)
 
     def leave(self) -> None:
-        """Record in the store that this process ends, so that other ranks do not wait for it."""
+        """Record in the store that this process is ending, so that other ranks do not wait for it."""
         if os.getpid() == self._count.pid:
             with contextlib.suppress(RuntimeError):  # the store may have ended with its process
                 self._store.set(f"{self._rank} has ended", "")

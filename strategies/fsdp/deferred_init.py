@@ -220,7 +220,7 @@ class Tape(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._touched
 
     def is_done(self) -> bool:
-        """Return whether none of the recorded models exists anymore."""
+        """Return whether none of the recorded parameters and buffers exists anymore."""
         return all(tensor() is None for tensor in self._built.values())
 
     def is_unchanged(self, tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Release of the state that FSDP2 keeps after a forward pass, for when no backward pass follows."""
+"""Release of the state that FSDP2 keeps after a forward or backward pass that no optimizer step follows."""
 
 from __future__ import annotations
 

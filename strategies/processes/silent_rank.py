@@ -43,7 +43,7 @@ class Dumps:
 
 
 def explain_silence(pid: int | None) -> str:
-    """Describe why a process does not respond. ``pid`` is None for a process of another machine."""
+    """Describe why a process does not respond. ``pid`` is None for a process on another machine."""
     state = "" if pid is None else _read_state(pid)
     return {"T": "is stopped by a signal (SIGSTOP)", "t": "is stopped by a debugger"}.get(
         state, "does not respond: it is stopped, or blocked in C code that holds the interpreter"

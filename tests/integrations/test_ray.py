@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import object_store
 import pytest
@@ -14,6 +15,7 @@ from object_store import S3Server
 from processes import run, script
 from ray_jobs import ENVIRONMENT, without_ray
 from treadle.engine import CheckpointStore
+from treadle.integrations.ray import train
 
 pytest.importorskip("ray")
 JOBS = Path(__file__).parents[1] / "support" / "ray_jobs.py"
@@ -54,6 +56,16 @@ def check_training(folder, expected):
         assert steps[-1] == 18
         by_step = dict(losses[rank])
         assert all(by_step[step] == loss for step, loss in seen)
+
+
+def test_a_step_that_float16_skips_is_not_reported(monkeypatch):
+    monkeypatch.setattr(train, "_get_storage", lambda: None)
+    callback, reported = train.RayTrainReportCallback(every_n_train_steps=2), []
+    monkeypatch.setattr(callback, "_report", lambda trainer: reported.append(trainer.global_step))
+    for step in (0, 1, 2, 2, 3, 4):  # the first and the second with the number 2 are skipped
+        trainer = SimpleNamespace(global_step=step, progress=SimpleNamespace(epoch_is_trained=False))
+        callback.on_step_end(trainer, None)
+    assert reported == [2, 4]
 
 
 @pytest.fixture(scope="module")

@@ -257,7 +257,8 @@ class TaskHooks:
         """Add plain data or tensors to a checkpoint.
 
         Args:
-            checkpoint: Entries of the checkpoint.
+            checkpoint: Dict to which the hook adds entries. It contains ``"state_dict"``, ``"epoch"``,
+                ``"global_step"`` and any ``"hyper_parameters"``.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -443,7 +443,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
                 accepts.
             map_location: Device of the task; see `load_checkpoint`. Default: the CPU.
             hparams_file: Path of a logger's ``hparams.yaml`` or ``.csv``, which replaces the saved hyperparameters.
-            strict: Whether the weights must match exactly. Default: the task's ``strict_loading``.
+            strict: Require the same names and shapes of weights. Default: the task's ``strict_loading``.
             weights_only: Ignored; code in a file never runs.
             sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
             kwargs: Arguments of ``__init__``, which override the saved ones.

@@ -380,5 +380,5 @@ def tensors_by_name(values: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _make_file_name(name: str | None) -> str:
-    """Convert a name to a valid file name. For example, Databricks' experiment names contain ``/``."""
+    """Convert a name, such as Databricks' ``/Users/me/run``, to a valid file name; ``""`` if no character remains."""
     return re.sub(r"[^\w.=@+-]+", "_", name or "").strip("._")

@@ -41,7 +41,7 @@ class Download:
 
         Raises:
             ValueError: If a file is missing, or its content differs from the committed content.
-            OSError: If the store rejects a request, or a disk operation fails.
+            OSError: If a request to the store or a disk operation fails.
         """
         missing = [name for name in names if name not in self._here]
         for name in missing:

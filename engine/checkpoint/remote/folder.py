@@ -54,7 +54,7 @@ def check_writable(directory: RemotePath) -> None:
 
 
 def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, RemotePath]], list[str]]:
-    """Return a folder's committed checkpoints with their manifests, latest last, and errors of unreadable manifests."""
+    """Return a folder's committed checkpoints, latest last, and a message for each unreadable manifest."""
     checkpoints, problems = [], []
     for name in directory.names():
         path = directory / name
