@@ -2,8 +2,8 @@
 
 torchmetrics gathers a list state tensor by tensor, unless its reduction is ``"cat"``. If such lists have unequal
 lengths, ranks hang or mix up items. For a rank without data, torchmetrics sends an empty vector, even if the other
-ranks' tensors have more dimensions or another dtype. These problems do not occur if samples are repeated until all ranks
-have the same number. Treadle counts each sample once, so some ranks may have no share of the last batches.
+ranks' tensors have more dimensions or another dtype. These problems do not occur if samples are repeated until all
+ranks have the same number. Treadle counts each sample once, so some ranks may have no share of the last batches.
 """
 
 from __future__ import annotations
