@@ -243,6 +243,8 @@ class Accumulation:
             if explained is error:
                 raise
             raise explained from error
+        if self.loss_scale is not None:
+            self.loss_scale.check_backward()
 
     def get_latest_loss(self) -> Tensor | None:
         """Return the loss of the last backward pass; None before the first one, or if this loss has been freed."""
@@ -269,6 +271,8 @@ class Accumulation:
             self.strategy.drop_gradients(model)
         for optimizer in self.optimizers:
             optimizer.optimizer.zero_grad()
+            if self.loss_scale is not None:
+                self.loss_scale.note_discarded(optimizer.optimizer)
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Divide gradients by the group's total weight and by the float16 loss scale, unless this was already done.

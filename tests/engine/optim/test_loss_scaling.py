@@ -1,0 +1,118 @@
+"""Gradients are divided by the float16 loss scale once, also where they are discarded without a step."""
+
+import pytest
+import torch
+from torch import nn
+
+import treadle
+
+
+def prepare(count=1):
+    """An Accelerator with a loss scale, and models with an optimizer each, whose loss has the gradient 0.25."""
+    accelerator = treadle.Accelerator(cpu=True, mixed_precision="fp16")
+    models = [nn.Linear(1, 1, bias=False) for _ in range(count)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    return accelerator, [accelerator.prepare(*pair) for pair in zip(models, optimizers, strict=True)]
+
+
+def backward(accelerator, model, factor=0.25):  # times 65,536 it is finite in float16
+    accelerator.backward(model(torch.ones(1, 1)).sum() * factor)
+
+
+def norm(accelerator, model):
+    return accelerator.clip_grad_norm_(model.parameters(), 100.0).item()
+
+
+@pytest.mark.parametrize(
+    "discard",
+    [
+        lambda model, optimizer: optimizer.zero_grad(),
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+        lambda model, optimizer: model.zero_grad(),
+    ],
+    ids=["none", "zeros", "model"],
+)
+def test_gradients_that_were_discarded_without_a_step(discard):
+    accelerator, [(model, optimizer)] = prepare()
+    for _ in range(3):
+        backward(accelerator, model)
+        assert norm(accelerator, model) == 0.25
+        discard(model, optimizer)
+    backward(accelerator, model)
+    before = model.weight.item()
+    optimizer.step()
+    assert model.weight.item() == pytest.approx(before - 0.025)
+
+
+def test_an_overflow_lowers_the_scale_without_a_step_too():
+    accelerator, [(model, optimizer)] = prepare()
+    scale = accelerator.scaler.get_scale()
+    backward(accelerator, model, float("inf"))
+    assert norm(accelerator, model) == float("inf")
+    optimizer.zero_grad()
+    backward(accelerator, model)
+    assert accelerator.scaler.get_scale() == scale / 2
+    assert norm(accelerator, model) == 0.25
+
+
+def test_a_backward_pass_of_another_optimizer_in_between():
+    accelerator, [(first, of_first), (second, of_second)] = prepare(2)
+    backward(accelerator, first)
+    assert norm(accelerator, first) == 0.25  # unscales all optimizers; the second has no gradients yet
+    backward(accelerator, second)
+    before = first.weight.item(), second.weight.item()
+    of_first.step()
+    of_second.step()
+    assert (first.weight.item(), second.weight.item()) == pytest.approx([weight - 0.025 for weight in before])
+
+
+def test_gradients_added_to_unscaled_ones_are_an_error():
+    accelerator, [(model, optimizer)] = prepare()
+    backward(accelerator, model)
+    norm(accelerator, model)
+    with pytest.raises(ValueError, match="already divided by the float16 loss scale"):
+        backward(accelerator, model)
+    optimizer.zero_grad()
+    backward(accelerator, model)
+    assert norm(accelerator, model) == 0.25
+
+
+class Skips(treadle.TaskModule):
+    """Skips every second optimizer step, as `optimizer_step` allows."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.norms = nn.Linear(1, 1, bias=False), []
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).float().mean() * 0.25
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norms.append(self.net.weight.grad.norm().item())
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        if batch_idx % 2:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+@pytest.mark.parametrize("clip", [None, 100.0])
+def test_steps_that_a_task_skips(tmp_path, clip):
+    task = Skips()
+    trainer = treadle.Trainer(
+        precision="16-mixed",
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        barebones=True,
+        default_root_dir=tmp_path,
+        gradient_clip_val=clip,
+    )
+    before = task.net.weight.item()
+    trainer.fit(task, torch.utils.data.DataLoader(torch.ones(6, 1)))
+    assert set(task.norms) == {0.25}
+    assert task.net.weight.item() == pytest.approx(before - 0.075)
