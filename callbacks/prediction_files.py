@@ -89,7 +89,7 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Add one batch. Write a file once enough batches are collected.
+        """Collect the predictions of one batch. Write a file once there are enough batches.
 
         Args:
             trainer: The Trainer.

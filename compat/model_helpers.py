@@ -69,7 +69,7 @@ def _compile_parts(module: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile each repeated block and each remaining submodule in place, and return the model."""
+    """Compile each repeated block and the modules without such blocks in place, and return the model."""
     if is_repeated_blocks(module):
         for block in module.children():
             block.compile(**compile_kwargs)

@@ -288,7 +288,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         skip_batches: Number of batches to skip in each pass. Default: 0.
         slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` returns rows of a batch. Default:
             `slice_tensors`.
-        torch_device_mesh: Device mesh of the ranks, without a dimension ``"tp"``. Default: None.
+        torch_device_mesh: Device mesh of the ranks, without a dimension ``"tp"`` or ``"cp"``. Default: None.
         iteration: Number of the first epoch. Default: 0.
     """
 
@@ -306,10 +306,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        if torch_device_mesh is not None and "tp" in torch_device_mesh.mesh_dim_names:
+        if torch_device_mesh is not None and {"tp", "cp"} & set(torch_device_mesh.mesh_dim_names):
             raise ValueError(
-                "dispatch_batches=True splits each batch among all processes, but with tensor parallelism several "
-                "processes need the same rows. Pass dispatch_batches=False."
+                "dispatch_batches=True splits each batch among all processes, but with tensor or context parallelism "
+                "several processes need the same rows. Pass dispatch_batches=False."
             )
         self.split_batches = split_batches
         self.skip_batches = skip_batches

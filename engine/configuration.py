@@ -25,7 +25,7 @@ class DataLoaderConfiguration:
     Args:
         split_batches: Whether ``batch_size`` is the global batch size. It must then be divisible by the number of
             processes that the data is sharded over. Default: False.
-        dispatch_batches: No effect; each rank reads its own share.
+        dispatch_batches: No effect; each rank reads the data itself.
         even_batches: No effect; no sample counts twice.
         use_seedable_sampler: Let torch's ``RandomSampler`` draw the order of each epoch from a seed plus the epoch's
             number. The seed is ``data_seed``, else that of torch's generator when the loader is prepared. Default:
@@ -51,8 +51,8 @@ class DataLoaderConfiguration:
         """Log on rank zero that ``dispatch_batches=True`` has no effect, if it is set."""
         if self.dispatch_batches:
             announce(
-                "dispatch_batches=True has no effect: every rank reads its own share of the batches, while Accelerate "
-                "reads all of them on rank zero. The batches are the same."
+                "dispatch_batches=True has no effect: every rank reads the data itself, while Accelerate reads it on "
+                "rank zero. The batches are the same."
             )
 
 

@@ -258,7 +258,7 @@ class LightningArgumentParser(ConfigWriter):
         """Add an object whose class the settings name: ``--key=Class --key.argument=value``.
 
         Args:
-            baseclass: The class that the named class must extend, or a tuple of classes.
+            baseclass: The class that the settings must name, or its base class; a tuple allows several.
             nested_key: Dotted key of the object.
             as_group: Accepted and ignored.
             skip: Names of arguments that are supplied when the object is built. Default: None.

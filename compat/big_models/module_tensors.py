@@ -228,7 +228,8 @@ def set_module_tensor_to_device(
         value: The new values. Default: None, which keeps the current ones.
         dtype: New dtype of a floating-point or complex ``value``. Default: the tensor's dtype.
         fp16_statistics: Must be None.
-        tied_params_map: Copies of tied tensors by address and device, which are used or added. Default: none.
+        tied_params_map: Copies of tied tensors, by the address of their data and then by device. A copy on ``device``
+            is reused; a new one is added if the map has its address. Default: none.
         non_blocking: Whether to copy asynchronously, if possible. Default: False.
         clear_cache: Whether to release unused cached memory of the target accelerator. Default: True.
 

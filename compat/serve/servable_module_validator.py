@@ -43,8 +43,8 @@ class ServableModuleValidator(Callback):
         host: Address on which the server listens. Default: ``"127.0.0.1"``.
         port: Port on which the server listens; 0 for any free port. Default: 8080.
         timeout: Seconds to wait for the response. Default: 20.
-        exit_on_failure: Whether to raise an error if the model fails to answer. A response that differs from the
-            expected one always raises an error. Default: True.
+        exit_on_failure: Whether to raise an error if the model responds with an error. A timeout, or a response that
+            differs from the expected one, always raises an error. Default: True.
 
     Attributes:
         resp: The response, with ``status_code`` and ``json()``; None without a response.

@@ -58,8 +58,8 @@ def dispatch_model(
         device_map: Devices by the names of modules or tensors. For a name that is not in the map, the nearest parent in
             the map applies.
         main_device: The device that runs offloaded modules. Default: the first accelerator of the map, else the CPU.
-        state_dict: Values, by name, for tensors that are offloaded to the CPU, and for tensors on the meta device that
-            are not for the disk. Default: the model's own.
+        state_dict: Values, by name, of tensors that are offloaded to the CPU, and of tensors on the meta device that
+            are not offloaded to disk. Default: the model's own.
         offload_dir: Folder to which weights for the disk are written. For a model on the meta device, the checkpoint
             that contains these weights. Weights that Accelerate's functions have already offloaded to the folder
             (``index.json``) replace the model's own, as in Accelerate.

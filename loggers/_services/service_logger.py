@@ -26,7 +26,7 @@ class ServiceLogger(Logger):
 
     Args:
         name: Name of the experiment or project; None for the service's default.
-        version: ID of the run to continue; None for a new run.
+        version: ID of the run to continue; None for a new run or, in some loggers, the service's active run.
         prefix: Text before every metric's name; None for no prefix.
         separator: Text between the prefix and the name. Default: ``"-"``.
         log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit, or each one when it is

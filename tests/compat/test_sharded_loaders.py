@@ -1,6 +1,7 @@
 """Accelerate's loaders without an Accelerator; expected batches are what accelerate 1.15 gives for the same calls."""
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,3 +149,10 @@ def test_two_processes():
     assert first[1:] == second[1:]
     # The repeated sample is gathered once, and the loader's end ends a group of micro-batches.
     assert first[1:] == ([*range(11)], [False, True, True], [*range(8)])
+
+
+@pytest.mark.parametrize("dimension", ["tp", "cp"])
+def test_rank_zero_does_not_split_rows_that_several_ranks_need(dimension):
+    mesh = SimpleNamespace(mesh_dim_names=("dp_shard", dimension))
+    with pytest.raises(ValueError, match=r"several processes need the same rows. Pass dispatch_batches=False"):
+        DataLoaderDispatcher(range(4), torch_device_mesh=mesh)

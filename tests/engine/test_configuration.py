@@ -576,7 +576,7 @@ def test_ranks_within_a_grid():
 
 def test_reading_in_the_main_process_is_announced(capfd):
     cpu(dataloader_config=utils.DataLoaderConfiguration(dispatch_batches=True))
-    assert "every rank reads its own share" in capfd.readouterr().err
+    assert "every rank reads the data itself" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ class Exports(nn.Module):
 
         Args:
             file_path: Path or URL of the file, which ``torch.jit.load`` loads; None writes no file. Default: None.
-            method: ``"script"`` compiles the source of ``forward``, ``"trace"`` records one call. Default:
+            method: ``"script"`` compiles the source of ``forward``; ``"trace"`` records one call. Default:
                 ``"script"``.
             example_inputs: Input of ``forward`` for ``"trace"``, in the forms of ``input_sample``; see `to_onnx`.
                 Default: ``example_input_array``.

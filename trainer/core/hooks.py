@@ -49,7 +49,7 @@ class TaskHooks:
         return []
 
     def on_fit_start(self) -> None:
-        """Run once the model and the optimizers are set up."""
+        """Run after the model and the optimizers are set up."""
 
     def on_fit_end(self) -> None:
         """Run at the end of ``fit``, after `on_train_end`, unless an error or a signal ends ``fit``."""
