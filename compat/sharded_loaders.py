@@ -306,7 +306,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        if torch_device_mesh is not None and {"tp", "cp"} & set(torch_device_mesh.mesh_dim_names):
+        if torch_device_mesh is not None and {"tp", "cp"} & set(torch_device_mesh.mesh_dim_names or ()):
             raise ValueError(
                 "dispatch_batches=True splits each batch among all processes, but with tensor or context parallelism "
                 "several processes need the same rows. Pass dispatch_batches=False."

@@ -789,7 +789,7 @@ class Accelerator(Process):
         """
         if not self.accumulation.sync_gradients:
             return None
-        self.unscale_gradients()
+        parameters = self.accumulation.unscale_parameters(parameters)
         return self.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -800,7 +800,7 @@ class Accelerator(Process):
             clip_value: The largest absolute value.
         """
         if self.accumulation.sync_gradients:
-            self.unscale_gradients()
+            parameters = self.accumulation.unscale_parameters(parameters)
             self.strategy.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:

@@ -530,6 +530,9 @@ class AcceleratorState(PartialState):
     def _is_sharded(self) -> bool:
         return self.is_fsdp2
 
+    def _get_batch_size(self) -> int | None:
+        return None if self._accelerator is None else self._accelerator._get_batch_size()
+
     @property
     def mixed_precision(self) -> str:
         """Mixed precision, such as ``"no"`` or ``"bf16"``.

@@ -502,8 +502,8 @@ def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Ma
         loader.load_state_dict(saved)
     for model, order in zip(accelerator.models, state["reduction_orders"], strict=True):
         accelerator.strategy.take_reduction_order(model, order)
-    if accelerator.scaler is not None and (scaler := state.get("scaler")) is not None:
-        accelerator.scaler.load_state_dict(scaler)
+    if (loss_scale := accelerator.accumulation.loss_scale) is not None and (scaler := state.get("scaler")) is not None:
+        loss_scale.load_state_dict(scaler)
     for name, value in accelerator.checkpointer.registered.items():
         if name in state["registered"]:
             value.load_state_dict(state["registered"][name])

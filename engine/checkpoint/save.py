@@ -402,8 +402,6 @@ def _split_tensors(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _collect_shared_state(accelerator: Accelerator) -> TrainState:
-    if (loss_scale := accelerator.accumulation.loss_scale) is not None:
-        loss_scale.update_scale()
     attempts, registered = Attempts(), dict[str, Any]()
     for name, value in accelerator.checkpointer.registered.items():
         with attempts:
@@ -415,7 +413,7 @@ def _collect_shared_state(accelerator: Accelerator) -> TrainState:
         schedules_built=[built.effective_arguments for built in accelerator.schedules_built],
         steps_since=[s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in accelerator.schedulers],
         scheduler_advances=[s.advances if isinstance(s, PreparedScheduler) else 1 for s in accelerator.schedulers],
-        scaler=None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+        scaler=None if (scale := accelerator.accumulation.loss_scale) is None else scale.state_dict(),
         loaders=[loader.state_dict() for loader in accelerator.loaders if not loader.evaluation],
         evaluation_loaders=[loader.state_dict() for loader in accelerator.loaders if loader.evaluation],
         stream=None if accelerator.rng.stream is None else accelerator.rng.stream.get_state(),

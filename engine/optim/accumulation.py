@@ -66,6 +66,7 @@ class Accumulation:
         self.groups_end_with_loader = plugin.sync_with_dataloader
         self.sync_gradients = True
         self.optimizer_step_was_skipped = False
+        self.autocasts = strategy.precision.compute is not None
         self.position = 0
         self.unfinished = False
         self.unreduced: set[PreparedOptimizer] = set()
@@ -133,6 +134,8 @@ class Accumulation:
         """Discard the current group, the step count and the votes, before a new run."""
         self.forget_group()
         self.agreement.reset()
+        if self.loss_scale is not None:
+            self.loss_scale.forget()
         self.steps = 0
 
     # -- one micro-batch -----------------------------------------------------------------------------------------
@@ -271,8 +274,6 @@ class Accumulation:
             self.strategy.drop_gradients(model)
         for optimizer in self.optimizers:
             optimizer.optimizer.zero_grad()
-            if self.loss_scale is not None:
-                self.loss_scale.note_discarded(optimizer.optimizer)
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Divide gradients by the group's total weight and by the float16 loss scale, unless this was already done.
@@ -288,6 +289,21 @@ class Accumulation:
         if self.loss_scale is not None:
             chosen = self.optimizers if optimizer is None else [optimizer]
             self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)
+
+    def unscale_parameters(self, parameters: Iterable[Tensor] | Tensor) -> Iterable[Tensor] | Tensor:
+        """Unscale the gradients of the optimizers that have any of ``parameters``, and return the parameters.
+
+        Other optimizers may be in the middle of their own groups.
+        """
+        if len(self.optimizers) < 2:
+            self.unscale_gradients()
+            return parameters
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        ids = set(map(id, chosen))
+        for optimizer in self.optimizers:
+            if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"]):
+                self.unscale_gradients(optimizer)
+        return chosen
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
         """Enable the exchange of all processes' votes in every step, and remove the `guard`.

@@ -86,12 +86,12 @@ def _catch_up(accelerator: Accelerator) -> None:
     if all(of_rank == steps_by_rank[0] for of_rank in steps_by_rank):
         return
     source = max(range(len(steps_by_rank)), key=lambda rank: sum(steps_by_rank[rank]))
-    state = None
+    state, loss_scale = None, accelerator.accumulation.loss_scale
     if accelerator.process_index == source:
         state = {
             "optimizers": [(o.steps_taken, o.skipped, o.state_dict()) for o in optimizers],
             "schedulers": [(s.state_dict(), getattr(s, "since", None)) for s in schedulers],
-            "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+            "scaler": None if loss_scale is None else loss_scale.state_dict(),
         }
     state = accelerator.world.broadcast(state, source)
     if local_steps == steps_by_rank[source]:
@@ -104,5 +104,5 @@ def _catch_up(accelerator: Accelerator) -> None:
             scheduler.resume(values, since, scheduler.advances, batch_size_unchanged=True)
         else:
             scheduler.load_state_dict(values)
-    if accelerator.scaler is not None:
-        accelerator.scaler.load_state_dict(state["scaler"])
+    if loss_scale is not None:
+        loss_scale.load_state_dict(state["scaler"])

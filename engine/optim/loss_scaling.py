@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -19,23 +20,29 @@ class LossScale:
     torch's ``update`` must run after all optimizers of a group have stepped. It is not known which optimizer steps
     last, so ``update`` runs before the next loss is scaled or a checkpoint is saved.
 
-    Gradients that were unscaled may be discarded without a step. They are found before the next loss is scaled.
+    Gradients that were unscaled may also be discarded without a step. This is noticed before the next loss is scaled.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, strategy: Strategy) -> None:
         self.scaler = scaler
         self._strategy = strategy
-        self._due = False
+        self._due = self._is_stepping = False
         self._unscaled: dict[int, Optimizer] = {}
-        self._discarded: set[int] = set()
-        self._versions: dict[int, int] = {}  # of the gradients that were unscaled before the current backward pass
+        self._norms: dict[int, list[str]] = {}  # of the gradients that were unscaled before the current backward pass
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Update the scale if an update is due, and return the loss multiplied by the scale."""
+        """Update the scale if an update is due, and return the loss multiplied by the scale.
+
+        Raises:
+            ValueError: If it is called by the closure of an optimizer's step.
+        """
+        if self._is_stepping:
+            raise ValueError(
+                "the closure of an optimizer's step runs a backward pass, but gradients with a float16 loss scale are "
+                "unscaled before the step. Run the backward pass before step(), or use bfloat16 mixed precision."
+            )
         self.update_scale()
-        if self._unscaled:
-            self._forget_discarded()
-            self._versions = {key: _sum_versions(optimizer) for key, optimizer in self._unscaled.items()}
+        self._norms = self._settle_unscaled() if self._unscaled else {}
         return self.scaler.scale(loss)
 
     def check_backward(self) -> None:
@@ -44,51 +51,41 @@ class LossScale:
         Raises:
             ValueError: If it did, so the gradients are sums of scaled and unscaled ones.
         """
-        versions, self._versions = self._versions, {}
-        if any(_sum_versions(self._unscaled[key]) != version for key, version in versions.items()):
+        if self._norms and any(_list_norms(self._unscaled[key]) != norms for key, norms in self._norms.items()):
             raise ValueError(
                 "a backward pass added gradients to gradients that were already divided by the float16 loss scale, by "
-                "clip_grad_norm_, clip_grad_value_ or unscale_gradients. Call the optimizer's step or zero_grad first, "
-                "and clip only when accelerator.sync_gradients is True."
+                "gradient clipping or unscale_gradients. Call step or zero_grad first. To accumulate gradients, set "
+                "accumulate_grad_batches or gradient_accumulation_steps."
             )
-
-    def note_discarded(self, optimizer: Optimizer) -> None:
-        """Record that the optimizer's gradients were set to zero, or are None."""
-        if id(optimizer) in self._unscaled:
-            self._discarded.add(id(optimizer))
 
     def update_scale(self) -> None:
         """Update the scale, if `step` was called since the last update."""
         if self._due:
             self._due = False
             self._unscaled.clear()
-            self._discarded.clear()
             self.scaler.update()
 
-    def _forget_discarded(self) -> None:
-        """Forget the optimizers whose unscaled gradients no step has used."""
-        discarded = {
-            key: optimizer
-            for key, optimizer in self._unscaled.items()
-            if key in self._discarded or not any(True for _ in _list_gradients(optimizer))
-        }
-        if len(discarded) == len(self._unscaled) and any(map(self._overflows, discarded.values())):
-            self._due = True  # their overflow may be the reason, so it lowers the scale as after a step
+    def _settle_unscaled(self) -> dict[int, list[str]]:
+        """Forget optimizers whose unscaled gradients were discarded without a step, and return the others' norms."""
+        norms = {key: _list_norms(optimizer) for key, optimizer in self._unscaled.items()}
+        kept = {key: values for key, values in norms.items() if any(value != "0.0" for value in values)}
+        if not kept:
+            self._due = True  # an overflow may be the reason for the discard, so it lowers the scale as after a step
             self.update_scale()
-            return
-        for key in discarded:
-            del self._unscaled[key]
+        for key in norms.keys() - kept.keys():
+            self._unscaled.pop(key, None)
             self.scaler._per_optimizer_states.pop(key, None)
-        self._discarded.clear()
+        return kept
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Divide the optimizers' gradients by the scale, unless they have already been divided in this step."""
         for optimizer in optimizers:
-            if id(optimizer) not in self._unscaled:
-                self.scaler.unscale_(optimizer)
-                for flag in self._overflows(optimizer):
-                    self._strategy.agree_on_overflow(flag)
-                self._unscaled[id(optimizer)] = optimizer
+            if id(optimizer) in self._unscaled or self.scaler._scale is None or not _has_gradients(optimizer):
+                continue
+            self.scaler.unscale_(optimizer)
+            for flag in self._overflows(optimizer):
+                self._strategy.agree_on_overflow(flag)
+            self._unscaled[id(optimizer)] = optimizer
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
         """Step the optimizer, unless a gradient has overflowed.
@@ -96,26 +93,58 @@ class LossScale:
         Returns:
             The return value of the optimizer's ``step`` (None if that was not called), and whether the step was
             skipped.
+
+        Raises:
+            ValueError: If ``closure`` runs a backward pass.
         """
         self.unscale((optimizer,))
-        skipped = any(flag.item() for flag in self._overflows(optimizer))
-        self._due = True
-        arguments = () if closure is None else (closure,)
-        return self.scaler.step(optimizer, *arguments), skipped
+        take_step = optimizer.step
+        if id(optimizer) in self._unscaled:
+            self._due = True
+            # Not left to fused kernels: SGD would treat its momentum as initialized after a skipped step (torch 2.13).
+            if any(flag.item() for flag in self._overflows(optimizer)):
+                return None, True
+            take_step = functools.partial(self.scaler.step, optimizer)
+        self._is_stepping = True
+        try:
+            return take_step() if closure is None else take_step(closure), False
+        finally:
+            self._is_stepping = False
 
     def _overflows(self, optimizer: Optimizer) -> Collection[Tensor]:
         """Return the overflow flag of each device, in the tensors that the ``update`` of torch's scaler reads."""
         return self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scaler after the update that is due."""
+        self.update_scale()
+        return self.scaler.state_dict()
 
-def _list_gradients(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from (parameter.grad for parameter in group["params"] if parameter.grad is not None)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of the scaler."""
+        self.forget()
+        self.scaler.load_state_dict(state)
+
+    def forget(self) -> None:
+        """Forget which gradients were unscaled, and the update that is due."""
+        self._due = False
+        self._unscaled.clear()
+        self._norms.clear()
+        self.scaler._per_optimizer_states.clear()
 
 
-def _sum_versions(optimizer: Optimizer) -> int:
-    """Return a number that each change of a gradient in place, and each new gradient, increases."""
-    return sum(1 + local(gradient)._version for gradient in _list_gradients(optimizer))
+def _list_gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _list_norms(optimizer: Optimizer) -> list[str]:
+    """Return the gradients' norms as text, in which NaN equals NaN. It waits for the device."""
+    gradients = [g.coalesce().values() if g.is_sparse else local(g) for g in _list_gradients(optimizer)]
+    return [str(torch.linalg.vector_norm(gradient).item()) for gradient in gradients]
 
 
 def divide_gradients(parameters: Iterable[Tensor], weight: float | Tensor, size: int) -> None:

@@ -93,7 +93,6 @@ class RayTrainReportCallback(ReportedCheckpoint):
         """Report metrics and a checkpoint every ``every_n_train_steps`` steps, except after an epoch's last step."""
         every, step = self.every_n_train_steps, trainer.global_step
         if every and step % every == 0 and not trainer.progress.epoch_is_trained and step != self._reported_step:
-            self._reported_step = step  # a step that float16 skips afterwards does not report again
             self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -119,6 +118,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
         from pyarrow.fs import LocalFileSystem
         from ray.train import CheckpointUploadMode
 
+        self._reported_step = trainer.global_step  # a step that float16 skips afterwards does not report again
         metrics, storage = collect_metrics(trainer), self._storage
         is_main, world = trainer.is_global_zero, trainer.accelerator.world
         name = world.broadcast(self._choose_name(trainer) if is_main else "")

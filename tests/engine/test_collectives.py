@@ -62,6 +62,7 @@ def repeated(evaluation, n, batch_size):
     for batch in loader:
         output = {"loss": batch.mean().repeat(batch_size), "ids": batch}
         gathered = accelerator.gather_for_metrics(output)
+        assert torch.equal(accelerator.state.gather_for_metrics(output)["loss"], gathered["loss"])
         assert len(gathered["loss"]) == len(gathered["ids"])
         means += gathered["loss"].tolist()
         full = torch.cat((batch, batch.new_full((2 * batch_size,), -1.0)))[:batch_size]

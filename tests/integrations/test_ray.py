@@ -59,12 +59,27 @@ def check_training(folder, expected):
 
 
 def test_a_step_that_float16_skips_is_not_reported(monkeypatch):
-    monkeypatch.setattr(train, "_get_storage", lambda: None)
-    callback, reported = train.RayTrainReportCallback(every_n_train_steps=2), []
-    monkeypatch.setattr(callback, "_report", lambda trainer: reported.append(trainer.global_step))
-    for step in (0, 1, 2, 2, 3, 4):  # the first and the second with the number 2 are skipped
-        trainer = SimpleNamespace(global_step=step, progress=SimpleNamespace(epoch_is_trained=False))
-        callback.on_step_end(trainer, None)
+    class Report(train.RayTrainReportCallback):
+        _shared_root = "folder"
+
+        def _hand_over(self, metrics, place, name, mode):
+            reported.append(name)
+
+        def _choose_name(self, trainer):
+            return trainer.global_step
+
+    storage = SimpleNamespace(build_checkpoint_path_from_name=str, storage_filesystem=None)
+    monkeypatch.setattr(train, "_get_storage", lambda: storage)
+    monkeypatch.setattr(train, "collect_metrics", lambda trainer: {})
+    callback, reported = Report(every_n_train_steps=2), []
+    for step in (0, 1, 2, 2, 3, "epoch", 4, 5):  # the first step, the second with the number 2 and that after the epoch
+        step, is_end = (4, True) if step == "epoch" else (step, False)
+        accelerator = SimpleNamespace(world=SimpleNamespace(broadcast=lambda value: value))
+        progress = SimpleNamespace(epoch_is_trained=is_end)
+        trainer = SimpleNamespace(
+            global_step=step, progress=progress, accelerator=accelerator, is_global_zero=True, save_checkpoint=len
+        )
+        (callback.on_train_epoch_end if is_end else callback.on_step_end)(trainer, None)
     assert reported == [2, 4]
 
 

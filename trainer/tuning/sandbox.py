@@ -41,7 +41,8 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
         ValueError: If the task cannot be copied, or a dataloader can be read only once.
     """
     accelerator = trainer.accelerator
-    scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
+    loss_scale = accelerator.accumulation.loss_scale
+    scaler = None if loss_scale is None else loss_scale.state_dict()
     accumulate = accelerator.gradient_accumulation_steps
     with isolated_random_state(), ExitStack() as put_back, _in_host_memory(trainer.task):
         inner = _make_understudy(trainer, put_back)
@@ -55,8 +56,8 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
             inner.hooks = inner.sources = inner.task = inner.steps = None
             accelerator.free_memory()
             accelerator.gradient_accumulation_steps = accumulate
-            if scaler is not None:
-                accelerator.scaler.load_state_dict(scaler)  # type: ignore[union-attr]
+            if loss_scale is not None and scaler is not None:
+                loss_scale.load_state_dict(scaler)
 
 
 def _leave(put_back: ExitStack, kind: str, source: Any) -> None:

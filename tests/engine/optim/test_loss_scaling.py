@@ -116,3 +116,90 @@ def test_steps_that_a_task_skips(tmp_path, clip):
     trainer.fit(task, torch.utils.data.DataLoader(torch.ones(6, 1)))
     assert set(task.norms) == {0.25}
     assert task.net.weight.item() == pytest.approx(before - 0.075)
+
+
+def test_clipping_one_optimizer_leaves_the_group_of_another_alone():
+    accelerator, [(first, of_first), (second, of_second)] = prepare(2)
+    before = second.weight.item()
+    for _ in range(2):  # two micro-batches of the second optimizer, with a step of the first after each
+        backward(accelerator, second, 0.125)
+        backward(accelerator, first)
+        assert norm(accelerator, first) == 0.25
+        of_first.step()
+        of_first.zero_grad()
+    of_second.step()
+    assert second.weight.item() == pytest.approx(before - 0.025)
+
+
+def test_an_optimizer_without_gradients_changes_nothing():
+    accelerator, [(model, optimizer)] = prepare()
+    before = model.weight.item()
+    assert norm(accelerator, model) == 0
+    optimizer.step()
+    assert (model.weight.item(), accelerator.scaler.get_scale()) == (before, 65536)
+
+
+def test_a_closure_that_runs_a_backward_pass_is_an_error():
+    accelerator, [(model, optimizer)] = prepare()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="closure of an optimizer's step runs a backward pass"):
+            optimizer.step(lambda: backward(accelerator, model))
+        backward(accelerator, model)
+
+
+def test_loading_a_state_drops_the_update_that_is_due(tmp_path):
+    accelerator, [(model, optimizer)] = prepare()
+    for factor in (0.25, float("inf")):
+        backward(accelerator, model, factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        if factor == 0.25:
+            accelerator.save_state(tmp_path / "saved")
+    accelerator.load_state(tmp_path / "saved")
+    backward(accelerator, model)
+    assert (accelerator.scaler.get_scale(), accelerator.scaler._get_growth_tracker()) == (65536, 1)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_momentum_after_an_overflow_in_the_first_step(fused):
+    accelerator = treadle.Accelerator(cpu=True, mixed_precision="fp16")
+    model = nn.Linear(64, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    before = model.weight.detach().clone()
+    for factor in (float("inf"), 0.125, 0.125):
+        accelerator.backward(model(torch.ones(1, 64)).sum() * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.allclose(model.weight, before - 0.1 * 0.125 * (1 + 1.9), atol=1e-6)
+
+
+class StepsTwice(treadle.TaskModule):
+    """Steps the optimizer between two forward passes of one training_step."""
+
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.outputs = nn.Linear(1, 1, bias=False), []
+        nn.init.constant_(self.net.weight, 0.5)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for _ in range(3):
+            output = self.net(batch).float().mean()
+            self.outputs.append(output.item())
+            self.manual_backward(output * 0.25)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_forward_pass_after_a_step_uses_the_new_weights(precision):
+    task = StepsTwice()
+    flags = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "barebones": True}
+    treadle.Trainer(precision=precision, **flags).fit(task, torch.utils.data.DataLoader(torch.ones(1, 1)))
+    assert task.outputs == [0.5, 0.25, 0.0]
