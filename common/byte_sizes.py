@@ -12,7 +12,7 @@ _UNITS = {"": 1, "B": 1} | {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(size: int | str, argument: str = "size", minimum: int = 0, small_b: bool = False) -> int:
+def parse_bytes(size: int | str, argument: str = "size", minimum: int = 0, lowercase_b: bool = False) -> int:
     """Parse a size such as ``"1GB"`` (10**9 bytes) or ``"1.5GiB"`` (1.5 * 2**30 bytes), and return it in bytes.
 
     Args:
@@ -20,7 +20,7 @@ def parse_bytes(size: int | str, argument: str = "size", minimum: int = 0, small
             1000) or KiB to PiB (powers of 1024), with a capital ``B`` at the end.
         argument: The name of the argument, for the error. Default: ``"size"``.
         minimum: The smallest valid size in bytes. Default: 0.
-        small_b: Whether the unit may end with a small ``b``. Default: False, because some read it as bits.
+        lowercase_b: Accept a final ``b`` in lower case as bytes. Default: False, because some read it as bits.
 
     Raises:
         ValueError: If the size is invalid.
@@ -29,7 +29,7 @@ def parse_bytes(size: int | str, argument: str = "size", minimum: int = 0, small
         count: int | None = size
     else:
         match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-        known = match is not None and match[2].upper() in _UNITS and (small_b or not match[2].endswith("b"))
+        known = match is not None and match[2].upper() in _UNITS and (lowercase_b or not match[2].endswith("b"))
         count = int(float(match[1]) * _UNITS[match[2].upper()]) if match is not None and known else None
     if count is None or count < minimum:
         least = f" of at least {minimum}" if minimum else ""

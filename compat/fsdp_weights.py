@@ -112,8 +112,8 @@ def fsdp2_load_full_state_dict(
     """Load rank zero's full state into a sharded model, and return the model. Must be called on all ranks.
 
     Raises:
-        ValueError: If the accelerator does not shard models.
-        KeyError, RuntimeError: If the state does not fit the model.
+        ValueError: If the accelerator does not shard models, or a tensor has another shape.
+        KeyError: If the state lacks tensors of the model.
     """
     _check_sharded(accelerator)
     module = accelerator.unwrap_model(model, keep_torch_compile=False)

@@ -344,7 +344,9 @@ class FullyShardedDataParallelPlugin:
 
 def _choose_sharding(argument: str, value: Any) -> str | None:
     """Return the name of a sharding strategy in capitals, or None. ``value`` is a name or a member of torch's enum."""
-    return choose(argument, str(getattr(value, "name", value)).upper().lstrip("_"), _SHARDING) if value else None
+    if value is None:
+        return None
+    return choose(argument, str(getattr(value, "name", value)).upper().lstrip("_"), _SHARDING)
 
 
 def _convert_mixed_precision(value: Any) -> Any:

@@ -528,7 +528,7 @@ class Trainer(LightningAliases):
         """
         if self.task is None:
             raise ValueError("save_checkpoint needs a task. Call fit or another stage first.")
-        check_places("save_checkpoint", (filepath,), also)
+        check_places("save_checkpoint", {"filepath": filepath}, also)
         with self.preemption.holding_interrupts():
             self.checkpointer.save(self.task, [filepath, *also], weights_only, trainable_only, blocking)
 

@@ -30,7 +30,11 @@ def plot(
     drawn = {name: points for name, points in chart.lines.items() if points[0]}
     heading = f"{title} (logarithmic)" if chart.logarithmic else title
     if not drawn:
-        return f"{heading}: none of {chart.missing:,} can be drawn" if chart.missing else f"{heading}: no values"
+        return (
+            f"{heading}: none of {chart.missing:,} values is finite and at most {LARGEST:.0e}"
+            if chart.missing
+            else f"{heading}: no values"
+        )
     values = next(iter(drawn.values()))[1]
     if len(drawn) == 1 and not chart.missing and len(values) > 1 and len(set(values)) == 1:
         return f"{title}: {format_number(values[0])} throughout"

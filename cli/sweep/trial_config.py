@@ -91,4 +91,5 @@ class TrialConfigs:
         try:
             return len(parse_devices("cpu", devices) or [0]), gpus
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{self.sweep.file}: trainer.{error}") from None
+            source = self.sweep.base.data["trainer"].data["devices"].source
+            raise ConfigError(f"{source}: trainer.{error}") from None

@@ -66,7 +66,7 @@ def convert_file_size_to_int(size: int | str) -> int:
     Raises:
         ValueError: If the size is invalid.
     """
-    count = parse_bytes(size, small_b=True)
+    count = parse_bytes(size, lowercase_b=True)  # which Accelerate reads as bits, except in KiB, MiB and so on
     unit = size.strip()[-2:] if isinstance(size, str) else ""
     return count // 8 if unit.endswith("b") and unit not in ("ib", "Ib") else count
 

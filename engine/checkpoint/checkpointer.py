@@ -121,7 +121,7 @@ class Checkpointer:
                 "pickle. Remove the argument. For weights in torch's format, use "
                 "accelerator.save(accelerator.get_state_dict(model), 'weights.pt')."
             )
-        snapshot.check_places("save_state", () if output_dir is None else (output_dir,), also)
+        snapshot.check_places("save_state", {} if output_dir is None else {"output_dir": output_dir}, also)
         accelerator, world = self._accelerator, self._accelerator.world
         world.meet("accelerator.save_state")
         accelerator.finish_saving()

@@ -97,22 +97,26 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
         registered[name] = Counts(value, world) if is_metric else value
 
 
-def check_places(call: str, places: Sequence[Any], also: Any) -> None:
+def check_places(call: str, places: Mapping[str, Any], also: Any) -> None:
     """Check the types of the places to which a checkpoint is saved.
 
     Args:
         call: Name of the user's call, for errors.
-        places: Path or URL of the checkpoint; empty if it is named automatically.
-        also: The call's argument ``also``: further paths and URLs.
+        places: Path or URL of the checkpoint, by the name of its argument; empty if it is named automatically.
+        also: The call's argument ``also``: a list of further paths and URLs.
 
     Raises:
-        TypeError: If ``also`` is a single path, or a place is neither a path nor a URL.
+        TypeError: If a place is neither a path nor a URL, or ``also`` is not a list of them.
     """
-    if isinstance(also, str | os.PathLike | RemotePath):
-        raise TypeError(f"{call}(also={str(also)!r}) must be a list of directories. Pass [{str(also)!r}].")
-    for place in (*places, *also):
+    if not isinstance(also, Sequence) or isinstance(also, str):
+        wanted = f"[{str(also)!r}]" if isinstance(also, str | os.PathLike | RemotePath) else "a list of paths or URLs"
+        raise TypeError(f"{call}(also={also!r:.100}) must be a list of directories. Pass {wanted}.")
+    for argument, place in (*places.items(), *(("also", place) for place in also)):
         if not isinstance(place, str | os.PathLike | RemotePath):
-            raise TypeError(f"{call}: {place!r:.100} is {name_type(place)}, but must be a path or a URL.")
+            raise TypeError(
+                f"{call}({argument}={place!r:.100}) must be a path or a URL, not {name_type(place)}. Pass a str or a "
+                "Path."
+            )
 
 
 def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any], weights_only: bool) -> None:

@@ -32,7 +32,7 @@ _KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 
 def parse_shard_size(max_shard_size: int | str) -> int:
     """Return the maximum size of a shard in bytes, from a number or from text such as ``"500MB"`` or ``"2GiB"``."""
-    return parse_bytes(max_shard_size, "max_shard_size", minimum=1, small_b=True)
+    return parse_bytes(max_shard_size, "max_shard_size", minimum=1, lowercase_b=True)
 
 
 def save_object(obj: Any, f: Any, safe: bool) -> None:

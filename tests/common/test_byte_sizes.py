@@ -18,10 +18,10 @@ def test_what_is_not_a_size(text):
         parse_bytes(text, "max_memory")
 
 
-def test_a_small_b_is_a_byte_where_that_is_allowed():
-    assert parse_bytes("2gb", small_b=True) == 2 * 10**9
+def test_a_lowercase_b_is_a_byte_where_that_is_allowed():
+    assert parse_bytes("2gb", lowercase_b=True) == 2 * 10**9
     with pytest.raises(ValueError, match="size='2gx'"):
-        parse_bytes("2gx", small_b=True)
+        parse_bytes("2gx", lowercase_b=True)
 
 
 @pytest.mark.parametrize("text", [0, "0", "0.4"])

@@ -365,9 +365,9 @@ def test_where_a_checkpoint_is_saved(tmp_path):
     run = trainer(max_steps=1)
     run.fit(Plain(), loader())
     for path in (None, 5):
-        with says(TypeError, f"save_checkpoint: {path} is ", "must be a path or a URL"):
+        with says(TypeError, f"save_checkpoint(filepath={path}) must be a path or a URL", "Pass a str or a Path"):
             run.save_checkpoint(path)
-        with says(TypeError, f"save_checkpoint: {path} is ", "must be a path or a URL"):
+        with says(TypeError, f"save_checkpoint(also={path}) must be a path or a URL", "Pass a str or a Path"):
             run.save_checkpoint(tmp_path / "a", also=[path])
     with says(TypeError, "also='xyz'", "Pass ['xyz']"):
         run.save_checkpoint(tmp_path / "a", also="xyz")

@@ -39,7 +39,7 @@ def test_without_gpus_all_devices_are_one_process(monkeypatch):
     assert find_devices("{max_epochs: 1}") == (1, None)
 
 
-def test_wrong_devices_are_named_before_a_trial_starts():
-    for devices in ("true", "0", "'x'"):
-        with pytest.raises(ConfigError, match=r"s\.yaml: trainer\.devices=.* must be a number of at least 1"):
-            find_devices(f"{{devices: {devices}}}")
+@pytest.mark.parametrize("devices", ["true", "0", "'x'"])
+def test_wrong_devices_are_named_before_a_trial_starts(devices):
+    with pytest.raises(ConfigError, match=r"base\.yaml.*: trainer\.devices=.* must be a number of at least 1"):
+        find_devices(f"{{devices: {devices}}}")

@@ -773,10 +773,13 @@ def prepare_seeded(kind, seed):
 def test_what_is_no_place_and_no_part(tmp_path):
     accelerator = cpu()
     accelerator.prepare(nn.Linear(2, 1))
-    with pytest.raises(TypeError, match="save_state: 5 is an int, but must be a path or a URL"):
+    with pytest.raises(TypeError, match=r"save_state\(output_dir=5\) must be a path or a URL, not an int"):
         accelerator.save_state(5)
-    with pytest.raises(TypeError, match="save_state: None is None, but must be a path or a URL"):
+    with pytest.raises(TypeError, match=r"save_state\(also=None\) must be a path or a URL, not None"):
         accelerator.save_state(tmp_path / "a", also=[None])
+    for also in (None, 5, iter([tmp_path / "b"])):
+        with pytest.raises(TypeError, match=r"must be a list of directories. Pass a list of paths or URLs"):
+            accelerator.save_state(tmp_path / "a", also=also)
     with pytest.raises(TypeError, match=r"load_state\(input_dir=5\) must be a path"):
         accelerator.load_state(5)
     with pytest.raises(TypeError, match=r"save_state\(info=\[3\]\) must be a dict of values by name"):
