@@ -51,7 +51,7 @@ from .settings import (
     read_text,
 )
 from .subcommands import Subcommands
-from .writing import ConfigWriter
+from .writing import drop_equal, drop_none, dump_config, save_text, to_plain
 
 _FLAG_ACTIONS = {"store_true": (True, False), "store_false": (False, True)}
 _PARSER_MODES = ("yaml", "json", "omegaconf")
@@ -63,7 +63,7 @@ class ActionConfigFile(argparse.Action):
     """Action of options that read configuration files, as in ``add_argument("--config", action=ActionConfigFile)``."""
 
 
-class LightningArgumentParser(ConfigWriter):
+class LightningArgumentParser:
     """Parser whose options are single arguments and the arguments of classes.
 
     Args:
@@ -72,8 +72,7 @@ class LightningArgumentParser(ConfigWriter):
         default_env: Whether environment variables are read. Default: False.
         prog: The program's name in the help. Default: None, the script's name.
         default_config_files: Files that are read first, if they exist. Their names may contain ``*``. Default: None.
-        parser_mode: ``"yaml"``, ``"json"`` or ``"omegaconf"``. ``"omegaconf"`` resolves ``${...}``, which the other
-            modes treat as plain text. Default: ``"yaml"``.
+        parser_mode: ``"yaml"``, ``"json"``, or ``"omegaconf"``, which resolves ``${...}``. Default: ``"yaml"``.
         exit_on_error: Whether invalid settings exit the program with status 2 when they are parsed. If False, a
             ConfigError is raised. Default: True.
         dump_header: Comment lines at the top of YAML output. Default: None, one line with Treadle's version.
@@ -410,14 +409,11 @@ class LightningArgumentParser(ConfigWriter):
         Args:
             source: A dotted key, or a tuple of dotted keys.
             target: The dotted key of the argument.
-            compute_fn: Function that computes the value from the sources' values. Required for several sources.
-                Default: None, the value of the source.
-            apply_on: ``"parse"`` if the sources are settings; ``"instantiate"`` if they are built objects or attributes
-                of built objects. Default: ``"parse"``.
+            compute_fn: Function of the sources' values; required for several sources. Default: None, the value itself.
+            apply_on: ``"parse"`` for settings; ``"instantiate"`` for built objects. Default: ``"parse"``.
 
         Raises:
-            ValueError: If an argument is invalid, ``target`` is already the target of a link, or the links form a
-                cycle.
+            ValueError: If an argument is invalid, ``target`` already has a link, or the links form a cycle.
         """
         sources = (source,) if isinstance(source, str) else tuple(source)
         if apply_on not in ("parse", "instantiate"):
@@ -602,47 +598,26 @@ class LightningArgumentParser(ConfigWriter):
             yield key, f"{self.env_prefix}_{key}".upper().replace(".", "__")
 
     def merge_file(self, root: Value, file: str | FilePath) -> Value:
-        """Return the settings with a file's settings merged into them.
-
-        Args:
-            root: The merged settings.
-            file: Path of a YAML or JSON file.
-
-        Raises:
-            ConfigError: If the file is invalid.
-        """
-        settings = read_settings(file)
-        for key, value in settings.data.items():
+        """Return the settings ``root`` with those of ``file``, in YAML or JSON, merged into them."""
+        for key, value in read_settings(file).data.items():
             root = self.place(root, str(key), value, merging=True)
         return root
 
     def place(self, root: Value, key: str, value: Value, add: bool = False, merging: bool = False) -> Value:
-        """Return the settings with one dotted key set, extended, or merged into.
+        """Return the settings ``root`` with ``value`` at a dotted ``key``, such as ``"model.lr"``.
 
-        Args:
-            root: The merged settings.
-            key: The dotted key, such as ``"model.lr"``.
-            value: The value to set, append or merge.
-            add: Whether to append the value to the list at the key. Default: False.
-            merging: Whether to merge a mapping into the mapping at the key. Default: False.
-
-        Raises:
-            ConfigError: If the key is invalid.
+        ``add`` appends the value to a list at the key. ``merging`` merges a mapping into the mapping at the key.
         """
         path: Path = tuple("class" if part == "class_path" else part for part in key.split(".") if part != "init_args")
         if key in self.declared and isinstance(self.declared[key], ClassGroup):
             value = read_named_file(value)
             merging = merging or isinstance(value.data, dict)
-
         if merging and (before := find_value(root, path)) is not None:
             value = merge(before, value, lambda inner: self._is_plain(root, inner), path)
         return place(root, path, value, lambda place: self._find_default(root, place), add)
 
     def _is_plain(self, root: Value, path: Path) -> bool:
-        """Return whether a mapping replaces the value at a path instead of being merged into it.
-
-        This is true of arguments whose type is not a dataclass.
-        """
+        """Return whether a mapping replaces the value at a path: its argument's type is not a dataclass."""
         argument = self._find_argument(root, path)
         return argument is not None and find_shape(argument.type) is None
 
@@ -661,15 +636,7 @@ class LightningArgumentParser(ConfigWriter):
     # -- checking ----------------------------------------------------------------------------------------------------
 
     def finish(self, root: Value, partial: bool = False) -> Namespace:
-        """Return the checked configuration with defaults, and with the links of ``apply_on="parse"`` applied.
-
-        Args:
-            root: The merged settings.
-            partial: Whether required values may be missing. Default: False.
-
-        Raises:
-            ConfigError: If the settings are invalid.
-        """
+        """Return the settings ``root``, with defaults and links, if they are valid or, with ``partial``, incomplete."""
         recipes = self._check(root, partial=partial)
         config = Namespace(dict.fromkeys(self.config_keys))
         for key in self.declared:
@@ -754,6 +721,68 @@ class LightningArgumentParser(ConfigWriter):
         return built
 
     instantiate = instantiate_classes
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def dump(
+        self,
+        cfg: Namespace | Mapping[str, Any],
+        format: str | None = None,
+        skip_none: bool = True,
+        skip_default: bool = False,
+        skip_link_targets: bool = True,
+        **unused: Any,
+    ) -> str:
+        """Return a configuration as YAML or JSON, without values that have no text form.
+
+        Args:
+            cfg: The configuration to write.
+            format: ``"yaml"``, ``"json"`` or ``"json_indented"``. Default: None, YAML.
+            skip_none: Whether to omit keys whose value is null. Default: True.
+            skip_default: Whether to omit values that equal their default. Default: False.
+            skip_link_targets: Whether to omit the values that links set. Default: True.
+            **unused: Accepted and ignored.
+        """
+        data = to_plain(self._select_for_writing(Namespace(cfg).clone(), skip_link_targets))
+        data = drop_equal(data, to_plain(self.get_defaults())) if skip_default else data
+        data = drop_none(data) if skip_none else data
+        return dump_config(data, format, self.dump_header, interpolates=self.parser_mode == "omegaconf")
+
+    def _select_for_writing(self, config: Namespace, skip_link_targets: bool) -> Namespace:
+        for name, parser in self.subcommands.items():
+            if name in config:
+                parser._select_for_writing(config[name], skip_link_targets)
+        for key in self.config_keys:
+            config.pop(key, None)
+        for link in self.links if skip_link_targets else ():
+            remove_target(self.declared, link, config)
+        return config
+
+    def save(
+        self,
+        cfg: Namespace,
+        path: str | FilePath,
+        format: str | None = None,
+        skip_none: bool = True,
+        overwrite: bool = False,
+        **options: Any,
+    ) -> None:
+        """Write a configuration to a file.
+
+        Args:
+            cfg: The configuration to write.
+            path: Path or URL of the file.
+            format: See `dump`. Default: None, JSON if the file's suffix is ``.json``, otherwise YAML.
+            skip_none: Whether to omit keys whose value is null. Default: True.
+            overwrite: Whether to replace an existing file. Default: False.
+            **options: Further arguments of `dump`.
+
+        Raises:
+            FileExistsError: If the file exists and ``overwrite`` is False.
+            OSError: If the file cannot be written.
+        """
+        format = format or ("json" if str(path).endswith(".json") else None)
+        save_text(self.dump(cfg, format, skip_none, **options), path, overwrite)
 
     def format_help(self) -> str:
         """Return the help text."""

@@ -18,9 +18,6 @@ from ...common.remote_path import RemotePath, as_path
 from ...common.version import __version__
 from ..config import parse_scalar
 from ..config.instantiate import PLAIN
-from .declarations import Declared, Link
-from .linking import remove_target
-from .namespace import Namespace
 from .settings import describe_import_path, find_class
 
 
@@ -111,98 +108,30 @@ def escape_references(data: Any) -> Any:
     return data.replace("${", "\\${") if isinstance(data, str) else data
 
 
-class ConfigWriter:
-    """Base class of `LightningArgumentParser` with the methods that write a configuration."""
+def dump_config(data: Any, format: str | None, header: Sequence[str] | None, interpolates: bool) -> str:
+    """Return plain data as JSON or, with ``header`` as comments, as YAML.
 
-    parser_mode: str
-    dump_header: Sequence[str] | None
-    config_keys: list[str]
-    declared: dict[str, Declared]
-    links: list[Link]
-    subcommands: Mapping[str, ConfigWriter]
+    ``format`` is that of `LightningArgumentParser.dump`. ``interpolates`` is whether a reader interpolates ``${...}``.
+    """
+    if format in ("json", "json_indented"):
+        return json.dumps(data, indent=2 if format == "json_indented" else None)
+    header = [f"treadle=={__version__}"] if header is None else header
+    return "".join(f"# {line}\n" for line in header) + dump_yaml(escape_references(data) if interpolates else data)
 
-    def get_defaults(self, skip_validation: bool = False) -> Namespace:
-        """Return the configuration without a command line.
 
-        Args:
-            skip_validation: Accepted and ignored.
-        """
-        raise NotImplementedError
+def save_text(text: str, path: str | FilePath, overwrite: bool) -> None:
+    """Write text to a path or URL. Readers see the complete file or none.
 
-    def dump(
-        self,
-        cfg: Namespace | Mapping[str, Any],
-        format: str | None = None,
-        skip_none: bool = True,
-        skip_default: bool = False,
-        skip_link_targets: bool = True,
-        **unused: Any,
-    ) -> str:
-        """Return a configuration as YAML or JSON.
-
-        Values without a text form are omitted, as are lists that contain such a value.
-
-        Args:
-            cfg: The configuration to write.
-            format: ``"yaml"``, ``"json"`` or ``"json_indented"``. Default: None, YAML.
-            skip_none: Whether to omit keys whose value is null. Default: True.
-            skip_default: Whether to omit values that equal their default. Default: False.
-            skip_link_targets: Whether to omit the values that links set. Default: True.
-            **unused: Accepted and ignored.
-        """
-        config = Namespace(cfg).clone()
-        for name, parser in self.subcommands.items():
-            if name in config:
-                parser._prepare_for_writing(config[name], skip_link_targets)
-        self._prepare_for_writing(config, skip_link_targets)
-        data = to_plain(config)
-        if skip_default:
-            data = drop_equal(data, to_plain(self.get_defaults()))
-        if skip_none:
-            data = drop_none(data)
-        if format in ("json", "json_indented"):
-            return json.dumps(data, indent=2 if format == "json_indented" else None)
-        if self.parser_mode == "omegaconf":
-            data = escape_references(data)
-        header = [f"treadle=={__version__}"] if self.dump_header is None else self.dump_header
-        return "".join(f"# {line}\n" for line in header) + dump_yaml(data)
-
-    def _prepare_for_writing(self, config: Namespace, skip_link_targets: bool) -> None:
-        for key in self.config_keys:
-            config.pop(key, None)
-        for link in self.links if skip_link_targets else ():
-            remove_target(self.declared, link, config)
-
-    def save(
-        self,
-        cfg: Namespace,
-        path: str | FilePath,
-        format: str | None = None,
-        skip_none: bool = True,
-        overwrite: bool = False,
-        **options: Any,
-    ) -> None:
-        """Write a configuration to a file.
-
-        Args:
-            cfg: The configuration to write.
-            path: Path or URL of the file.
-            format: See `dump`. Default: None, JSON if the file's suffix is ``.json``, otherwise YAML.
-            skip_none: Whether to omit keys whose value is null. Default: True.
-            overwrite: Whether to replace an existing file. Default: False.
-            **options: Further arguments of `dump`.
-
-        Raises:
-            FileExistsError: If the file exists and ``overwrite`` is False.
-            OSError: If the file cannot be written.
-        """
-        file = as_path(path)
-        if file.exists() and not overwrite:
-            raise FileExistsError(f"{file} exists. Pass overwrite=True, or write to another file.")
-        text = self.dump(cfg, format or ("json" if file.name.endswith(".json") else None), skip_none, **options)
-        if isinstance(file, RemotePath):
-            file.write_bytes(text.encode())
-            return
-        draft = file.with_name(f".{file.name}.{os.getpid()}")
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, file)  # a concurrent reader sees the complete file or none
+    Raises:
+        FileExistsError: If the file exists and ``overwrite`` is False.
+        OSError: If the file cannot be written.
+    """
+    file = as_path(path)
+    if file.exists() and not overwrite:
+        raise FileExistsError(f"{file} exists. Pass overwrite=True, or write to another file.")
+    if isinstance(file, RemotePath):
+        file.write_bytes(text.encode())
+        return
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, file)

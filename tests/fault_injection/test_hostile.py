@@ -222,7 +222,7 @@ READ_NOTHING = {
         f"LightningArgumentParser.{way}": "reads YAML as the configurations do; tests/cli/config damages it"
         for way in ("merge_file(file)", "parse_path(cfg_path)")
     },
-    "ConfigWriter.save(path)": "writes",
+    "LightningArgumentParser.save(path)": "writes",
     "LightningArgumentParser.print_help(file)": "is a stream",
     "LightningArgumentParser.link_arguments(source)": "is an argument's name",
     "LightningCLI.__init__(load_from_checkpoint_support)": "is no path",
