@@ -789,7 +789,10 @@ class Accelerator(Process):
         """
         if not self.accumulation.sync_gradients:
             return None
-        parameters = self.accumulation.unscale_parameters(parameters)
+        if len(self.accumulation.optimizers) > 1:
+            parameters = self._unscale_owners(parameters)
+        else:
+            self.unscale_gradients()
         return self.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -800,8 +803,27 @@ class Accelerator(Process):
             clip_value: The largest absolute value.
         """
         if self.accumulation.sync_gradients:
-            parameters = self.accumulation.unscale_parameters(parameters)
+            if len(self.accumulation.optimizers) > 1:
+                parameters = self._unscale_owners(parameters)
+            else:
+                self.unscale_gradients()
             self.strategy.clip_grad_value_(parameters, clip_value)
+
+    def _unscale_owners(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+        """Unscale the gradients of the optimizers that have any of ``parameters``, and return the parameters.
+
+        Other optimizers may be in the middle of their own groups.
+        """
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        ids = set(map(id, chosen))
+        owners = [
+            optimizer
+            for optimizer in self.accumulation.optimizers
+            if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
+        ]
+        for owner in owners or (None,):
+            self.unscale_gradients(owner)
+        return chosen
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Divide the gradients by the total ``weight`` passed to `backward` and by the float16 loss scale.

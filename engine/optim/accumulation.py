@@ -290,21 +290,6 @@ class Accumulation:
             chosen = self.optimizers if optimizer is None else [optimizer]
             self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)
 
-    def unscale_parameters(self, parameters: Iterable[Tensor] | Tensor) -> Iterable[Tensor] | Tensor:
-        """Unscale the gradients of the optimizers that have any of ``parameters``, and return the parameters.
-
-        Other optimizers may be in the middle of their own groups.
-        """
-        if len(self.optimizers) < 2:
-            self.unscale_gradients()
-            return parameters
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        ids = set(map(id, chosen))
-        for optimizer in self.optimizers:
-            if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"]):
-                self.unscale_gradients(optimizer)
-        return chosen
-
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
         """Enable the exchange of all processes' votes in every step, and remove the `guard`.
 

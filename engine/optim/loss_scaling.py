@@ -98,7 +98,7 @@ class LossScale:
             ValueError: If ``closure`` runs a backward pass.
         """
         self.unscale((optimizer,))
-        take_step = optimizer.step
+        take_step: Callable[..., Any] = optimizer.step
         if id(optimizer) in self._unscaled:
             self._due = True
             # Not left to fused kernels: SGD would treat its momentum as initialized after a skipped step (torch 2.13).
