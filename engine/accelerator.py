@@ -789,7 +789,7 @@ class Accelerator(Process):
         """
         if not self.accumulation.sync_gradients:
             return None
-        if len(self.accumulation.optimizers) > 1:
+        if self.accumulation.loss_scale is not None and len(self.accumulation.optimizers) > 1:
             parameters = self._unscale_owners(parameters)
         else:
             self.unscale_gradients()
@@ -803,7 +803,7 @@ class Accelerator(Process):
             clip_value: The largest absolute value.
         """
         if self.accumulation.sync_gradients:
-            if len(self.accumulation.optimizers) > 1:
+            if self.accumulation.loss_scale is not None and len(self.accumulation.optimizers) > 1:
                 parameters = self._unscale_owners(parameters)
             else:
                 self.unscale_gradients()
@@ -812,7 +812,7 @@ class Accelerator(Process):
     def _unscale_owners(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """Unscale the gradients of the optimizers that have any of ``parameters``, and return the parameters.
 
-        Other optimizers may be in the middle of their own groups.
+        Other optimizers may be in the middle of their own groups, whose later gradients are still scaled.
         """
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = set(map(id, chosen))
