@@ -304,13 +304,16 @@ def test_a_compiled_step_logs_between_two_graphs(way, tmp_path):
 
 def test_a_task_that_torch_has_compiled_is_unwrapped_and_its_parts_compiled_so(tmp_path):
     counting, task = Counting(), new()
-    trainer = trainer_in(tmp_path)
-    trainer.fit(torch.compile(task, backend=counting), loader())
+    trainer, compiled = trainer_in(tmp_path), torch.compile(task, backend=counting)
+    trainer.fit(compiled, loader())
     assert len(counting.graphs) == 4
     assert trainer.task is task
     assert task.seen == plain_losses(tmp_path)
     assert all("_orig_mod" not in name for name in task.state_dict())
-    assert trainer.validate(torch.compile(task, backend=counting), loader())[0]["val"] > 0
+    assert trainer.validate(compiled, loader())[0]["val"] > 0
+    count = len(counting.graphs)
+    trainer.validate(compiled, loader())
+    assert len(counting.graphs) == count
     with pytest.raises(ValueError, match="both configure compilation"):
         trainer_in(tmp_path, compile=True).fit(torch.compile(task), loader())
 
