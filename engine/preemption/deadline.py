@@ -32,13 +32,16 @@ class Deadline:
             _forks_watched.append(True)
         self._others = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._over = threading.Event()
+        self._closing = threading.RLock()  # `start` may run in another thread, or in a signal handler within `cancel`
+        self._is_closed = False
         self._thread = threading.Thread(target=self._wait, name="treadle grace", daemon=True)
         self._thread.start()
 
     def start(self) -> None:
         """Start the time limit without a signal, because another rank has received one."""
-        with contextlib.suppress(OSError):  # it has ended
-            os.write(self._writing, bytes([_BY_OTHER_RANK]))
+        with self._closing:
+            if not self._is_closed:  # otherwise the descriptor may now belong to another file
+                os.write(self._writing, bytes([_BY_OTHER_RANK]))
 
     def cancel(self) -> None:
         """Cancel the time limit. Must be called in the main thread."""
@@ -46,8 +49,10 @@ class Deadline:
         self._over.set()
         os.write(self._writing, bytes([_OVER]))
         self._thread.join()
+        with self._closing:
+            self._is_closed = True
+            os.close(self._writing)
         os.close(self._reading)
-        os.close(self._writing)
 
     def _wait(self) -> None:
         first: int | None = None

@@ -219,8 +219,10 @@ def _is_own(root: Path) -> bool:
     """Return whether the folder belongs to this user and no other can write to it, or it does not exist yet."""
     try:
         status = root.lstat()
-    except OSError:
+    except FileNotFoundError:
         return True
+    except OSError:
+        return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 

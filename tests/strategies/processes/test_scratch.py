@@ -99,6 +99,12 @@ def test_a_root_of_someone_else_is_not_used(root):
     assert scratch._find_root() is None
 
 
+def test_a_root_that_cannot_be_read_is_not_used(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    assert scratch._find_root() is None
+
+
 WORKERS = """
 import os, torch
 from multiprocessing.util import get_temp_dir
