@@ -354,7 +354,13 @@ class BackboneFinetuning(BaseFinetuning):
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check that no optimizer contains frozen parameters."""
+        """Check that no optimizer contains frozen parameters, and that one optimizer will train the backbone."""
+        count = len(trainer.optimizers)
+        if count > 1 and type(self).finetune_function is BackboneFinetuning.finetune_function:
+            raise ValueError(
+                f"configure_optimizers returned {count} optimizers, and BackboneFinetuning would add the backbone to each "
+                "of them. Return one optimizer, or override finetune_function so that it selects one."
+            )
         frozen_ids = {id(p) for p in pl_module.backbone.parameters() if not p.requires_grad}  # type: ignore[union-attr]
         optimized_ids = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
         if frozen_ids & optimized_ids:

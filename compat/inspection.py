@@ -14,7 +14,6 @@ from torch import nn
 
 from ..common.validation import check_int
 from ..strategies import Strategy, World
-from ..strategies.distributed import whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +32,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
         gradients.
     """
     order = float(norm_type)
-    if order <= 0:
+    if not order > 0:
         raise ValueError(f"norm_type={norm_type!r} must be above 0, or 'inf'.")
     gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
     norms = {
@@ -46,7 +45,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
 
 def _gather_full(value: Tensor) -> Tensor:
-    gathered: Tensor = whole({"": value}, True)[""] if hasattr(value, "full_tensor") else value
+    gathered: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return gathered
 
 

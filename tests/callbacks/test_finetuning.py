@@ -119,6 +119,31 @@ def test_a_run_that_goes_on_is_the_one_that_never_stopped(tmp_path, make):
         assert [p.requires_grad for p in task.parameters()] == [p.requires_grad for p in whole.parameters()]
 
 
+class TwoOptimizers(Task):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.head.parameters(), lr=0.1), torch.optim.SGD(self.backbone[1].parameters(), lr=0.2)]
+
+
+def test_of_several_optimizers_a_subclass_selects_one(tmp_path):
+    class First(BackboneFinetuning):
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if optimizer is pl_module.trainer.optimizers[0]:
+                super().finetune_function(pl_module, epoch, optimizer)
+
+    made, task = fit(tmp_path, First(1, should_align=False), task=TwoOptimizers())
+    assert [len(optimizer.param_groups) for optimizer in made.optimizers] == [2, 1]
+    assert made.optimizers[0].param_groups[1]["lr"] == pytest.approx(0.1 * 0.1 * 2**2)
+
+
 def test_what_is_refused(tmp_path):
     class Other(treadle.TaskModule):
         training_step = configure_optimizers = lambda *_: None
@@ -127,6 +152,8 @@ def test_what_is_refused(tmp_path):
         trainer(tmp_path, BackboneFinetuning()).fit(Other(), loader())
     with pytest.raises(ValueError, match="the frozen backbone"):
         fit(tmp_path, BackboneFinetuning(), task=Task(filtered=False))
+    with pytest.raises(ValueError, match="returned 2 optimizers, and BackboneFinetuning would add the backbone to each"):
+        fit(tmp_path, BackboneFinetuning(), task=TwoOptimizers())
     with pytest.raises(ValueError, match="because sharding"):
         fit(tmp_path, Stages(), strategy="fsdp")
     with pytest.raises(NotImplementedError, match="freeze_before_training"):

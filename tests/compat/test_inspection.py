@@ -1,0 +1,43 @@
+"""Lightning's queries about a module: norms of gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from treadle.compat.inspection import grad_norm
+
+can_shard = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch can not shard on CPU (2.6)"
+)
+
+
+def measure(sharded: bool, order: float | str) -> dict[str, float]:
+    """The norms of a model whose first layer is sharded, if any."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    if sharded:
+        torch.distributed.init_process_group("gloo")
+        fully_shard(net[0], mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    net(torch.arange(8.0).view(2, 4) / 8).pow(2).sum().backward()
+    norms = grad_norm(net, order)
+    assert all(type(norm) is torch.Tensor for norm in norms.values())
+    return {name: norm.item() for name, norm in norms.items()}
+
+
+@can_shard
+@pytest.mark.parametrize("order", [2, "inf"])
+def test_sharded_gradients_beside_whole_ones(order: float | str) -> None:
+    expected = measure(False, order)
+    assert len(expected) == 5
+    for norms in run(measure, 2, True, order):
+        assert norms == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("order", [0, -1, "nan"])
+def test_an_order_that_is_not_above_zero(order: float | str) -> None:
+    with pytest.raises(ValueError, match=f"norm_type={order!r} must be above 0"):
+        grad_norm(nn.Linear(1, 1), order)
