@@ -358,8 +358,8 @@ class BackboneFinetuning(BaseFinetuning):
         count = len(trainer.optimizers)
         if count > 1 and type(self).finetune_function is BackboneFinetuning.finetune_function:
             raise ValueError(
-                f"configure_optimizers returned {count} optimizers, and BackboneFinetuning would add the backbone to each "
-                "of them. Return one optimizer, or override finetune_function so that it selects one."
+                f"configure_optimizers returned {count} optimizers, and BackboneFinetuning would add the backbone to "
+                "each of them. Return one optimizer, or override finetune_function so that it selects one."
             )
         frozen_ids = {id(p) for p in pl_module.backbone.parameters() if not p.requires_grad}  # type: ignore[union-attr]
         optimized_ids = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}

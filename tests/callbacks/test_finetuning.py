@@ -139,7 +139,7 @@ def test_of_several_optimizers_a_subclass_selects_one(tmp_path):
             if optimizer is pl_module.trainer.optimizers[0]:
                 super().finetune_function(pl_module, epoch, optimizer)
 
-    made, task = fit(tmp_path, First(1, should_align=False), task=TwoOptimizers())
+    made, _ = fit(tmp_path, First(1, should_align=False), task=TwoOptimizers())
     assert [len(optimizer.param_groups) for optimizer in made.optimizers] == [2, 1]
     assert made.optimizers[0].param_groups[1]["lr"] == pytest.approx(0.1 * 0.1 * 2**2)
 
@@ -152,7 +152,9 @@ def test_what_is_refused(tmp_path):
         trainer(tmp_path, BackboneFinetuning()).fit(Other(), loader())
     with pytest.raises(ValueError, match="the frozen backbone"):
         fit(tmp_path, BackboneFinetuning(), task=Task(filtered=False))
-    with pytest.raises(ValueError, match="returned 2 optimizers, and BackboneFinetuning would add the backbone to each"):
+    with pytest.raises(
+        ValueError, match="returned 2 optimizers, and BackboneFinetuning would add"
+    ):
         fit(tmp_path, BackboneFinetuning(), task=TwoOptimizers())
     with pytest.raises(ValueError, match="because sharding"):
         fit(tmp_path, Stages(), strategy="fsdp")

@@ -235,7 +235,7 @@ def test_a_checkpoint_when_an_error_comes(tmp_path):
     assert saver.ckpt_path == str(tmp_path / "c" / "on_exception.ckpt")
     with pytest.raises(ValueError, match="filename"):
         OnExceptionCheckpoint(tmp_path, "")
-    with pytest.raises(ValueError, match="filename='a-{epoch}' contains a field"):
+    with pytest.raises(ValueError, match=r"filename='a-\{epoch\}' contains a field"):
         OnExceptionCheckpoint(tmp_path, "a-{epoch}")
 
 
