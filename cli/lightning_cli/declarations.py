@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from ...common.messages import add_article
 from ...trainer import arguments
 from ...trainer.core import REQUIRED, Argument, Signature, signature
 from ..config import COMMAND_LINE, Value
-from ..config.instantiate import ObjectRecipe, PlainRecipe, Recipe, format_value
+from ..config.instantiate import CollectionRecipe, ObjectRecipe, PlainRecipe, Recipe, format_value
 from .checker import SettingsChecker
 from .settings import Path, find_class, find_shape, is_word, make_default, make_settings
 
@@ -23,6 +23,7 @@ class Option:
     Attributes:
         convert: Function that converts the text of a value; None for no conversion.
         choices: The allowed values; None allows any.
+        of_items: Whether ``convert`` and ``choices`` apply to each item of a list.
         instantiate: Whether `instantiate_classes` builds the object that the value describes.
         untyped: Whether a number or boolean from the command line or environment remains text, as in argparse.
     """
@@ -33,6 +34,7 @@ class Option:
     help: str = ""
     convert: Callable[[str], Any] | None = None
     choices: tuple[Any, ...] | None = None
+    of_items: bool = False
     instantiate: bool = True
     untyped: bool = False
 
@@ -46,14 +48,22 @@ class Option:
 
     def check(self, checker: SettingsChecker, value: Value | None) -> Recipe | None:
         """Return a recipe for the option's value. Report a problem if the value is invalid or missing."""
-        path = (self.key,)
+        path: Path = (self.key,)
         value = self.get_default() if value is None else value
-        if value is None or (value.data is None and value.source == "default"):
+        is_default = value is None or value.source == "default" or self.argument.default is None
+        if value is None or (value.data is None and is_default):
             if self.required and not checker.partial:
                 checker.problems.append(f"--{self.key} is required. Pass a value.")
             return PlainRecipe(Value(None, "default"), None)
         if self.untyped and value.text is not None and value.data is not None and is_word(value):
             return PlainRecipe(Value(value.text, value.source), value.text)
+        if not self.of_items or not isinstance(value.data, list):
+            return self._check_one(checker, value, path, self.argument.type)
+        item_type = next(iter(get_args(self.argument.type)), Any)
+        items = [self._check_one(checker, item, (*path, index), item_type) for index, item in enumerate(value.data)]
+        return CollectionRecipe(value, list, [item for item in items if item is not None])
+
+    def _check_one(self, checker: SettingsChecker, value: Value, path: Path, kind: Any) -> Recipe | None:
         if self.choices is not None and value.data not in self.choices:
             if value.text not in self.choices:
                 choices = ", ".join(map(str, self.choices))
@@ -61,7 +71,8 @@ class Option:
                 checker.report(value, path, f"={format_value(value, checker.secrets)} {one_of} {choices}.")
                 return None
             value = Value(value.text, value.source)
-        if self.convert is not None and isinstance(value.data, str | int | float) and value.source != "default":
+        is_new = value.source not in ("default", "configuration")  # the values of a configuration are converted
+        if self.convert is not None and isinstance(value.data, str | int | float) and is_new:
             try:
                 return PlainRecipe(value, self.convert(value.text or str(value.data)))
             except (ValueError, TypeError) as error:
@@ -71,7 +82,7 @@ class Option:
         if not isinstance(value.data, dict | list) and type(value.data) is type(default) and value.data == default:
             # As in `x: int = None`, where the default does not have the annotated type.
             return PlainRecipe(value, value.data)
-        return checker.check(value, self.argument.type, path)
+        return checker.check(value, kind, path)
 
 
 @dataclass

@@ -183,6 +183,7 @@ class LightningArgumentParser:
             words,
             convert,
             None if choices is None else tuple(choices),
+            of_items=key in self.several,
             untyped=type is None and choices is None,
         )
 

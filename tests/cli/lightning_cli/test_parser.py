@@ -267,6 +267,26 @@ def test_single_options():
         parser.add_argument("file")
 
 
+def test_choices_and_conversions_of_options_without_a_value_and_of_lists():
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_argument("--kind", choices=["a", "b"])
+    parser.add_argument("--sizes", nargs="*", type=int, choices=[1, 2])
+    parser.add_argument("--mark", type=lambda text: f"{text}!")
+    parser.add_argument("--marks", nargs="+", type=lambda text: f"{text}!")
+    config = parser.parse_args(["--mark=4", "--sizes", "1", "2", "--marks", "a", "5"])
+    for parsed in (
+        config,
+        parser.instantiate_classes(config),
+        parser.parse_object({}, config),
+        parser.parse_args([], namespace=config),
+    ):
+        assert (parsed.kind, parsed.sizes, parsed.mark, parsed.marks) == (None, [1, 2], "4!", ["a!", "5!"])
+    with pytest.raises(ConfigError, match="sizes.1=3 is not one of 1, 2"):
+        parser.parse_args(["--sizes", "1", "3"])
+    with pytest.raises(ConfigError, match="sizes.0='x' is not one of 1, 2"):
+        parser.parse_args(["--sizes", "x"])
+
+
 def test_links_are_checked_where_they_are_made():
     parser = make_parser()
     parser.add_lightning_class_args(Data, "data")
