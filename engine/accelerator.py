@@ -368,6 +368,7 @@ class Accelerator(Process):
                 self.compare_settings()
                 check_model_matches(module, self.world)
             wrapped = self.strategy.replicate(model) if manual_optimization else self.strategy.wrap(model, step)
+            self.accumulation.reduces_in_steps |= manual_optimization
         self._trained[id(module)] = _collect_trained_ids(module)
         if index is None:
             self.models.append(wrapped)

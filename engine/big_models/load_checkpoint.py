@@ -151,6 +151,7 @@ def load_checkpoint_in_model(
         ValueError, TypeError, OSError: If an argument, the checkpoint or the model cannot be used.
     """
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
+    refuse_twice(model)
     weights = open_weights(checkpoint)
     fp32_parts = set(keep_in_fp32_modules or ())
     load_weights(model, weights, device_map, parse_dtype(dtype), offload_buffers, strict, fp32_parts)

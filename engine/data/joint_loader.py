@@ -164,7 +164,8 @@ class JointLoader(Loader):
 
     def _begin(self) -> Iterator[Any]:
         self._leave_epoch()
-        self._resuming, self._plan.order = False, {}
+        self._resuming = self._finished = False
+        self._plan.order = {}
         for number, loader in enumerate(self.loaders):
             if loader._plan.draws_later and number not in self._loader_streams:
                 self._loader_streams[number] = _derive_stream(self._stream, number)

@@ -38,7 +38,9 @@ class Accumulation:
         always_agree: Whether the processes exchange votes in every step; see `Agreement`.
         guard: Function that is called with the optimizer before each step and returns whether the step may be taken.
         unfinished: Whether the gradients are weighted sums that have not been divided by the total weight yet.
-        unreduced: In manual optimization, the optimizers whose gradients have not been reduced over the processes yet.
+        reduces_in_steps: Whether gradients are reduced over the processes before optimizer steps, as in manual
+            optimization, and not in backward passes.
+        unreduced: With ``reduces_in_steps``, the optimizers whose gradients have not been reduced yet.
         agreed_taint: Sum over the processes of what `Agreement.taint` returned in the last `reduce_gradients`; None if
             it was not exchanged.
     """
@@ -69,6 +71,7 @@ class Accumulation:
         self.autocasts = strategy.precision.compute is not None
         self.position = 0
         self.unfinished = False
+        self.reduces_in_steps = False
         self.unreduced: set[PreparedOptimizer] = set()
         self.agreed_taint: Tensor | None = None
         self._micro_batches = plugin.num_steps
@@ -136,6 +139,7 @@ class Accumulation:
         self.agreement.reset()
         if self.loss_scale is not None:
             self.loss_scale.forget()
+        self.reduces_in_steps = False
         self.steps = 0
 
     # -- one micro-batch -----------------------------------------------------------------------------------------
@@ -246,6 +250,8 @@ class Accumulation:
             if explained is error:
                 raise
             raise explained from error
+        if self.reduces_in_steps:
+            self.unreduced.update(self.optimizers)
         if self.loss_scale is not None:
             self.loss_scale.check_backward()
 

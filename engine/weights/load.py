@@ -17,7 +17,7 @@ from ..checkpoint import abbreviate, check_frozen, compute_digests, read_tensor
 from ..parameter_names import strip_compile_prefix
 from .sources import Opened, Source, open_source
 
-Rename = Callable[[str], str | None] | Mapping[str, str]
+Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
 _WRAPPERS = ("module.", "_forward_module.")  # DistributedDataParallel and Fabric put these before every name
 _INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # FSDP1 puts these at any place
@@ -267,7 +267,10 @@ def _make_renaming(rename: Rename | None) -> Callable[[str], str | None]:
         if name in rename:
             return rename[name]
         old = next((old for old in beginnings if name.startswith(old)), None)
-        return name if old is None else rename[old] + name.removeprefix(old)
+        if old is None:
+            return name
+        new = rename[old]
+        return new if new is None else new + name.removeprefix(old)
 
     return change
 

@@ -107,6 +107,8 @@ def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
         ModuleNotFoundError: If the package for the scheme of the URL is not installed.
         OSError: If the object store reports an error.
     """
+    if not (isinstance(checkpoint, str | os.PathLike) or is_url(checkpoint)):
+        raise TypeError(f"checkpoint={checkpoint!r:.100} must be a path or a URL, not {name_type(checkpoint)}.")
     stored = find_in_store(checkpoint)
     if stored is None and is_url(checkpoint):
         raise ValueError(

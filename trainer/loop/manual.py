@@ -100,7 +100,6 @@ class ManualSteps(Steps):
         if not self.agreement.watch(loss):
             self.note_batch(self.batch)
         self.accumulation.backward(loss, *args, by=self.custom_backward, **kwargs)
-        self.accumulation.unreduced.update(self.optimizers)
         for hook in self.hooks.on_after_backward:
             hook()
 

@@ -666,10 +666,13 @@ def test_an_empty_model_is_dispatched_onto_a_checkpoint(plain, tmp_path):
     assert_same(dispatch_model(empty(), device_map, offload_dir=path), plain)  # reads those that stay in memory too
     with pytest.raises(ValueError, match=r"https://example\.com/m\.safetensors: .* Download the file"):
         load_checkpoint_in_model(empty(), "https://example.com/m.safetensors")
+    with pytest.raises(TypeError, match="checkpoint=3 must be a path or a URL, not int"):
+        load_checkpoint_in_model(empty(), 3)
     with pytest.raises(ValueError, match="no values for positions, embed"):
         dispatch_model(empty(), {"": "cpu"})
-    with pytest.raises(ValueError, match="already dispatched"):
-        dispatch_model(model, {"": "cpu"})
+    for again in (lambda: dispatch_model(model, {"": "cpu"}), lambda: load_checkpoint_in_model(model, path)):
+        with pytest.raises(ValueError, match="already dispatched"):
+            again()
     with pytest.raises(ValueError, match="already dispatched"):
         load_checkpoint_and_dispatch(model, path, {"": "cpu"})
 

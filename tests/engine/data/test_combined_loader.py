@@ -404,3 +404,21 @@ def test_an_evaluation_with_other_generators_restores_only_its_epoch():
     assert (loader.epoch, loader.batches) == (2, 0)
     with pytest.raises(ValueError, match="0 separate generators, but the checkpoint has 1"):
         Ranks(lambda: make(None), "min_size", state=saved.state())
+
+
+def test_an_epoch_after_a_resume_at_the_end_of_one_can_be_passed_over(tmp_path):
+    def prepared():
+        accelerator = treadle.Accelerator(cpu=True)
+        return accelerator, accelerator.prepare(CombinedLoader([DataLoader(range(4), 2), DataLoader(range(6), 2)]))
+
+    accelerator, loader = prepared()
+    batches = iter(loader)
+    for _ in range(len(loader)):
+        next(batches)
+    accelerator.save_state(tmp_path / "saved")
+    accelerator, loader = prepared()
+    accelerator.load_state(tmp_path / "saved")
+    assert loader.epoch == 1
+    assert len(list(loader)) == len(loader)
+    assert list(accelerator.skip_first_batches(loader, len(loader))) == []
+    assert loader.epoch == 3

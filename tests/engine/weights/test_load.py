@@ -207,6 +207,9 @@ def test_names_that_differ(tmp_path):
         treadle.load_weights(holder, pt(state, tmp_path, "bare.pt"))
     treadle.load_weights(holder, tmp_path / "bare.pt", rename={"": "encoder."})
     assert same(holder.encoder, state)
+    head = pt({**state, "head.weight": torch.ones(3)}, tmp_path, "head.pt")
+    treadle.load_weights(model, head, rename={"head.": None})  # skips the weights with this prefix
+    assert same(model, state)
 
 
 def test_what_fits_and_no_more(tmp_path):

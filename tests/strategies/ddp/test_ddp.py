@@ -92,6 +92,29 @@ def trained(strategy, k, extra=False, voting=True, tokens=None, optimizer=sgd):
     return weights(net), [float(s) for s in summed]
 
 
+def trained_manually(k):
+    """The same, but gradients are averaged before the steps only."""
+    accelerator = treadle.Accelerator(cpu=True, strategy="ddp", gradient_accumulation_steps=k)
+    net = Net()
+    model = accelerator.prepare_model(net, manual_optimization=True)
+    stepper = accelerator.prepare(sgd(net))
+    forward = accelerator.local_method(model, "forward")
+    for step in inputs(k):
+        for micro in range(k):
+            with accelerator.accumulate(model):
+                accelerator.backward(forward(step[micro, accelerator.process_index]).pow(2).mean())
+        stepper.step()
+        stepper.zero_grad()
+    return weights(net)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_in_a_loop_with_manual_optimization_the_step_averages_the_gradients(k):
+    expected = by_hand(k)
+    for found in run(trained_manually, 2, k):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
 # -- torch's own options ---------------------------------------------------------------------------------------------
 
 OPTIONS = {
