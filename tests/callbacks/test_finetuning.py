@@ -152,9 +152,7 @@ def test_what_is_refused(tmp_path):
         trainer(tmp_path, BackboneFinetuning()).fit(Other(), loader())
     with pytest.raises(ValueError, match="the frozen backbone"):
         fit(tmp_path, BackboneFinetuning(), task=Task(filtered=False))
-    with pytest.raises(
-        ValueError, match="returned 2 optimizers, and BackboneFinetuning would add"
-    ):
+    with pytest.raises(ValueError, match="returned 2 optimizers, and BackboneFinetuning would add"):
         fit(tmp_path, BackboneFinetuning(), task=TwoOptimizers())
     with pytest.raises(ValueError, match="because sharding"):
         fit(tmp_path, Stages(), strategy="fsdp")

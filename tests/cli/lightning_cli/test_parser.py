@@ -281,9 +281,9 @@ def test_choices_and_conversions_of_options_without_a_value_and_of_lists():
         parser.parse_args([], namespace=config),
     ):
         assert (parsed.kind, parsed.sizes, parsed.mark, parsed.marks) == (None, [1, 2], "4!", ["a!", "5!"])
-    with pytest.raises(ConfigError, match="sizes.1=3 is not one of 1, 2"):
+    with pytest.raises(ConfigError, match=r"sizes\.1=3 is not one of 1, 2"):
         parser.parse_args(["--sizes", "1", "3"])
-    with pytest.raises(ConfigError, match="sizes.0='x' is not one of 1, 2"):
+    with pytest.raises(ConfigError, match=r"sizes\.0='x' is not one of 1, 2"):
         parser.parse_args(["--sizes", "x"])
 
 

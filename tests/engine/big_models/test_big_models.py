@@ -666,7 +666,7 @@ def test_an_empty_model_is_dispatched_onto_a_checkpoint(plain, tmp_path):
     assert_same(dispatch_model(empty(), device_map, offload_dir=path), plain)  # reads those that stay in memory too
     with pytest.raises(ValueError, match=r"https://example\.com/m\.safetensors: .* Download the file"):
         load_checkpoint_in_model(empty(), "https://example.com/m.safetensors")
-    with pytest.raises(TypeError, match="checkpoint=3 must be a path or a URL, not int"):
+    with pytest.raises(TypeError, match="checkpoint=3 must be a path or a URL, not an int"):
         load_checkpoint_in_model(empty(), 3)
     with pytest.raises(ValueError, match="no values for positions, embed"):
         dispatch_model(empty(), {"": "cpu"})
