@@ -322,7 +322,9 @@ class FullyShardedDataParallelPlugin:
         Raises:
             ValueError, TypeError: If a setting is not supported.
         """
+        offload = getattr(self.cpu_offload, "offload_params", self.cpu_offload)
         if self._sharding == "NO_SHARD":
+            self._check_replicas(bool(offload), parallelism)
             return DDP()
         from .fsdp import FSDP
 
@@ -330,7 +332,6 @@ class FullyShardedDataParallelPlugin:
         if reshard is None:
             reshard = self._sharding not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
         replicas = world.size // world.local_size if self._sharding.startswith("HYBRID") else 1
-        offload = getattr(self.cpu_offload, "offload_params", self.cpu_offload)
         return FSDP(
             auto_wrap_policy=self._wrap,
             activation_checkpointing_policy=True if self.activation_checkpointing else None,
@@ -340,6 +341,25 @@ class FullyShardedDataParallelPlugin:
             data_parallel_replicate=replicas if parallelism is None else parallelism.dp_replicate_size,
             tensor_parallel_size=1 if parallelism is None else parallelism.tp_size,
         )
+
+    def _check_replicas(self, offload: bool, parallelism: ParallelismConfig | None) -> None:
+        """Check that nothing is set that replicas do not have, for ``"NO_SHARD"``."""
+        if parallelism is not None and parallelism.shards:
+            raise ValueError(
+                f"sharding_strategy='NO_SHARD' contradicts parallelism_config with dp_shard_size="
+                f"{parallelism.dp_shard_size} and tp_size={parallelism.tp_size}. Set sharding_strategy='FULL_SHARD', or "
+                "set both sizes to 1."
+            )
+        for name, is_set in {
+            "cpu_offload": offload,
+            "activation_checkpointing": bool(self.activation_checkpointing),
+            "mixed_precision_policy": self.mixed_precision_policy is not None,
+        }.items():
+            if is_set:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} has no effect with sharding_strategy='NO_SHARD', which keeps a "
+                    f"replica on each process. Remove {name}, or set sharding_strategy='FULL_SHARD'."
+                )
 
 
 def _choose_sharding(argument: str, value: Any) -> str | None:

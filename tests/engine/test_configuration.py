@@ -146,6 +146,23 @@ def test_a_wrap_policy_in_any_case(spell):
     assert policy("transformer_based_wrap", transformer_cls_names_to_wrap="A, B") == {"A", "B"}
 
 
+NOT_OF_REPLICAS = {"cpu_offload": True, "activation_checkpointing": True, "mixed_precision_policy": object()}
+
+
+@pytest.mark.parametrize("name", NOT_OF_REPLICAS)
+def test_no_shard_means_replicas_and_drops_no_setting(name):
+    def strategy(parallelism=None, **options):
+        plugin = utils.FullyShardedDataParallelPlugin(sharding_strategy="NO_SHARD", **options)
+        return plugin.strategy(cpu().world, parallelism)
+
+    assert strategy(cpu_offload=False, transformer_cls_names_to_wrap="Block").name == "ddp"
+    assert strategy(utils.ParallelismConfig(dp_replicate_size=2)).name == "ddp"
+    with pytest.raises(ValueError, match=f"{name}=.* has no effect with sharding_strategy='NO_SHARD'"):
+        strategy(**{name: NOT_OF_REPLICAS[name]})
+    with pytest.raises(ValueError, match="'NO_SHARD' contradicts parallelism_config with dp_shard_size=1"):
+        strategy(utils.ParallelismConfig(tp_size=2))
+
+
 def test_names_that_are_not_there_say_why():
     for name in ("lomo_backward", "maybe_context_parallel", "fp8_backend"):
         with pytest.raises(AttributeError, match=rf"'{name}'\. \w"):

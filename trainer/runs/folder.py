@@ -184,10 +184,10 @@ class RunFolder:
         facts: dict[str, Any],
         earlier: dict[str, bytes] | None = None,
     ) -> RunFolder:
-        agreed_path, trial = world.broadcast((str(path), facts.get("trial")))
+        agreed_path, trial, is_new = world.broadcast((str(path), facts.get("trial"), earlier is None))
         folder = cls(as_path(agreed_path), lock, facts)
         folder.trial = trial
-        folder._previous_files = earlier
+        folder._previous_files = None if is_new else earlier
         try:
             with world.together():
                 if lock is not None:
