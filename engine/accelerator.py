@@ -355,7 +355,7 @@ class Accelerator(Process):
         if index is None and by_parts:
             self.dynamo_plugin.compile_parts(module, self.strategy)
         elif index is None:
-            self.dynamo_plugin.compile(module)
+            self.dynamo_plugin.compile(module, self.strategy)
         elif model is self.models[index]:
             model = module
         if self.cursor.around is None and is_compiled(model):

@@ -14,7 +14,7 @@ from torch import nn
 from ..common.durations import parse_duration
 from ..common.messages import announce, name_type, nearest, warn
 from ..common.validation import check_int, check_optional_type, check_path, choose
-from ..strategies import Precision, ReplicaKwargs, Strategy
+from ..strategies import Precision, ReplicaKwargs, Strategy, repeated_blocks
 from .modules import Compiler, compile_modules, forget
 
 
@@ -316,17 +316,19 @@ class TorchDynamoPlugin(KwargsHandler):
         backend = getattr(self.backend, "value", self.backend)
         self.backend = backend.lower() if isinstance(backend, str) else backend or "no"
 
-    def compile(self, model: nn.Module) -> None:
+    def compile(self, model: nn.Module, strategy: Strategy) -> None:
         """Compile ``model`` in place unless ``backend`` is ``"no"``.
 
         Args:
             model: The user's module.
+            strategy: The strategy, which selects the submodules for regional compilation.
         """
         if self.backend == "no":
             return
-        blocks = [block for parent in model.modules() if isinstance(parent, nn.ModuleList) for block in parent]
-        modules = blocks if self.use_regional_compilation and blocks else [model]
-        compile_modules(modules, self._make_compiler, self._collect_arguments())
+        parts, hooks_outside = [model], False
+        if self.use_regional_compilation and repeated_blocks(model):
+            parts, hooks_outside = strategy.compiled_parts(model, True)
+        compile_modules(parts, self._make_compiler, self._collect_arguments(), hooks_outside=hooks_outside)
 
     def compile_parts(self, model: nn.Module, strategy: Strategy) -> None:
         """Compile the submodules that the steps of ``model`` call.

@@ -34,6 +34,6 @@ if TYPE_CHECKING:
     from .registry import register_strategy, resolve_devices, resolve_strategy, strategy_names
     from .strategy import SingleDevice, Strategy
     from .strategy import SingleDevice as SingleDeviceStrategy
-    from .wrap_policy import describe_kind
+    from .wrap_policy import describe_kind, repeated_blocks
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -346,9 +346,9 @@ class FullyShardedDataParallelPlugin:
         """Check that nothing is set that replicas do not have, for ``"NO_SHARD"``."""
         if parallelism is not None and parallelism.shards:
             raise ValueError(
-                f"sharding_strategy='NO_SHARD' contradicts parallelism_config with dp_shard_size="
-                f"{parallelism.dp_shard_size} and tp_size={parallelism.tp_size}. Set sharding_strategy='FULL_SHARD', or "
-                "set both sizes to 1."
+                "sharding_strategy='NO_SHARD' contradicts parallelism_config with "
+                f"dp_shard_size={parallelism.dp_shard_size} and tp_size={parallelism.tp_size}. Set "
+                "sharding_strategy='FULL_SHARD', or set both sizes to 1."
             )
         for name, is_set in {
             "cpu_offload": offload,

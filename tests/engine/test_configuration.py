@@ -11,6 +11,7 @@ import torch.distributed as dist
 from processes import run
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from treadle.engine import list_compiled_names
 
 import treadle
 from treadle import utils
@@ -335,10 +336,11 @@ def test_groups_end_with_the_loader_unless_told_otherwise():
 class Blocks(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+        self.stem, self.head = nn.Linear(1, 1), nn.Linear(1, 1)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1), nn.Tanh()) for _ in range(3)))
 
     def forward(self, x):
-        return self.blocks[1](self.blocks[0](x))
+        return self.head(self.blocks(self.stem(x)))
 
 
 def test_compiled_in_place():
@@ -355,9 +357,12 @@ def test_compiled_in_place():
     assert len(seen) == 1
     assert list(accelerator.get_state_dict(model)) == ["0.weight", "0.bias"]
     plugin = utils.TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
-    blocks = cpu(dynamo_plugin=plugin).prepare(Blocks())
-    assert blocks(torch.ones(1, 1)).shape == (1, 1)
-    assert len(seen) > 1
+    net, graphs = Blocks(), len(seen)
+    expected = net(torch.ones(1, 1))
+    blocks = cpu(dynamo_plugin=plugin).prepare(net)
+    assert torch.equal(blocks(torch.ones(1, 1)), expected)
+    assert len(seen) == graphs + 3  # one for all blocks
+    assert set(list_compiled_names(net)) == {"stem", "head", "blocks.0", "blocks.1", "blocks.2"}
     assert blocks._compiled_call_impl is None
 
 
