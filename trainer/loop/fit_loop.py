@@ -105,8 +105,10 @@ class FitLoop:
             self.deadline = self.started + trainer.max_seconds
         if self.clock is not None:
             self.clock.restart(progress.step)
+        self.metrics.between_batches(True)
         for hook in self.hooks.on_train_start:
             hook()
+        self.metrics.between_batches(False)
         if random_state is not None:
             set_random_state(random_state)
         if progress.step and not progress.step_is_unfinished and (self._is_complete() or self._is_late()):

@@ -128,6 +128,23 @@ def test_every_hook_that_may_log(tmp_path):
     assert missing == []
 
 
+def test_a_value_of_the_start_is_one_of_the_first_epoch(tmp_path):
+    class Task(Base):
+        def on_train_start(self):
+            self.log("start", 3.0)
+
+    own = trainer(logger=CSVLogger(tmp_path, "", 0), log_every_n_steps=1, max_epochs=2)
+    own.fit(Task(), numbers(1, 2))
+    assert [(row["step"], row["start"]) for row in rows(tmp_path / "version_0" / "metrics.csv")] == [(2, 3.0)]
+
+    class Wrong(Base):
+        def on_train_start(self):
+            self.log("start", 3.0, on_step=True)
+
+    with pytest.raises(ValueError, match="Omit on_step"):
+        trainer().fit(Wrong(), numbers(1))
+
+
 def test_callbacks_log_through_the_task():
     class Logs(treadle.Callback):
         def on_train_epoch_end(self, trainer, task):
