@@ -17,17 +17,18 @@ MODES = ("power", "binsearch")
 
 
 class BatchSizeFinder(Callback):
-    """Callback that searches for the largest batch size that fits into memory before a stage begins.
+    """Callback that, before a stage begins, searches for the largest batch size that fits into memory.
 
-    Each trial runs a few steps on copies of the task and the data module, with the attribute ``batch_arg_name`` set to
-    the size. A size is the number of samples per process, and must fit on all processes. The RNG state is restored
-    afterwards. A run that is resumed from a checkpoint does not search again.
+    Each trial runs a few steps on copies of the task and the data module. In the copies, the attribute named by
+    ``batch_arg_name`` is set to the batch size of the trial. The batch size is the number of samples per process. A
+    batch of this size must fit into memory on every process. The RNG state is restored afterwards. A run that is
+    resumed from a checkpoint does not search again.
 
     Args:
         mode: ``"power"`` doubles the size until memory runs out or a limit is reached. ``"binsearch"`` then also
             bisects between the largest size that fits and the smallest that does not. Default: ``"power"``.
-        steps_per_trial: In ``fit``, number of optimizer steps, and of batches of each validation dataloader, for each
-            size. In other stages, number of batches of each dataloader. Default: 3.
+        steps_per_trial: In ``fit``, number of optimizer steps in each trial. The trial also runs this number of batches
+            from each validation dataloader. In other stages, number of batches from each dataloader. Default: 3.
         init_val: The first size. If it does not fit, smaller sizes are tried. Default: 2.
         max_trials: Maximum number of sizes to try. Default: 25.
         batch_arg_name: Name of the attribute that contains the batch size, in the task, the data module or the hparams
@@ -41,7 +42,8 @@ class BatchSizeFinder(Callback):
     Attributes:
         optimal_batch_size: Result of the latest search, or the result that a resumed run restored; None before the
             search.
-        accumulate: Number of micro-batches per optimizer step that the search set with ``keep_global_batch``, or None.
+        accumulate: Number of micro-batches per optimizer step that the search chose for ``keep_global_batch``; None if
+            it did not choose one.
 
     Raises:
         ValueError, TypeError: If an argument is invalid. At the start of a stage, if the search cannot run.
@@ -88,7 +90,7 @@ class BatchSizeFinder(Callback):
         self.accumulate: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Raise a ValueError if another callback contradicts ``keep_global_batch``."""
+        """Raise a ValueError if a `GradientAccumulationScheduler` conflicts with ``keep_global_batch``."""
         scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
         if stage == "fit" and self.keep_global_batch and scheduled:
             raise ValueError(

@@ -19,11 +19,13 @@ class Callback:
     first.
 
     Attributes:
-        after_task: Position of the callback's hooks: 0 runs before the task's own hooks. Higher values run after them,
-            in ascending order: 1 for callbacks that stop the run, 2 for callbacks that save, 3 for callbacks that
-            display. Default: 0.
-        searches: True if the callback runs trials before the stage begins. Default: False.
-        exchanges: True if the callback's hooks use collectives. Every rank must have such a callback. Default: False.
+        after_task: Position of the callback's hooks. With 0, they run before the task's own hooks. With higher values,
+            they run after them, in ascending order of the values: 1 for callbacks that stop the run, 2 for callbacks
+            that save, 3 for callbacks that display. Default: 0.
+        searches: True if the callback searches for a setting before the stage begins, as `BatchSizeFinder` does.
+            Default: False.
+        exchanges: True if the callback's hooks use collectives. Every rank must have the same callbacks of this kind,
+            in the same order. Default: False.
 
     Example:
         >>> import treadle as tl
@@ -60,7 +62,7 @@ class Callback:
         self._get_attached_task().log(name, value, *args, **kwargs)
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
-        """Log every value of a dictionary with the same arguments.
+        """Log each value of a dictionary, all with the same keyword arguments.
 
         Args:
             dictionary: Values to log, by name.
@@ -97,16 +99,16 @@ class Callback:
         """
 
     def added_layout(self) -> dict[str, Any]:
-        """Return the sharded tensors that `on_save_checkpoint` adds, by name, with the sharding of this run.
+        """Return the sharded tensors that `on_save_checkpoint` adds, under the same names, sharded as in this run.
 
         Override this method if `on_save_checkpoint` adds sharded tensors.
         """
         return {}
 
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Undo the changes that ``on_validation_start`` made to the model, because a signal ends the run in validation.
+        """Undo the changes that ``on_validation_start`` made to the model.
 
-        The hook runs on all ranks.
+        The hook runs on all ranks, so that a signal can end the run during validation.
 
         Args:
             trainer: The Trainer.
@@ -114,7 +116,9 @@ class Callback:
         """
 
     def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Redo the changes that `leave_validation` undid, because the validation continues.
+        """Redo the changes that `leave_validation` undid.
+
+        The hook runs on all ranks if the validation continues after `leave_validation`.
 
         Args:
             trainer: The Trainer.
@@ -201,7 +205,7 @@ class Callback:
         """
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run before each epoch, also before the rest of an epoch in which a run resumes.
+        """Run before each epoch, and before the rest of a resumed epoch.
 
         Args:
             trainer: The Trainer.
@@ -209,7 +213,7 @@ class Callback:
         """
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run after each epoch, also if a limit or a requested stop cut it short.
+        """Run after each epoch, even if a limit or a requested stop cuts it short.
 
         Args:
             trainer: The Trainer.
@@ -261,7 +265,7 @@ class Callback:
         """
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Run before each optimizer step, once its gradients are complete and unscaled, before the Trainer clips them.
+        """Run before each optimizer step. The gradients are complete and unscaled, but not yet clipped by the Trainer.
 
         With automatic optimization and an optimizer that needs a closure, such as LBFGS, the hook runs in each closure
         call.
@@ -282,7 +286,7 @@ class Callback:
         """
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run after each optimizer step (even a skipped one), its schedulers' steps and, if due, the validation.
+        """Run after each optimizer step, even a skipped one, and after any scheduler steps and validation that are due.
 
         With manual optimization, the hook runs after each batch.
 
@@ -487,8 +491,8 @@ class Callback:
         Args:
             trainer: The Trainer.
             pl_module: The task.
-            checkpoint: The entries that hooks added, and ``"state_dict"``, ``"epoch"`` and ``"global_step"``. The
-                weights are already loaded.
+            checkpoint: The entries that hooks added, plus ``"state_dict"``, ``"epoch"``, ``"global_step"`` and any
+                ``"hyper_parameters"``. The weights are already loaded.
         """
 
 

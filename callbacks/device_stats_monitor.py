@@ -23,8 +23,8 @@ class DeviceStatsMonitor(BestEffortCallback):
     of rank zero are logged.
 
     Args:
-        cpu_stats: Log CPU statistics. True logs them for any device, None only if the device is the CPU, and False
-            never. Default: None.
+        cpu_stats: Log CPU statistics for any device (True) or never (False). Default: None, which logs them only if
+            the device is the CPU.
 
     Raises:
         TypeError: If ``cpu_stats`` is not a bool or None.
@@ -83,7 +83,7 @@ class DeviceStatsMonitor(BestEffortCallback):
             self._safely(read_cpu_stats)  # percentages cover the time since the previous call
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Log the statistics, if this is due."""
+        """Log the statistics if they are due."""
         step = trainer.progress.step + 1
         if self._every and step % self._every == 0 and step != self._begun:
             self._begun = step
@@ -92,26 +92,26 @@ class DeviceStatsMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the statistics, if this is due."""
+        """Log the statistics if they are due."""
         step = trainer.progress.step
         if self._every and step % self._every == 0 and step != self._ended:
             self._ended = step
             self._safely(self._write, trainer, "on_train_batch_end", step)
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Log the statistics, if this is due."""
+        """Log the statistics if they are due."""
         self._write_evaluation(trainer, "on_validation_batch_start")
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Log the statistics, if this is due."""
+        """Log the statistics if they are due."""
         self._write_evaluation(trainer, "on_validation_batch_end")
 
     def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Log the statistics, if this is due."""
+        """Log the statistics if they are due."""
         self._write_evaluation(trainer, "on_test_batch_start")
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Log the statistics, if this is due."""
+        """Log the statistics if they are due."""
         self._write_evaluation(trainer, "on_test_batch_end")
 
     def _write_evaluation(self, trainer: Trainer, moment: str) -> None:

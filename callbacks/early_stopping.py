@@ -43,8 +43,8 @@ class EarlyStopping(Callback):
     """Callback that stops the run when ``monitor`` has not improved for ``patience`` checks.
 
     All processes stop after the same step, once the Trainer's ``min_epochs`` and ``min_steps`` are reached. A run that
-    is resumed from a checkpoint saved after the stop remains stopped, unless the current arguments, such as a larger
-    ``patience``, would not have stopped it.
+    is resumed from a checkpoint saved after the stop ends again immediately, unless the current arguments, for example
+    a larger ``patience``, allow it to continue.
 
     Args:
         monitor: Name of the logged value.
@@ -52,14 +52,14 @@ class EarlyStopping(Callback):
         patience: Number of checks without improvement before the run stops; 0 has the same effect as 1. Default: 3.
         verbose: Announce improvements of ``monitor``. Default: False.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. Default: ``"min"``.
-        strict: Raise an error at a check if ``monitor`` was never logged, instead of a warning. Neither applies before
-            the run's first validation, if it has any. Default: True.
+        strict: Raise an error at a check if ``monitor`` was never logged. If False, a warning is issued instead. In a
+            run with validation, neither happens before the first validation. Default: True.
         check_finite: Stop if the value is NaN or infinite. Default: True.
         stopping_threshold: Stop once the value is better than this threshold. Default: None.
         divergence_threshold: Stop once the value is worse than this threshold. Default: None.
         check_on_train_epoch_end: Check at the end of complete epochs (True) or after each validation (False). Default:
-            False in a run with validation if ``val_check_interval`` is not 1.0 or ``check_val_every_n_epoch`` is not 1,
-            otherwise True.
+            None, which selects False in a run with validation if ``val_check_interval`` is not 1.0 or
+            ``check_val_every_n_epoch`` is not 1, and True otherwise.
         log_rank_zero_only: Ignored; accepted for compatibility with Lightning. Default: False.
 
     Attributes:
@@ -157,7 +157,7 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """In ``fit``, reset the stop of an earlier run."""
+        """In ``fit``, reset the stopping epoch and reason of an earlier run."""
         if stage == "fit":
             self._forget_stop()
 
@@ -166,7 +166,7 @@ class EarlyStopping(Callback):
         self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop a resumed run that the callback had already stopped, unless the current arguments would not stop it."""
+        """Stop a resumed run that the callback had already stopped, unless the current arguments let it continue."""
         reason = self.stopping_reason_message
         if reason is None:
             return
@@ -185,12 +185,12 @@ class EarlyStopping(Callback):
         trainer.should_stop = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check the value, if checks run after validations."""
+        """Check the monitored value if checks run after each validation."""
         if not (self._should_skip_check(trainer) or self._checks_at_epoch_end(trainer)):
             self._run_early_stopping_check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check the value, if checks run at the end of epochs."""
+        """Check the monitored value if checks run at the end of epochs."""
         # An epoch cut short by max_steps or a signal does not count: a resumed run checks at its real end.
         if not trainer.progress.epoch_is_over or self._should_skip_check(trainer):
             return

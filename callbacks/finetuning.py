@@ -32,13 +32,14 @@ def multiplicative(epoch: int) -> float:
 class BaseFinetuning(Callback):
     """Base class of callbacks that freeze modules before training and unfreeze them later.
 
-    Override `freeze_before_training`, which runs before the optimizer is created, and `finetune_function`, which may
-    call `unfreeze_and_add_param_group`. Create the optimizer from ``filter(lambda p: p.requires_grad,
-    self.parameters())``. A resumed run restores which parameters are trained.
+    Override `freeze_before_training` to freeze modules before the optimizer is created. Override `finetune_function` to
+    unfreeze them, for example with `unfreeze_and_add_param_group`. Create the optimizer from
+    ``filter(lambda p: p.requires_grad, self.parameters())``. A resumed run restores the set of trained parameters and
+    the parameter groups.
 
     Raises:
         ValueError: In ``fit``, if the model or the optimizer state is sharded. On resume, if ``configure_optimizers``
-            builds parameter groups that differ from those in the checkpoint.
+            builds parameter groups that differ from the corresponding groups in the checkpoint.
         NotImplementedError: In ``fit``, if one of the two methods is not overridden.
 
     Example:
@@ -103,7 +104,7 @@ class BaseFinetuning(Callback):
         """Return the modules at any depth that have no children or that directly contain parameters.
 
         Args:
-            modules: A module, or nested lists of modules.
+            modules: A module or a (possibly nested) list of modules.
         """
         if isinstance(modules, nn.ModuleDict):
             modules = modules.values()
@@ -122,7 +123,7 @@ class BaseFinetuning(Callback):
         """Yield the trained parameters of modules or, with ``requires_grad=False``, the frozen ones.
 
         Args:
-            modules: A module, or nested lists of modules.
+            modules: A module or a (possibly nested) list of modules.
             train_bn: Include the parameters of BatchNorm layers. Default: True.
             requires_grad: Yield the trained parameters (True) or the frozen ones (False). Default: True.
         """
@@ -135,7 +136,7 @@ class BaseFinetuning(Callback):
         """Unfreeze modules and put their BatchNorm layers in training mode.
 
         Args:
-            modules: A module, or nested lists of modules.
+            modules: A module or a (possibly nested) list of modules.
         """
         for part in BaseFinetuning.flatten_modules(modules):
             if _is_norm(part):
@@ -145,7 +146,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze a module's own parameters. A BatchNorm layer is put in evaluation mode, which keeps its statistics.
+        """Freeze a module's own parameters. A BatchNorm layer is put in evaluation mode, so its statistics stay fixed.
 
         Args:
             module: Module to freeze, without its submodules.
@@ -160,7 +161,7 @@ class BaseFinetuning(Callback):
         """Freeze the parameters of modules.
 
         Args:
-            modules: A module, or nested lists of modules.
+            modules: A module or a (possibly nested) list of modules.
             train_bn: Make BatchNorm layers trainable instead of freezing them. Default: True.
         """
         for part in BaseFinetuning.flatten_modules(modules):
@@ -188,7 +189,7 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Unfreeze modules, and add their parameters that are not in the optimizer yet as a new group.
+        """Unfreeze modules and add their parameters as a new group, except those that are already in the optimizer.
 
         Args:
             modules: The modules to unfreeze.
@@ -209,7 +210,7 @@ class BaseFinetuning(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """In ``fit``, freeze modules."""
+        """In ``fit``, call `freeze_before_training`."""
         if stage != "fit":
             return
         strategy = trainer.accelerator.strategy
@@ -223,7 +224,7 @@ class BaseFinetuning(Callback):
         self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """In a resumed run, restore which parameters are trained."""
+        """In a resumed run, restore the set of trained parameters and the parameter groups."""
         if trainer.opened_checkpoint is not None:
             states = open_callback_states(trainer.opened_checkpoint)["callbacks"]
             if layout := states.get(self.state_key, {}).get("made"):
@@ -237,7 +238,7 @@ class BaseFinetuning(Callback):
         self._layout = _describe_layout(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Call `finetune_function`, except in a resumed epoch."""
+        """Call `finetune_function` for each optimizer, unless the run resumes in the middle of the epoch."""
         if trainer.progress.batch:
             return
         for optimizer in trainer.optimizers:
@@ -251,7 +252,7 @@ class BaseFinetuning(Callback):
             self._layout = layout
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which parameters are trained."""
+        """Return the names of the trained parameters, of each group's parameters, and of modules in evaluation mode."""
         return {"made": self._layout}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -264,10 +265,10 @@ class BackboneFinetuning(BaseFinetuning):
     Args:
         unfreeze_backbone_at_epoch: Index of the first epoch in which the backbone is trained. Default: 10.
         lambda_func: Function that returns the factor by which the backbone's rate is multiplied in each later epoch.
-            Its argument is the index of the next epoch. Default: `multiplicative`, which returns 2.
+            Its argument is the index of that epoch plus 1. Default: `multiplicative`, which returns 2.
         backbone_initial_ratio_lr: Initial rate of the backbone, as a fraction of the first group's rate. Default: 0.1.
         backbone_initial_lr: Initial rate of the backbone; overrides ``backbone_initial_ratio_lr``. Default: None.
-        should_align: Limit the rates that ``lambda_func`` determines to the first group's rate. Default: True.
+        should_align: When ``lambda_func`` is applied, cap the backbone's rate at the first group's rate. Default: True.
         initial_denom_lr: Ignored; accepted for compatibility with Lightning. Default: 10.0.
         train_bn: Train the backbone's BatchNorm layers from the start. If False, they stay frozen in evaluation mode.
             Default: True.
@@ -279,8 +280,8 @@ class BackboneFinetuning(BaseFinetuning):
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
-        ValueError: In ``fit``, if the task does not have a backbone, if an optimizer already contains its frozen
-            parameters, or in the cases of `BaseFinetuning`.
+        ValueError: In ``fit``, if the task does not have a backbone, or if ``configure_optimizers`` passes frozen
+            parameters of the backbone to an optimizer. `BaseFinetuning` lists further cases.
 
     Example:
         >>> import torch
@@ -354,7 +355,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check that no optimizer contains frozen parameters, and that one optimizer will train the backbone."""
+        """Check that one optimizer will train the backbone, and that no optimizer contains its frozen parameters."""
         count = len(trainer.optimizers)
         if count > 1 and type(self).finetune_function is BackboneFinetuning.finetune_function:
             raise ValueError(
@@ -372,7 +373,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().on_fit_start(trainer, pl_module)
 
     def freeze_before_training(self, pl_module: TaskModule) -> None:
-        """Freeze the backbone, except its batch norm layers if ``train_bn`` is True.
+        """Freeze the backbone, except for its BatchNorm layers if ``train_bn`` is True.
 
         Args:
             pl_module: The task.

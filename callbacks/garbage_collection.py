@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class GarbageCollection(Callback):
-    """Callback that collects garbage every ``every_n_steps`` optimizer steps, instead of Python's automatic collection.
+    """Callback that replaces Python's automatic garbage collection with one every ``every_n_steps`` optimizer steps.
 
     With automatic collection, processes collect at different steps and wait for each other. Objects that exist when
-    training begins are excluded with ``gc.freeze``, unless other code has already frozen objects. A Trainer with
-    several processes on CUDA GPUs adds a GarbageCollection that runs every 100 steps, unless ``callbacks`` contains one
-    or ``barebones=True`` is set.
+    training begins are excluded from collection with ``gc.freeze``, unless other code has already frozen objects. A
+    Trainer with several processes on CUDA GPUs adds a GarbageCollection that runs every 100 steps, unless ``callbacks``
+    contains one or ``barebones=True`` is set.
 
     Args:
         every_n_steps: Number of optimizer steps between two collections. Default: 1000.

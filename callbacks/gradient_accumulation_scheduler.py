@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Callback that changes ``accumulate_grad_batches`` at the start of epochs.
+    """Callback that changes ``accumulate_grad_batches`` at the start of specified epochs.
 
     Args:
         scheduling: Dict that maps the index of an epoch to the number of micro-batches per optimizer step from that
@@ -84,7 +84,7 @@ class GradientAccumulationScheduler(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Set the number of micro-batches for the first epoch of this run."""
+        """Set the number of micro-batches per optimizer step for the first epoch of this run."""
         opened = trainer.opened_checkpoint
         epoch = 0 if opened is None else opened.manifest.epoch
         trainer.accelerator.gradient_accumulation_steps = self.get_accumulate_grad_batches(epoch)
@@ -92,11 +92,11 @@ class GradientAccumulationScheduler(Callback):
         announce(f"micro-batches per optimizer step: {words}")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Set the number of micro-batches for the epoch."""
+        """Set the number of micro-batches per optimizer step for the epoch."""
         number = self.get_accumulate_grad_batches(trainer.progress.epoch)
         trainer.accelerator.gradient_accumulation_steps = number
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Reset the number of micro-batches."""
+        """Reset the number of micro-batches per optimizer step to 1."""
         if stage == "fit":
             trainer.accelerator.gradient_accumulation_steps = 1

@@ -10,7 +10,7 @@ from .callback import HOOKS, Callback
 
 
 class LambdaCallback(Callback):
-    """Callback whose hooks are functions.
+    """Callback whose hooks are passed as functions.
 
     Args:
         hooks: Functions by hook name. Each takes the arguments of the hook in `Callback`, except ``self``. A hook that

@@ -165,23 +165,24 @@ class LearningRateFinder(Callback):
 
     A copy of the task takes up to ``num_training_steps`` optimizer steps while the rate rises. The RNG state is
     restored afterwards. The suggested rate is assigned to the attribute ``attr_name`` before ``configure_optimizers``
-    runs; use the attribute there. If no rate can be suggested, the attribute does not change. With several parameter
-    groups, all rates rise in proportion, and the highest rate is reported. A run that is resumed from a checkpoint does
-    not search again.
+    runs. Create the optimizer with this attribute as its learning rate. If no rate can be suggested, the attribute does
+    not change. With several parameter groups, the ratios between their rates stay the same. The result refers to the
+    highest of these rates. A run that is resumed from a checkpoint does not search again.
 
     Args:
         min_lr: The first rate to try. Default: 1e-8.
         max_lr: The last rate to try. Default: 1.0.
         num_training_steps: Maximum number of rates to try. Default: 100.
-        mode: Rise of the rate: ``"exponential"`` or ``"linear"``. Default: ``"exponential"``.
-        early_stop_threshold: End the search when the smoothed loss exceeds the best one by this factor, or is not
-            finite; None disables this. Default: 4.0.
+        mode: Spacing of the rates to try: ``"exponential"`` or ``"linear"``. Default: ``"exponential"``.
+        early_stop_threshold: End the search early if the smoothed loss is not finite or exceeds this multiple of the
+            best one. None disables early stopping. Default: 4.0.
         update_attr: Assign the suggested rate to the attribute ``attr_name``. Default: True.
         attr_name: Name of the attribute for the suggested rate, in the task, the data module or the hparams of either.
-            Default: ``lr`` if it exists, else ``learning_rate``.
+            Default: an empty string, which selects ``lr`` if it exists, otherwise ``learning_rate``.
 
     Attributes:
-        optimal_lr: Result of the search, with ``results``, ``suggestion()`` and ``plot()``; None before the search.
+        optimal_lr: Result of the search: an object with ``results``, ``suggestion()`` and ``plot()``. None before the
+            search.
 
     Raises:
         ValueError, TypeError: If an argument is invalid. In ``fit``, if the search cannot run, for example with manual
@@ -271,7 +272,7 @@ class LearningRateFinder(Callback):
 
         Args:
             rate: The suggested rate, or None.
-            name: Name of the attribute that was set, or None.
+            name: Name of the attribute for the suggested rate; None if ``update_attr`` is False.
         """
         assert self.optimal_lr is not None
         tried = len(self.optimal_lr.results["lr"])

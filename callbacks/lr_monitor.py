@@ -20,17 +20,17 @@ class LearningRateMonitor(BestEffortCallback):
     """Callback that logs the learning rates of each optimizer, per step or per epoch.
 
     The rate of a step is the one that the optimizer used in the step. The rate of an epoch is the one at its start.
-    Each rate is logged under the ``"name"`` in the scheduler's configuration, by default ``lr-`` and the optimizer's
-    class, such as ``lr-Adam``. If a name occurs again, a number is appended, as in ``lr-Adam-1``. Parameter groups are
-    distinguished by their ``"name"`` or number, as in ``lr-Adam/pg1``.
+    Each rate is logged under the ``"name"`` in the scheduler's configuration. The default name is ``lr-`` followed by
+    the name of the optimizer's class, such as ``lr-Adam``. If a name occurs again, a number is appended, as in
+    ``lr-Adam-1``. Parameter groups are distinguished by their ``"name"`` or number, as in ``lr-Adam/pg1``.
 
     Args:
-        logging_interval: ``"step"`` (every ``log_every_n_steps`` steps), ``"epoch"``, or None, which uses the interval
-            of each scheduler, and ``"step"`` without a scheduler. Default: None.
-        log_momentum: Also log the momentum (or beta1), as ``...-momentum``. Optimizers without either log 0. Default:
-            False.
-        log_weight_decay: Also log the weight decay, as ``...-weight_decay``. Optimizers without it log 0. Default:
-            False.
+        logging_interval: ``"step"`` (every ``log_every_n_steps`` steps), ``"epoch"`` or None. None uses the interval of
+            each scheduler, or ``"step"`` for an optimizer without a scheduler. Default: None.
+        log_momentum: Also log the momentum (or beta1), as ``...-momentum``. For optimizers without either, 0 is logged.
+            Default: False.
+        log_weight_decay: Also log the weight decay, as ``...-weight_decay``. For optimizers without it, 0 is logged.
+            Default: False.
 
     Attributes:
         lrs: Learning rates logged in the latest ``fit``: for each name, a list in the order of logging.
@@ -116,7 +116,7 @@ class LearningRateMonitor(BestEffortCallback):
             self._safely(self._read, trainer, "step", optimizer if self._rates else None)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log the rates of the step, if this is due."""
+        """Log the rates every ``log_every_n_steps`` steps."""
         if self._rates:
             step = trainer.progress.step
             # After a step that float16 skipped, this is still the number of the previous step.

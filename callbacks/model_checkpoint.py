@@ -42,60 +42,62 @@ if TYPE_CHECKING:
 class ModelCheckpoint(CheckpointAliases, Checkpoint):
     """Callback that saves checkpoints between optimizer steps and keeps the best ones.
 
-    A checkpoint is a directory, which counts as a checkpoint only once it is complete. A run may have several
-    ModelCheckpoints that differ in ``monitor``, ``mode`` or their triggers.
+    A checkpoint is a directory. Incomplete checkpoints are never loaded. A run may have several ModelCheckpoints that
+    differ in ``monitor``, ``mode`` or their triggers.
 
-    A value that a validation logged ranks only a checkpoint of the weights that were validated. If a save is due before
-    the next value of ``monitor``, the ranked save waits for this value, but ``last.ckpt`` does not. If ``monitor`` is
-    logged by training steps, its latest value is used.
+    A value from a validation is used to rank a checkpoint only if the checkpoint contains the validated weights. If a
+    save is due while ``monitor`` has no value for the current weights, the ranked checkpoint is saved once the next
+    value is available; ``last.ckpt`` is saved immediately. If ``monitor`` is logged by training steps, its latest value
+    is used.
 
     Args:
         dirpath: Directory of the checkpoints, or a URL such as ``s3://bucket/run``. Default: ``checkpoints`` in the
             run's folder.
         filename: Template of checkpoint names, such as ``"{epoch}-{val_loss:.2f}"``. Default: ``"{epoch}-{step}"``.
-        monitor: Name of the logged value by which checkpoints are ranked. With None, the latest checkpoint is the best.
-            ``"step"`` with ``mode="max"`` keeps the latest ``save_top_k`` checkpoints. Default: None.
-        verbose: Announce each save, and values of ``monitor`` that are not good enough for one. Default: False.
+        monitor: Name of the logged value by which checkpoints are ranked. If None, the latest checkpoint counts as the
+            best. ``"step"`` with ``mode="max"`` keeps the latest ``save_top_k`` checkpoints. Default: None.
+        verbose: Announce each save and each value of ``monitor`` that is not good enough for a save. Default: False.
         save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"`` has the same effect as True: a complete
-            checkpoint is saved, not a link as in Lightning. Default: False. In a `RunFolder`, the default may be True,
-            so that the latest state is kept.
+            checkpoint is saved, not a link as in Lightning. Default: False. In a `RunFolder`, the default is True for
+            one ModelCheckpoint if none would otherwise keep the latest state.
         save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 keeps none. More than 1 requires ``monitor``.
             Default: 1.
         save_on_exception: Save the run when an error or Ctrl-C ends ``fit``. After an error, rank zero saves the run as
-            of the last completed step, without the state of other ranks. It saves nothing if it does not hold the
-            complete state, for example of a sharded model. Default: False.
+            of the last completed step, without the state of other ranks. If rank zero cannot save the run alone, for
+            example because the model is sharded, nothing is saved after an error. Default: False.
         save_weights_only: Omit everything that is needed only to resume, such as the optimizer state. Default: False.
         save_trainable_only: Omit frozen weights (``requires_grad=False``), unless they were trained during the run. To
-            load such a checkpoint, build the task with the same frozen weights, whose digests are compared. Default:
-            False.
+            load such a checkpoint, build the task with the same frozen weights. Their digests are compared with
+            those in the checkpoint. Default: False.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. NaN is worse than any number.
             Default: ``"min"``.
-        auto_insert_metric_name: Write each field of the template as ``name=value``, not only as the value. Default:
+        auto_insert_metric_name: Write each field of the template as ``name=value`` instead of only the value. Default:
             True.
         every_n_train_steps: Number of optimizer steps between saves; None or 0 disables this trigger. Default: None.
         train_time_interval: Time between saves: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments. Default:
             None.
         every_n_epochs: Number of epochs between saves; 0 disables this trigger. Default: 1 if no other trigger is
             passed, otherwise 0.
-        save_on_train_epoch_end: Let ``every_n_epochs`` save at the end of the epoch (True) or after each of its
-            validations (False). Default: as for ``check_on_train_epoch_end`` of `EarlyStopping`.
-        enable_version_counter: Append ``-v1``, ``-v2``, ... to the name if a checkpoint that is not to be replaced has
-            the same name. If False, replace a checkpoint with the same name, unless it is this callback's ``last.ckpt``
-            or another ModelCheckpoint of this run keeps it. Default: True.
+        save_on_train_epoch_end: For ``every_n_epochs``, save at the end of the epoch (True) or after each validation in
+            the epoch (False). Default: False in a run with validation if ``val_check_interval`` is not 1.0 or
+            ``check_val_every_n_epoch`` is not 1, otherwise True.
+        enable_version_counter: Append ``-v1``, ``-v2``, ... to the name if it is taken by a checkpoint that this save
+            does not replace. If False, replace the existing checkpoint, unless it is this callback's ``last.ckpt`` or
+            belongs to another ModelCheckpoint of this run. Default: True.
         async_save: Write the checkpoint in the background, from a copy of the state in host memory. If the save fails,
-            the error is raised at a later step or at the end of ``fit``. Until the checkpoint is in place,
-            ``best_model_path`` may not exist. Default: False.
+            the error is raised at a later step or at the end of ``fit``. The directory at
+            ``best_model_path`` may not exist until the save is complete. Default: False.
 
     Attributes:
         best_model_path: Path of the best checkpoint, or "".
         best_model_score: Value of ``monitor`` for the best checkpoint, a 0-d tensor, or None.
         best_k_models: Values of ``monitor`` for the kept checkpoints, by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
-        current_score: Value of ``monitor`` that was last compared with the kept checkpoints, or None.
+        current_score: Latest value of ``monitor`` that was compared with those of the kept checkpoints, or None.
 
     Raises:
         ValueError, TypeError: If an argument is invalid or more than one trigger is set. In ``fit``, if ``monitor`` was
-            needed but not logged, or if a checkpoint cannot be saved.
+            needed but not logged, or if the state cannot be saved, for example because a weight is not finite.
         OSError: In ``fit``, if a checkpoint cannot be written.
 
     Example:
@@ -200,7 +202,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Name that includes the monitor, the mode and the triggers."""
+        """Name of the callback's saved state, which includes the monitor, the mode and the triggers."""
         return (
             f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
             f"{self.every_n_train_steps}, every_n_epochs={self.every_n_epochs}, "
@@ -208,7 +210,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the record of the checkpoints and the state of the triggers."""
+        """Return the paths and scores of the kept checkpoints, and the state of the triggers."""
         return {
             "dirpath": self.dirpath,
             "triggered_step": self._triggered_step,
@@ -221,7 +223,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
 
-        If it belongs to another directory, which was not moved to ``dirpath``, only its best checkpoint is restored.
+        If the state is from another directory, only the best of its checkpoints is restored, unless the directory was
+        moved to ``dirpath``.
         """
         self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
         self._save_requested = state_dict["wanted"]
@@ -234,13 +237,13 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def saves(self) -> bool:
-        """Return whether the callback saves any checkpoints."""
+        """True if the callback saves any checkpoints."""
         triggers = self.every_n_train_steps or self.every_n_epochs or self.train_time_interval is not None
         return self.save_on_exception or bool(triggers and (self.save_top_k or self.save_last))
 
     @property
     def keeps_newest(self) -> bool:
-        """Return whether a run can be resumed from the latest save."""
+        """True if the latest checkpoint is always kept and a run can be resumed from it."""
         newest = self.save_last or self.save_top_k == -1 or (self.monitor is None and bool(self.save_top_k))
         return newest and not self.save_weights_only
 
@@ -289,12 +292,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self._top_k.forget(world.broadcast(missing))  # those that rank zero does not find
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Trigger a save, if saves are triggered after validations."""
+        """Trigger a save if ``every_n_epochs`` is due and saves after validations."""
         if trainer.stage == "fit" and not trainer.sanity_checking and not self._should_save_on_train_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if a save is due."""
+        """Save a checkpoint if one is due."""
         if self._job is not None:
             self._complete_job(trainer)
         progress = trainer.progress
@@ -309,7 +312,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._serve(trainer, epoch_is_over=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if a save is due."""
+        """Save a checkpoint if one is due."""
         if self._should_save_on_train_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
         self._serve(trainer, epoch_is_over=True)
@@ -346,7 +349,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self._save_as(path, trainer)
 
     def save_interrupted(self, trainer: Trainer) -> str:
-        """Save the run under the name that ``save_on_exception`` uses, and return the path.
+        """Save the run as ``last.ckpt`` if one is kept, otherwise as set by ``filename``, and return the path.
 
         Must be called on all ranks.
 
@@ -525,7 +528,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path of the worst ranked checkpoint; "" if there is none or fewer than ``save_top_k`` are kept."""
+        """Path of the lowest-ranked checkpoint; "" if no checkpoint is ranked or fewer than ``save_top_k`` are."""
         return self._top_k.kth_best_model_path
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
@@ -569,12 +572,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def format_checkpoint_name(
         self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
-        """Return the path of a checkpoint with these values, or only its name before ``dirpath`` is known.
+        """Return the path of a checkpoint with these values, or only its name if ``dirpath`` is not known yet.
 
         Args:
             metrics: Values for the fields of the template, by name. A missing value counts as 0, with a warning.
             filename: The template. Default: the callback's template.
-            ver: Number of a suffix such as ``-v1``. Default: no suffix.
+            ver: Version number in a suffix such as ``-v1``. Default: no suffix.
 
         Raises:
             ValueError: If a value cannot be written in its field's format.

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class ModelSummary(BestEffortCallback):
     """Callback that prints a table of the model's modules when ``fit`` begins.
 
-    If the task has an ``example_input_array`` and no lazy layers, it is run once with this input, so that the table
-    also shows shapes and FLOPs. Override `show` to print the table differently.
+    If the task has an ``example_input_array`` and no lazy layers, its ``forward`` is called once with this input, so
+    that the table also shows shapes and FLOPs. Override `show` to print the table differently.
 
     Args:
         max_depth: Levels of nested modules to show; -1 shows all, 0 prints no table. Default: 1.

@@ -17,7 +17,7 @@ MODES = ("min", "max")
 class LatestValidation:
     """Names that the latest validation logged, and the optimizer step of that validation.
 
-    A checkpoint of later weights must not be ranked by these values.
+    The values logged under these names must not be used to rank a checkpoint of later weights.
 
     Attributes:
         step: Number of optimizer steps taken before the latest validation; None before the first validation.
@@ -42,7 +42,7 @@ class LatestValidation:
         self.step = trainer.progress.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return the state to save in checkpoints."""
         return {"step": self.step, "names": sorted(self.names)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ class LatestValidation:
         self.step, self.names = state_dict["step"], frozenset(state_dict["names"])
 
     def just_measured(self, trainer: Trainer) -> frozenset[str]:
-        """Return the names that the latest validation logged if it measured the current weights, else an empty set.
+        """Return the names logged by the latest validation, or an empty set if the weights have changed since then.
 
         Args:
             trainer: The Trainer.
@@ -62,7 +62,7 @@ class LatestValidation:
         return self.names if self.step == trainer.progress.step else frozenset()
 
     def stale(self, trainer: Trainer) -> frozenset[str]:
-        """Return the names that the latest validation logged if the weights have changed since, else an empty set.
+        """Return the names logged by the latest validation, or an empty set if it ran on the current weights.
 
         Args:
             trainer: The Trainer.
@@ -75,7 +75,7 @@ def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str
 
     Args:
         trainer: The Trainer.
-        keep: Names for which the value of a training step is ignored. Default: none.
+        keep: Names whose values are not replaced by those of the latest training step. Default: none.
     """
     values = dict(trainer.logbook.callback_values)
     # The step values that loggers got may be log_every_n_steps old.
@@ -92,9 +92,9 @@ def read_monitored_metric(
     Args:
         trainer: The Trainer.
         name: The logged name.
-        consumer: Description of the object that needs the value, such as ``"the scheduler's monitor"``.
-        strict: Raise an error if the name was never logged. Otherwise, return None. Default: True.
-        keep: Names for which the value of a training step is ignored. Default: none.
+        consumer: Words that precede the name in the error message, such as ``"the scheduler's monitor"``.
+        strict: Raise an error if the name was never logged, instead of returning None. Default: True.
+        keep: Names whose values are not replaced by those of the latest training step. Default: none.
 
     Raises:
         ValueError: If the name was never logged and ``strict`` is set.
@@ -131,9 +131,9 @@ def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = Tr
     Args:
         trainer: The Trainer.
         name: The logged name.
-        consumer: Class name of the callback that checks, for messages.
-        strict: Raise an error if the name was never logged, instead of a warning. Neither applies while the run's first
-            validation is still to come. Default: True.
+        consumer: Class name of the callback that checks the value, for messages.
+        strict: Raise an error if the name was never logged, instead of issuing a warning. In a run with validation,
+            neither happens before the first validation is complete. Default: True.
 
     Returns:
         The value, identical on every rank; None if no new value is available.
@@ -159,7 +159,7 @@ def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: 
     Args:
         trainer: The Trainer.
         name: The name.
-        consumer: Description of the object that needs the value, such as ``"the scheduler's monitor"``.
+        consumer: Words that precede the name in the error message, such as ``"the scheduler's monitor"``.
         logged: Names that were logged.
     """
     names = sorted(logged)

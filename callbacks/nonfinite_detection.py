@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class NonFiniteWatch(Callback):
-    """Callback that raises an error if a checked tensor contains NaN or infinity, and names the first one.
+    """Callback that raises an error naming the first checked tensor that contains NaN or infinity.
 
     The callback is for debugging only, because it slows training down. It checks the outputs of the task's submodules,
     the gradients of these outputs and the gradients of the parameters. Outputs that are computed with gradients
@@ -68,11 +68,11 @@ class NonFiniteWatch(Callback):
                 self._handles.append(part.register_forward_hook(partial(self._look, label)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Discard earlier results."""
+        """Discard the results of earlier micro-batches."""
         self._forget()
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Raise the error if a tensor of this micro-batch is not finite."""
+        """Raise an error if a checked tensor of this micro-batch is not finite."""
         reduced_names: list[str] = []
         flags = [[*self._output_flags, *self._gradient_flags], []]
         self._forget()

@@ -11,14 +11,15 @@ from .model_checkpoint import ModelCheckpoint
 class OnExceptionCheckpoint(ModelCheckpoint):
     """Callback that saves the run as of the last completed step, but only when an error or a signal ends ``fit``.
 
-    The callback works like ``ModelCheckpoint(save_on_exception=True)`` with a constant name, so an older checkpoint of
-    this name is replaced. After a signal other than Ctrl-C, such as SIGTERM, only the first callback that saves full
-    checkpoints saves the run. If it is this callback, the checkpoint is named ``preempted.ckpt``. To resume from the
-    latest checkpoint, call ``fit(ckpt_path="auto")``.
+    The callback works like a `ModelCheckpoint` with ``save_on_exception=True`` and no other trigger. It replaces an
+    older checkpoint that has the same name. After a signal other than Ctrl-C, such as SIGTERM, only the first callback
+    that saves full checkpoints saves the run. If this callback is the first, its checkpoint is named
+    ``preempted.ckpt``. To resume from the latest checkpoint, call ``fit(ckpt_path="auto")``.
 
     Args:
         dirpath: Directory of the checkpoint, or its URL.
-        filename: Name of the checkpoint without the extension, not a template. Default: ``"on_exception"``.
+        filename: Name of the checkpoint without the extension. It must not contain fields, such as ``{epoch}``.
+            Default: ``"on_exception"``.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -42,7 +43,7 @@ class OnExceptionCheckpoint(ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """Name that includes ``filename``."""
+        """Name of the callback's saved state, which includes ``filename``."""
         return f"OnExceptionCheckpoint({self.filename!r})"
 
     @property

@@ -41,13 +41,14 @@ class PredictionWriter(BasePredictionWriter):
     Args:
         dirpath: Folder of the files, or its URL. If it is not empty, ``-v1``, ``-v2``, ... is appended to its name.
             Default: ``predictions`` in the Trainer's ``default_root_dir``.
-        shard_mib: Size in MiB of the collected tensors of a dataloader at which a rank writes a file. Default: 64.
+        shard_mib: Size in MiB at which the tensors that a rank has collected for a dataloader are written to a file.
+            Default: 64.
 
     Attributes:
         folder: Folder of the latest predictions, or None.
 
     Raises:
-        ValueError, TypeError: If an argument is invalid or, in ``predict``, if a prediction cannot be stored.
+        ValueError, TypeError: If an argument is invalid or, in ``predict``, a prediction cannot be stored.
         OSError: In ``predict``, if a file cannot be written.
 
     Example:
@@ -89,13 +90,13 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Collect the predictions of one batch. Write a file once there are enough batches.
+        """Collect the predictions of one batch. Write a file once enough predictions are collected.
 
         Args:
             trainer: The Trainer.
             pl_module: The task.
             prediction: The result of ``predict_step``.
-            batch_indices: Indices of the samples in the dataset, or None.
+            batch_indices: Indices of the batch's samples in the dataset, or None.
             batch: The batch.
             batch_idx: Index of the batch on this process.
             dataloader_idx: Index of the dataloader.
@@ -217,10 +218,10 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
     Reading the files never executes code.
 
     Args:
-        path: Folder of the predictions, or its URL: the value of `PredictionWriter.folder` after ``predict``.
+        path: Folder of the predictions, or its URL. After ``predict``, it is the value of `PredictionWriter.folder`.
         dataloader_idx: Index of the dataloader, if there were several. Default: 0.
-        indices: Yield pairs of the indices of the batch's samples in the dataset and the predictions. The indices are
-            None for a streamed dataset or a `CombinedLoader`. Default: False.
+        indices: Yield pairs ``(indices, predictions)``, where ``indices`` locates the batch's samples in the dataset.
+            The indices are None for a streamed dataset or a `CombinedLoader`. Default: False.
 
     Raises:
         ValueError, TypeError: If the path is invalid, or the folder does not have the complete predictions of this

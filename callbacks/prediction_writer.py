@@ -36,13 +36,14 @@ class WriteInterval(StrEnum):
 class BasePredictionWriter(Callback):
     """Base class of callbacks that write predictions. Override `write_on_batch_end`, `write_on_epoch_end` or both.
 
-    Each process writes its own predictions, so include ``trainer.global_rank`` in file names. The indices locate each
-    sample in the dataset, for any sampler and any world size. They are None if the dataset is streamed or the
-    dataloader is a `CombinedLoader`. An error while writing ends the stage.
+    Each process writes its own predictions, so include ``trainer.global_rank`` in file names. The batch indices that
+    these methods receive locate each sample in the dataset, for any sampler and any world size. They are None if the
+    dataset is streamed or the dataloader is a `CombinedLoader`. An error while writing ends the stage.
 
     Args:
-        write_interval: ``"batch"``, ``"epoch"`` (which keeps all predictions of a process in host memory until the end)
-            or ``"batch_and_epoch"``. Default: ``"batch"``.
+        write_interval: Write after each batch (``"batch"``), at the end of the epoch (``"epoch"``) or both
+            (``"batch_and_epoch"``). The last two keep all predictions of a process in host memory until the epoch ends.
+            Default: ``"batch"``.
 
     Raises:
         ValueError: If the interval is unknown, or if a method that it needs is not overridden.
@@ -104,7 +105,8 @@ class BasePredictionWriter(Callback):
         Args:
             trainer: The Trainer.
             pl_module: The task.
-            predictions: Results of ``predict_step``, in host memory; with several dataloaders, a list of such lists.
+            predictions: List of the results of ``predict_step``, in host memory. With several dataloaders, a list that
+                contains one such list for each.
             batch_indices: For each dataloader and each batch, the indices that `write_on_batch_end` receives.
         """
 
@@ -116,7 +118,7 @@ class BasePredictionWriter(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Write or collect the batch."""
+        """Write or collect the predictions of the batch."""
         indices = batch_indices(_get_loaders(trainer)[dataloader_idx])
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
             return  # a placeholder batch, which keeps the ranks in step: its sample belongs to another process
@@ -127,7 +129,7 @@ class BasePredictionWriter(Callback):
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write all collected batches."""
+        """Write all collected predictions."""
         if self.interval.on_epoch:
             predictions = self._predictions
             self.write_on_epoch_end(

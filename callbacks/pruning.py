@@ -35,38 +35,41 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], type[prune.BasePruningMethod]]] 
 class ModelPruning(Callback):
     """Callback that prunes parameters at the end of epochs or after validations and keeps the pruned weights at zero.
 
-    The model in a checkpoint has the pruned weights under their own names, so it can be loaded into an unpruned model.
-    The checkpoint also contains the masks and the unmasked values for a resumed run. All processes use rank zero's
-    masks.
+    A checkpoint contains the pruned weights under their original names, so they can be loaded into an unpruned model.
+    It also contains the masks and the unmasked values for a resumed run. All processes use rank zero's masks.
 
     Args:
         pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, or
-            an unstructured subclass of torch's ``BasePruningMethod``. A class requires
+            a subclass of torch's ``BasePruningMethod`` for unstructured pruning. A class requires
             ``use_global_unstructured=True``.
-        parameters_to_prune: Pairs of a module and the name of its parameter. Default: the parameters of the task's
-            submodules with a name in ``parameter_names``.
+        parameters_to_prune: Pairs of a module and the name of one of its parameters. Default: the parameters that
+            ``parameter_names`` selects in all submodules of the task.
         parameter_names: Names of the parameters to prune if ``parameters_to_prune`` is not set: ``"weight"``,
             ``"bias"`` or both. Default: both.
         use_global_unstructured: Compare the weights of all layers with each other. Structured pruning requires False.
             Default: True.
-        amount: Fraction (float) or number (int) of the remaining weights, or in structured pruning of the remaining
-            slices, to prune each time. May be a function of the epoch's index. Default: 0.5.
+        amount: Fraction (float) or number (int) of the remaining weights to prune each time. In structured pruning, it
+            refers to the remaining slices. May be a function of the epoch's index. Default: 0.5.
         apply_pruning: Whether to prune. May be a function of the epoch's index. Default: True.
         make_pruning_permanent: Replace weights and masks with the pruned weights when ``fit`` ends. Default: True.
         use_lottery_ticket_hypothesis: Reset the remaining weights to their initial values after each pruning. May be a
             function of the epoch's index. Default: True.
         resample_parameters: With ``use_lottery_ticket_hypothesis``, reset the remaining weights to new random values
-            from the layer's ``reset_parameters``, if it has this method. Default: False.
-        pruning_dim: Dimension along which structured pruning removes slices, for which it is required. Default: None.
-        pruning_norm: Order of the norm by which ``"ln_structured"`` compares slices, for which it is required. Default:
+            from the layer's ``reset_parameters``. Layers without this method are reset to their initial values.
+            Default: False.
+        pruning_dim: Dimension along which structured pruning removes slices. Required for structured pruning. Default:
             None.
-        verbose: 1 announces the number of pruned weights, 2 also announces this number for each parameter. Default: 0.
+        pruning_norm: Order of the norm by which ``"ln_structured"`` compares slices. Required for
+            ``"ln_structured"``. Default: None.
+        verbose: 1 announces the number of pruned weights; 2 also announces it for each parameter. Default: 0.
         prune_on_train_epoch_end: Prune at the end of epochs (True) or after each validation (False). Default: True.
 
     Raises:
         ValueError, TypeError: If an argument is invalid, or arguments contradict each other.
-        ValueError: In ``fit``, if the model is sharded, the parameters cannot be pruned, or the checkpoint was saved
-            with other parameters to prune.
+        ValueError: In ``fit``, if the model is sharded, if there are no parameters to prune, or if a parameter to prune
+            is not in the model.
+        ValueError: In ``fit``, if the run that saved the checkpoint did not prune the same parameters, or if
+            ``prune_on_train_epoch_end`` is False and a `WeightAveraging` is listed after this callback.
         IndexError: In ``fit``, if a parameter does not have the dimension ``pruning_dim``.
 
     References:
@@ -162,10 +165,10 @@ class ModelPruning(Callback):
         return function  # type: ignore[no-any-return]
 
     def filter_parameters_to_prune(self, parameters_to_prune: Places = ()) -> Places:
-        """Return the pairs of module and name to prune. Override this method to select some of them.
+        """Return the parameters to prune, as pairs of module and name. Override this method to select some of them.
 
         Args:
-            parameters_to_prune: Pairs of all parameters that would be pruned.
+            parameters_to_prune: All pairs of module and name that can be selected.
         """
         return parameters_to_prune
 
@@ -218,26 +221,26 @@ class ModelPruning(Callback):
                 pruned.load(saved["parameters"].get(pruned.full_name))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prune, if pruning runs at the end of epochs."""
+        """Prune if ``prune_on_train_epoch_end`` is True."""
         progress = trainer.progress
         if self._at_epoch_end and progress.epoch_is_over and progress.epoch > self._latest_epoch:
             self._latest_epoch = progress.epoch
             self._run(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prune, if pruning runs after validations."""
+        """Prune if ``prune_on_train_epoch_end`` is False."""
         if not self._at_epoch_end and trainer.stage == "fit" and not trainer.sanity_checking:
             self._run(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """With ``make_pruning_permanent``, make the pruning permanent."""
+        """With ``make_pruning_permanent``, replace weights and masks with the pruned weights."""
         if self._permanent:
             if trainer.last_step is not None:
                 trainer.last_step.changed()
             self.make_pruning_permanent(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """With ``make_pruning_permanent``, make the pruning permanent."""
+        """With ``make_pruning_permanent``, replace weights and masks with the pruned weights."""
         if stage == "fit" and self._permanent:
             self.make_pruning_permanent(pl_module)
 
@@ -262,7 +265,7 @@ class ModelPruning(Callback):
         """Prune some of the remaining weights or, in structured pruning, of the remaining slices.
 
         Args:
-            amount: Fraction (float) or number (int) of the remaining weights or slices.
+            amount: Fraction (float) or number (int) of the remaining weights or slices to prune.
         """
         for pruned in self._pruned:
             pruned.refresh()
@@ -277,7 +280,7 @@ class ModelPruning(Callback):
 
     @torch.no_grad()
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Reset the remaining weights to their initial or to new values."""
+        """Reset the remaining weights to their initial values or to new random values."""
         fresh: dict[int, nn.Module] = {}
         for pruned in self._pruned:
             value: Tensor | None = pruned.first

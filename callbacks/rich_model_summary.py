@@ -10,10 +10,10 @@ from .model_summary import ModelSummary
 
 
 class RichModelSummary(ModelSummary):
-    """Callback that prints the table of the model's modules with the package ``rich``.
+    """Callback that uses the package ``rich`` to print the table of the model's modules.
 
     Args:
-        max_depth: Levels of nested modules to show; -1 shows all, 0 prints no table. Default: 1.
+        max_depth: Levels of nested modules to show; -1 shows all levels, and 0 prints no table. Default: 1.
         header_style: Rich style of the header. Default: ``"bold magenta"``.
 
     Raises:
@@ -32,7 +32,7 @@ class RichModelSummary(ModelSummary):
         self.header_style = header_style
 
     def show(self, summary: Summary) -> None:
-        """Print the table and the line of totals on standard error.
+        """Print the table and the line of totals to standard error.
 
         Args:
             summary: The summary to print.

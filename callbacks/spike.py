@@ -1,4 +1,4 @@
-"""`SpikeWatch`: detects sudden increases of the loss or of the gradient norm."""
+"""`SpikeWatch`: detects sudden increases in the loss or the gradient norm."""
 
 from __future__ import annotations
 
@@ -25,27 +25,31 @@ _DEVIATION = 1.4826  # standard deviation of a normal distribution in median abs
 
 
 class SpikeWatch(Callback):
-    """Callback that detects a sudden increase of the loss or of the gradient norm compared with the preceding steps.
+    """Callback that detects sudden increases in the loss or the gradient norm.
 
-    A step is a spike if its value is not finite, or if it exceeds the median of the ``window`` preceding steps by more
-    than ``threshold`` robust standard deviations (1.4826 times the median absolute deviation) and by more than ``rise``
-    times the median's absolute value. Spikes are not added to the window. Optimizer steps that are skipped are ignored.
+    Each step's value is compared with a window of up to ``window`` values from preceding steps. A value that is not
+    finite is always a spike. A finite value is a spike if it exceeds the window's median by more than ``threshold``
+    robust standard deviations and by more than ``rise`` times the median's absolute value. A robust standard deviation
+    is 1.4826 times the window's median absolute deviation. Spikes are not added to the window. Skipped optimizer steps
+    are ignored.
 
-    A loss is averaged over the processes, and a gradient norm covers all gradients, so all processes react after the
-    same step. A resumed run restores the window.
+    The loss is averaged over all processes, and the gradient norm includes the gradients of all shards. All processes
+    therefore react after the same step. A resumed run restores the window.
 
     Args:
         monitor: ``"loss"``, the mean over the step's micro-batches, or ``"grad_norm"``, the norm of all gradients
             before clipping. Default: ``"loss"``.
-        action: ``"warn"`` only warns. ``"stop"`` also stops the run. ``"save"`` also saves a checkpoint, which includes
-            any steps between the spike and the check. ``"raise"`` raises an error. Default: ``"warn"``.
-        window: Maximum number of preceding steps that determine the median, at least 3. Default: 100.
-        warmup: Number of steps in the window before the first spike is reported, from 2 to ``window``. A value that is
-            not finite is reported in any step. Default: 20.
-        threshold: Minimum number of robust standard deviations above the median. Default: 8.0.
-        rise: Minimum increase as a fraction of the median. Default: 0.1.
-        every_n_steps: Number of optimizer steps between checks. The end of an epoch is always checked. Default: 50.
-        dirpath: Directory of the checkpoints that ``"save"`` writes, or its URL. Default: ``spikes`` in the run's
+        action: ``"warn"`` only warns. ``"stop"`` warns and stops the run. ``"save"`` warns and saves a checkpoint at
+            the next check, which may be several steps after the spike. ``"raise"`` raises an error. Default:
+            ``"warn"``.
+        window: Maximum number of values in the window. Must be at least 3. Default: 100.
+        warmup: Number of values that the window must contain before a finite value can be a spike. Must be from 2 to
+            ``window``. Default: 20.
+        threshold: Number of robust standard deviations by which a spike must exceed the median. Default: 8.0.
+        rise: Fraction of the median by which a spike must also exceed the median. Default: 0.1.
+        every_n_steps: Number of optimizer steps between checks. The remaining values are checked at the end of each
+            epoch. Default: 50.
+        dirpath: Path or URL of the directory for the checkpoints of ``action="save"``. Default: ``spikes`` in the run's
             folder.
 
     Attributes:
@@ -119,7 +123,7 @@ class SpikeWatch(Callback):
         self.spikes = [tuple(spike) for spike in state_dict["spikes"]]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """In ``fit``, reset the state of an earlier run."""
+        """In ``fit``, discard the state of an earlier run."""
         if stage == "fit":
             self._window_values, self._new, self.spikes = [], [], []
             self._forget()
@@ -134,7 +138,7 @@ class SpikeWatch(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: TaskModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """With ``monitor="grad_norm"``, add to the step's value."""
+        """With ``monitor="grad_norm"``, add the optimizer's gradients to the step's norm."""
         if self.monitor == "grad_norm":
             trainer.accelerator.unscale_gradients()
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -143,7 +147,7 @@ class SpikeWatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """With ``monitor="loss"``, add to the step's value."""
+        """With ``monitor="loss"``, add the micro-batch's loss to the step's value."""
         loss = outputs.get("loss") if self.monitor == "loss" and isinstance(outputs, dict) else None
         if isinstance(loss, Tensor):
             self._add(loss.detach().clone())  # a CUDA graph's next replay would overwrite it
@@ -164,7 +168,7 @@ class SpikeWatch(Callback):
     # -- checks --------------------------------------------------------------------------------------------------
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check the values, if this is due."""
+        """Check the values if a check is due."""
         if self._new and trainer.progress.step % self.every_n_steps == 0:
             self._look(trainer)
 

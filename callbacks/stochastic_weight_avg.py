@@ -23,28 +23,32 @@ _STRATEGIES: dict[str, Callable[[float], float]] = {
 
 
 class StochasticWeightAveraging(Averaging):
-    """Callback that, from ``swa_epoch_start`` on, anneals the learning rates and averages the weights of each epoch.
+    """Callback that anneals the learning rates and averages the weights over the final epochs.
 
-    The task's own schedulers are then stopped. After training, the averages are put into the model, and BatchNorm's
-    statistics, if any, are recomputed in one more pass over the training data. Validations use the trained weights. A
-    checkpoint that is saved during training has the trained weights and, if there are any, the averages, for a resumed
-    run and for `averaged_weights`.
+    Both begin in the epoch that ``swa_epoch_start`` specifies. The task's own learning rate schedulers stop at the
+    start of that epoch. After training, the averages are put into the model. If the model has BatchNorm layers, their
+    statistics are then recomputed in one more pass over the training data. Validations use the trained weights.
+
+    A checkpoint that is saved during training contains the trained weights and the averages, if there are any. A
+    resumed run restores the averages. `averaged_weights` returns them for other uses.
 
     Args:
         swa_lrs: The learning rate to anneal to, or a list with one rate for each parameter group.
-        swa_epoch_start: The first epoch to average, counted from 1 (int), or a fraction of ``max_epochs`` (float).
-            Default: 0.8.
+        swa_epoch_start: First epoch whose weights are averaged, counted from 1 (int) or given as a fraction of
+            ``max_epochs`` (float). Default: 0.8.
         annealing_epochs: Number of epochs until ``swa_lrs`` is reached; 0 sets the rates immediately. Default: 10.
         annealing_strategy: Shape of the annealing: ``"cos"`` or ``"linear"``. Default: ``"cos"``.
-        avg_fn: Function that returns the new average: ``avg_fn(averaged, current, num_averaged)``. Default: the mean of
-            all averaged weights.
-        device: Device of the averages; None uses the device of the weights, as does a sharded model. Default:
+        avg_fn: Function that returns the new average: ``avg_fn(averaged, current, num_averaged)``. Default: the mean
+            over all averaged epochs.
+        device: Device of the averages. If None or if the model is sharded, the device of the weights is used. Default:
             ``"cpu"``.
 
     Raises:
         ValueError, TypeError, RuntimeError: If an argument is invalid.
-        ValueError: In ``fit``, if the task does not have exactly one optimizer or uses manual optimization, if another
-            callback also averages weights, or if the run or the checkpoint does not match the arguments.
+        ValueError: In ``fit``, if the task uses manual optimization or does not have exactly one optimizer, or if
+            another callback also averages weights.
+        ValueError: In ``fit``, if the run does not support averaging or one of the arguments, or if the averages in the
+            checkpoint do not match the model.
 
     References:
         Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018,
@@ -170,7 +174,7 @@ class StochasticWeightAveraging(Averaging):
             self._averages.update(self._average)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages, if any, into the model."""
+        """Put the averages, if any, into the model and recompute BatchNorm's statistics."""
         averages = self._averages
         if averages is not None and averages.count:
             self._ended = True

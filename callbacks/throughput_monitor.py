@@ -22,24 +22,27 @@ if TYPE_CHECKING:
 class ThroughputMonitor(BestEffortCallback):
     """Callback that logs a run's throughput under names such as ``train/device/samples_per_sec``. See `Throughput`.
 
-    In training, rank zero measures every ``log_every_n_steps`` steps, and each measurement synchronizes with the
-    device. Time in validations is excluded. The throughput of an evaluation is logged when the evaluation ends.
+    During training, rank zero takes a measurement every ``log_every_n_steps`` steps. Each measurement waits for the
+    device to finish its queued work. The time spent in validation is excluded. The throughput of an evaluation is
+    logged when the evaluation ends.
 
-    In training, FLOPs are also counted if the task has an attribute ``flops_per_batch``, the FLOPs of one micro-batch,
-    which `measure_flops` computes. If the device's peak is known, too, the model FLOPs utilization (MFU), the achieved
-    fraction of the peak, is logged as ``train/device/mfu``.
+    During training, FLOPs are also counted if the task has the attribute ``flops_per_batch``. Set it to the FLOPs of
+    one micro-batch, which `measure_flops` can compute. If the peak FLOPs of the device are also known, the model FLOPs
+    utilization (MFU) is logged as ``train/device/mfu``. MFU is the achieved fraction of the peak.
 
     Args:
-        batch_size_fn: Function that returns the number of samples in a batch. Default: the dataloaders' count.
-        length_fn: Function that returns the number of items in a batch, such as its tokens. Default: items are not
-            counted.
-        window_size: Minimum number of batches that a rate in training covers, at least 2. Default: 100.
-        separator: Text between the components of a name. Default: ``"/"``.
+        batch_size_fn: Function that returns the number of samples in a batch. Default: None, which uses the
+            dataloader's count.
+        length_fn: Function that returns the number of items, such as tokens, in a batch. Default: None, which counts no
+            items.
+        window_size: Minimum number of batches over which a training rate is computed. Must be at least 2. Default: 100.
+        separator: Text between the components of a metric name. Default: ``"/"``.
         available_flops: Peak FLOPs per second of one device. Default: the result of `get_available_flops`.
 
     Raises:
-        ValueError, TypeError: If an argument is invalid. When a stage begins, if the arguments do not fit the task or
-            the Trainer.
+        ValueError, TypeError: If an argument is invalid.
+        ValueError: In any stage, if ``available_flops`` is set but the task has no attribute ``flops_per_batch``. In
+            ``fit``, if the Trainer's ``log_every_n_steps`` is 0.
 
     Example:
         >>> import tempfile
@@ -102,7 +105,7 @@ class ThroughputMonitor(BestEffortCallback):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seconds of training and the counts."""
+        """Return the training time in seconds and the counts of samples and items."""
         return {"time": self._compute_elapsed(), "lengths": self._lengths, "samples": self._counted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -113,7 +116,7 @@ class ThroughputMonitor(BestEffortCallback):
     # -- training ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Check the settings."""
+        """Check that the arguments fit the task and the Trainer."""
         super().setup(trainer, pl_module, stage)
         self._reset()
         if stage == "fit" and not trainer.log_every_n_steps:
@@ -131,7 +134,7 @@ class ThroughputMonitor(BestEffortCallback):
         self._must_count = self._has_flops or self.batch_size_fn is not None or self.length_fn is not None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock of training."""
+        """Start the training clock."""
         interval = trainer.log_every_n_steps * trainer.accumulate_grad_batches
         self._throughput = self._make_throughput(trainer, 1 + max(1, math.ceil(self.window_size / interval)))
         self._safely(_wait_for, trainer)
@@ -159,7 +162,7 @@ class ThroughputMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch."""
+        """Count the samples, items and FLOPs of the batch."""
         if self._must_count:
             self._count(trainer, pl_module, batch, self._local_counts)
 
@@ -188,7 +191,7 @@ class ThroughputMonitor(BestEffortCallback):
         return None if math.isnan(counts[0]) else counts
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Measure if a measurement is due."""
+        """Measure and log the throughput every ``log_every_n_steps`` steps."""
         step = trainer.progress.step
         if step % trainer.log_every_n_steps == 0 and step != self._step and self._throughput is not None:
             self._step = step
@@ -263,13 +266,13 @@ class ThroughputMonitor(BestEffortCallback):
         self._write(trainer, stage, throughput)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock of the validation."""
+        """Start the validation clock."""
         self._begin(trainer)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        """Count the batch."""
+        """Count the samples and items of the batch."""
         self._tick(trainer, pl_module, batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -277,11 +280,11 @@ class ThroughputMonitor(BestEffortCallback):
         self._end(trainer, "validate")
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock of the test."""
+        """Start the test clock."""
         self._begin(trainer)
 
     def on_test_batch_end(self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any) -> None:
-        """Count the batch."""
+        """Count the samples and items of the batch."""
         self._tick(trainer, pl_module, batch)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -289,11 +292,11 @@ class ThroughputMonitor(BestEffortCallback):
         self._end(trainer, "test")
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock of the prediction."""
+        """Start the prediction clock."""
         self._begin(trainer)
 
     def on_predict_batch_end(self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any) -> None:
-        """Count the batch."""
+        """Count the samples and items of the batch."""
         self._tick(trainer, pl_module, batch)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:

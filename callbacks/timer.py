@@ -27,16 +27,17 @@ class Interval(StrEnum):
 
 
 class Timer(Callback):
-    """Callback that measures the duration of training, over all resumed runs, and stops it after ``duration``.
+    """Callback that measures training time across resumed runs and stops training after ``duration``.
 
-    The callback also measures the latest validation and the latest test. All processes stop after the same step, once
-    the Trainer's ``min_epochs`` and ``min_steps`` are reached. Another ``fit`` with the same Timer continues the
-    measurement.
+    The callback also measures the duration of the latest validation and of the latest test. All processes stop after
+    the same step. They do not stop before the Trainer's ``min_epochs`` and ``min_steps`` are reached. Another ``fit``
+    with the same Timer continues the measurement.
 
     Args:
-        duration: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments; None only measures. Default: None.
-        interval: Check the clock after each optimizer ``"step"`` or at the end of each ``"epoch"``. Default:
-            ``"step"``.
+        duration: Time limit for training, as ``"DD:HH:MM:SS"``, a timedelta, or a dict of timedelta's arguments.
+            Default: None, which only measures.
+        interval: When to check the clock: after each optimizer step (``"step"``) or at the end of each epoch
+            (``"epoch"``). Default: ``"step"``.
         verbose: Announce that the time is up. Default: True.
 
     Raises:
@@ -88,9 +89,9 @@ class Timer(Callback):
         return self._ended.get(choose("stage", stage, _STAGES))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds spent in training, over all resumed runs, or in the latest validation or test.
+        """Return the seconds spent in a stage: in training across resumed runs, or in the latest validation or test.
 
-        The time of training includes the validations within it.
+        Training time includes the time spent in validation.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
@@ -104,7 +105,7 @@ class Timer(Callback):
         return before + self._ended.get(stage, time.monotonic()) - began
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the seconds that are left of ``duration``, at least 0; None without a duration.
+        """Return the remaining seconds of ``duration``, or 0 if it has elapsed; None if ``duration`` is not set.
 
         Args:
             stage: Stage whose elapsed time is subtracted from ``duration``. Default: ``"train"``.
@@ -129,7 +130,7 @@ class Timer(Callback):
         self._ended.pop("train", None)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock. Stop the run if its time is already up."""
+        """Start the training clock. Stop the run if its time is already up."""
         if "train" in self._ended:  # another fit continues the count
             self._before = self.time_elapsed()
         self._begin("train")
@@ -146,28 +147,28 @@ class Timer(Callback):
         self._look(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop the clock of training."""
+        """Stop the training clock."""
         self._ended["train"] = time.monotonic()
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Stop the clocks of stages that an error ended."""
+        """Stop the clocks of stages that an error interrupted."""
         for name in self._began:
             self._ended.setdefault(name, time.monotonic())
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock of the validation."""
+        """Start the validation clock."""
         self._begin("validate")
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop the clock of the validation."""
+        """Stop the validation clock."""
         self._ended["validate"] = time.monotonic()
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock of the test."""
+        """Start the test clock."""
         self._begin("test")
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop the clock of the test."""
+        """Stop the test clock."""
         self._ended["test"] = time.monotonic()
 
     def _look(self, trainer: Trainer) -> None:

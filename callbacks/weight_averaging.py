@@ -21,25 +21,25 @@ _FUNCTIONS = ("avg_fn", "multi_avg_fn")
 class WeightAveraging(Averaging):
     """Callback that averages the weights, validates with the averages, and leaves them in the model after training.
 
-    Each process averages the tensors that it holds, also if the model is sharded. Before the first update, validation
+    Each process averages the tensors that it holds, even if the model is sharded. Before the first update, validation
     uses the trained weights.
 
-    The model in a checkpoint that is saved during training has the trained weights. The checkpoint also contains the
-    averages, if there are any. A resumed run restores them with any world size. If the Trainer has this callback,
-    ``validate``, ``test`` and ``predict`` with a ``ckpt_path`` use the checkpoint's averages, if it has any.
-    `averaged_weights` returns them for other uses.
+    Checkpoints saved during training contain the model's trained weights. They also contain the averages, if there are
+    any. A resumed run restores the averages, even with a different world size. With this callback, ``validate``,
+    ``test`` and ``predict`` use the averages in the checkpoint that ``ckpt_path`` selects. If the checkpoint has none,
+    they use the trained weights and issue a warning. `averaged_weights` returns a checkpoint's averages for other uses.
 
     Args:
-        device: Device of the averages. If it differs from the weights' device, each update synchronizes. Default: the
-            weights' device.
+        device: Device of the averages. If it differs from the weights' device, each update waits until the weights have
+            been copied. Default: the weights' device.
         use_buffers: Also average the persistent buffers. Default: True.
         kwargs: The averaging function, as in torch's ``AveragedModel``: ``avg_fn(averaged, current, num_averaged)`` for
-            single tensors, or ``multi_avg_fn`` for lists of tensors. Default: all averaged values have the same weight.
+            single tensors, or ``multi_avg_fn`` for lists of tensors. Default: an equally weighted average.
 
     Raises:
         ValueError, TypeError, RuntimeError: If an argument is invalid.
-        ValueError: In ``fit``, if another callback also averages weights, or if the run does not support averaging. If
-            the averages in a checkpoint do not match the model.
+        ValueError: In ``fit``, if another callback also averages weights, or if the strategy does not support averaging
+            or ``device``. If the averages in a checkpoint do not match the model.
 
     References:
         Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", SIAM Journal on Control and
@@ -94,11 +94,11 @@ class WeightAveraging(Averaging):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Update the averages, if this is due."""
+        """Update the averages if an update is due."""
         self._follow(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Make up for an update that an error in the earlier run prevented."""
+        """Perform the update that the interrupted run missed, if any."""
         self._follow(trainer)
 
     def _follow(self, trainer: Trainer) -> None:
@@ -110,7 +110,7 @@ class WeightAveraging(Averaging):
                 self._averages.update(self._average)  # type: ignore[union-attr]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Update the averages, if this is due."""
+        """Update the averages if an update is due."""
         progress = trainer.progress
         if progress.epoch_is_over and progress.epoch > self._latest_epoch:
             self._latest_epoch = progress.epoch
@@ -124,11 +124,11 @@ class WeightAveraging(Averaging):
         self._begin(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the model's own weights back."""
+        """Restore the model's own weights."""
         self._end()
 
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the model's own weights back."""
+        """Restore the model's own weights."""
         self._end()
 
     def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -140,7 +140,7 @@ class WeightAveraging(Averaging):
         self._begin(trainer, pl_module)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the model's own weights back."""
+        """Restore the model's own weights."""
         self._end()
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -148,7 +148,7 @@ class WeightAveraging(Averaging):
         self._begin(trainer, pl_module)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the model's own weights back."""
+        """Restore the model's own weights."""
         self._end()
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -192,25 +192,26 @@ class WeightAveraging(Averaging):
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Callback that averages the weights exponentially: ``average = decay * average + (1 - decay) * weights``.
+    """Callback that keeps an exponential moving average (EMA) of the weights.
 
-    The first update copies the weights.
+    The first update copies the weights. Each later update computes
+    ``average = decay * average + (1 - decay) * weights``.
 
     Args:
         device: Device of the averages. Default: the weights' device.
         use_buffers: Also average the persistent buffers. Default: True.
         decay: Fraction of the average that is kept, from 0 to 1. Default: 0.999.
-        update_every_n_steps: Number of optimizer steps between updates; 0 updates only at the end of epochs. Default:
-            1.
+        update_every_n_steps: Number of optimizer steps between updates. If 0, the averages are updated only at the end
+            of each epoch. Default: 1.
         update_starting_at_step: Index of the first optimizer step after which the averages may be updated. Ignored if
-            ``update_every_n_steps`` is 0. Default: None, as for 0.
-        update_starting_at_epoch: Index of the first epoch in which the averages may be updated. Default: None, as for
-            0.
+            ``update_every_n_steps`` is 0. Default: None, which is equivalent to 0.
+        update_starting_at_epoch: Index of the first epoch in which the averages may be updated. Default: None, which is
+            equivalent to 0.
         kwargs: Not supported.
 
     Raises:
         ValueError, TypeError, RuntimeError: If an argument is invalid.
-        ValueError: In ``fit`` and in evaluations, as for `WeightAveraging`.
+        ValueError: In ``fit`` and in evaluations, for the same reasons as `WeightAveraging`.
 
     References:
         Morales-Brotons et al., "Exponential Moving Average of Weights in Deep Learning: Dynamics and Benefits", 2024,

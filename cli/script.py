@@ -25,23 +25,23 @@ def run(
 ) -> Session:
     """Run the stage that the command line names: ``STAGE [--config FILE ...] [KEY=VALUE ...]``.
 
-    The arguments are those of `treadle fit`; see `treadle fit --help`. ``sweep --config FILE`` runs a sweep; see
-    `treadle sweep --help`.
+    The options after ``STAGE`` are those of `treadle fit`; see `treadle fit --help`. ``sweep --config FILE`` runs a
+    sweep; see `treadle sweep --help`.
 
     Args:
-        Model: The task's class. Default: None; the configuration must name the class.
-        Data: The data module's class. Default: None; the configuration may name the class.
+        Model: The class of the task. Default: None, in which case the configuration must name the class.
+        Data: The class of the data module. Default: None, in which case the configuration may name a class.
         defaults: Default configuration, as nested dicts by section. Files and the command line override it. Default:
             None.
         arguments: The command-line arguments. Default: ``sys.argv[1:]``.
 
     Returns:
-        The session, with the attributes ``trainer``, ``model``, ``data`` (None without a data module) and ``result``,
-        the return value of the Trainer's method.
+        The session, with the attributes ``trainer``, ``model``, ``data`` (None without a data module) and ``result``.
+        ``result`` is the return value of the Trainer method that ran the stage.
 
     Raises:
-        SystemExit: With status 2 after an error in the command line or the configuration. Also after ``--help``,
-            ``--print-config`` and a sweep.
+        SystemExit: With status 2 after an error in the command line or the configuration. With status 0 after
+            ``--help`` or ``--print-config``. With the sweep's exit status after a sweep.
     """
     remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
     program = sys.argv[0].rpartition("/")[2]

@@ -27,7 +27,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
     """Set environment variables within a ``with`` block, and restore them afterwards.
 
     Args:
-        **kwargs: Values by name. Names are converted to upper case, and values to strings.
+        **kwargs: Values of the variables, keyed by name. Names are converted to upper case, and values to strings.
 
 
     Example:
@@ -42,7 +42,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment within a ``with`` block, and restore it afterwards."""
+    """Remove all environment variables within a ``with`` block, and restore them afterwards."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -53,7 +53,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Release the unused memory that the allocator of a CUDA or Apple GPU caches.
+    """Release the unused memory that torch caches on a CUDA or Apple GPU.
 
     Args:
         garbage_collection: Whether to run Python's garbage collector first. Default: False.
@@ -82,11 +82,11 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Return a progress bar of ``tqdm.auto``. By default, it is shown only on local rank zero of each machine.
+    """Return a progress bar from ``tqdm.auto``. By default, it is shown only on local rank zero of each machine.
 
     Args:
         *args: Positional arguments of tqdm.
-        main_process_only: Whether the bar is disabled on the other ranks of the machine. Default: True.
+        main_process_only: Whether to show the bar only on local rank zero. Default: True.
         **kwargs: Keyword arguments of tqdm.
     """
     from tqdm.auto import tqdm as bar

@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
-    """Return the norm of each parameter's gradient and of all gradients together, without a device sync.
+    """Return the norm of each parameter's gradient and the norm of all gradients together.
+
+    The function does not wait for the device unless the gradients are sharded.
 
     Args:
-        module: The module after a backward pass. If the gradients are sharded, all ranks must call this function.
+        module: The module whose gradients a backward pass has computed. If the gradients are sharded, all ranks must
+            call this function.
         norm_type: 2 for the Euclidean norm, ``"inf"`` for the largest absolute value, or another number above 0.
-        group_separator: Text between the kind of norm and the parameter's name. Default: ``"/"``.
+        group_separator: Text between the kind of norm and the parameter's name in each key. Default: ``"/"``.
 
     Returns:
-        0-d tensors by name, such as ``"grad_2.0_norm/net.weight"``, with ``"grad_2.0_norm_total"``; empty without
-        gradients.
+        Dict of 0-d tensors, with keys such as ``"grad_2.0_norm/net.weight"``. The norm of all gradients has a key such
+        as ``"grad_2.0_norm_total"``. The dict is empty if there are no gradients.
     """
     order = float(norm_type)
     if not order > 0:
@@ -62,7 +65,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """Retie each group of parameters that `find_shared_parameters` returned, and return the module.
+    """Retie the parameters whose names `find_shared_parameters` returned, and return the module.
 
     Args:
         module: The module, which is changed in place.
@@ -90,7 +93,9 @@ def is_picklable(obj: object) -> bool:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return the recommended number of dataloader workers per process: its share of the cores less one, at least 1.
+    """Return the recommended number of dataloader workers per process, at least 1.
+
+    The number is one less than the process's share of the available CPU cores, rounded down.
 
     Args:
         local_world_size: Number of processes on this machine, at least 1.
@@ -104,7 +109,7 @@ def is_shared_filesystem(strategy: Strategy | World, path: str | Path | None = N
     """Return whether all ranks see the same files below ``path``. Must be called on all ranks.
 
     Args:
-        strategy: The run's strategy, or its world.
+        strategy: The run's strategy, or its `World`.
         path: An existing directory. Default: the working directory.
     """
     world = strategy if isinstance(strategy, World) else strategy.world

@@ -14,17 +14,19 @@ from ..trainer.arguments import set_determinism
 
 
 def gather(tensor: Any) -> Any:
-    """Concatenate every rank's tensors along dimension 0, on every rank; see `Accelerator.gather`.
+    """Concatenate the tensors of all ranks along dimension 0, on every rank; see `Accelerator.gather`.
 
     Args:
         tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same structure on every rank.
 
     Returns:
-        The values, with the structure of the input. Parts without tensors become lists of all ranks' values.
+        The gathered values, in the structure of the input. Each nested value without tensors becomes a list of the
+        values of all ranks. Lists and tuples without tensors are concatenated.
 
     Raises:
         TypeError: If ``tensor`` contains no tensor.
-        DistributedOperationException: On every rank, if the values of the ranks do not fit together.
+        DistributedOperationException: On every rank, if the ranks pass different numbers of values, or tensors that
+            differ in dtype or in a dimension other than 0.
     """
     world = current_world()
     collectives.check_equal_shapes("gather", tensor, world)
@@ -32,20 +34,20 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_object(object: Any) -> list[Any]:
-    """Return every rank's objects in one list, on every rank.
+    """Gather the objects of all ranks into one list, in rank order, and return it on every rank.
 
     Args:
-        object: An object that can be pickled. The items of a list or tuple are gathered one by one.
+        object: An object that can be pickled. The items of a list or tuple become separate items of the result.
     """
     return collectives.gather_objects(object, current_world())
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Return the tensors of rank ``from_process``, with their structure. The input is not changed.
+    """Return a copy of the input with the tensors of rank ``from_process``. The input is not changed.
 
     Args:
-        tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same structure and shapes on every
-            rank.
+        tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same structure, shapes and dtypes on
+            every rank.
         from_process: Rank that sends its tensors. Default: 0.
 
     Raises:
@@ -55,7 +57,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Fill ``object_list`` in place with the list of rank ``from_process``, and return it.
+    """Replace the items of ``object_list`` in place with those of rank ``from_process``, and return the list.
 
     Args:
         object_list: List of objects that can be pickled.
@@ -76,17 +78,17 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         tensor: A tensor, or nested lists, tuples and dicts of tensors, of the same shapes and dtypes on every rank.
         reduction: ``"mean"`` (default), ``"sum"``, ``"max"``, ``"min"``, or ``"none"``, which returns this rank's
             tensors.
-        scale: Factor by which the result is multiplied, except with ``"none"``. Default: 1.0.
+        scale: Factor by which the result is multiplied, unless ``reduction`` is ``"none"``. Default: 1.0.
 
     Raises:
-        DistributedOperationException: On every rank, if tensors that have to be reduced differ in number, shape or
-            dtype.
+        DistributedOperationException: On every rank, if the tensors differ in number, shape or dtype, unless
+            ``reduction`` is ``"none"``.
     """
     return collectives.reduce(tensor, current_world(), reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Return tensors that are padded along ``dim`` to the greatest length of any rank.
+    """Return tensors padded along ``dim`` to the greatest length on any rank.
 
     Args:
         tensor: A tensor, or nested lists, tuples and dicts of tensors.
@@ -123,11 +125,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_states(rng_types: list[Any], generator: torch.Generator | None = None) -> None:
-    """Give every rank the RNG states of rank zero.
+    """Set the requested RNG states of every rank to those of rank zero.
 
     Args:
-        rng_types: Any of ``"torch"``, ``"cuda"`` (the device of this process) and ``"generator"``, or members of
-            `RNGType`.
+        rng_types: Kinds of RNG: any of ``"torch"`` (the CPU generator), ``"cuda"`` (the generator of this process's
+            GPU) and ``"generator"``, or the corresponding members of `RNGType`.
         generator: Generator to which ``"generator"`` refers. Default: None.
 
     Raises:
@@ -138,7 +140,7 @@ def synchronize_rng_states(rng_types: list[Any], generator: torch.Generator | No
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Give every rank one kind of RNG state of rank zero; see `synchronize_rng_states`.
+    """Set one RNG state of every rank to that of rank zero; see `synchronize_rng_states`.
 
     Args:
         rng_type: ``"torch"``, ``"cuda"`` or ``"generator"``, or a member of `RNGType`.

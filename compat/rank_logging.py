@@ -102,7 +102,8 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
     Args:
         name: The logger's name, such as ``__name__``.
-        log_level: The lowest level to log. Default: the value of ``ACCELERATE_LOG_LEVEL``, else the level of `logging`.
+        log_level: The lowest level to log. Default: None, which selects the value of the environment variable
+            ``ACCELERATE_LOG_LEVEL``. If the variable is not set, the logger's level is unchanged.
     """
     logger = logging.getLogger(name)
     if log_level is None:

@@ -90,17 +90,18 @@ class Accelerator(Process):
 
     Args:
         device_placement: Whether to move models and batches to the device. Default: True.
-        split_batches: Whether ``batch_size`` is the global batch size, not the one per process. Default: False.
+        split_batches: Whether the ``batch_size`` of dataloaders is the global batch size, not the size per process.
+            Default: False.
         mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"``, or any name that `Precision` accepts. Default: ``"no"``.
         gradient_accumulation_steps: Number of micro-batches per optimizer step. Default: 1.
-        cpu: Same as ``accelerator="cpu"``.
-        dataloader_config: Settings of prepared loaders.
+        cpu: If True, same as ``accelerator="cpu"``. Default: False.
+        dataloader_config: Settings of prepared dataloaders.
         deepspeed_plugin: Not supported; must be None.
         deepspeed_plugins: Not supported; must be None.
         fsdp_plugin: Accelerate's equivalent of ``strategy=FSDP(...)``.
         torch_tp_plugin: Not supported; must be None.
         megatron_lm_plugin: Not supported; must be None.
-        rng_types: None or ``["generator"]``, which have the same effect.
+        rng_types: No effect; must be None or ``["generator"]``.
         log_with: A tracker's name (``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"``, ``"aim"``, ``"clearml"``,
             ``"comet_ml"``, ``"swanlab"``, ``"trackio"``, or a registered one), ``"all"`` for the installed built-in
             trackers, a logger of `treadle.loggers`, a `GeneralTracker`, or a list of these. Default: none.
@@ -113,37 +114,40 @@ class Accelerator(Process):
         dynamo_backend: The ``torch.compile`` backend for prepared models. Default: models are not compiled.
         dynamo_plugin: Settings of compilation, instead of ``dynamo_backend``.
         parallelism_config: The numbers of replicas, shards and tensor parallel ranks.
-        strategy: A name (``"single"``, ``"ddp"``, ``"fsdp"``, or a registered one), a `Strategy`, or ``"auto"`` (the
-            one that other arguments select, else DDP for several processes and a single device for one). Default:
-            ``"auto"``.
+        strategy: A name (``"single"``, ``"ddp"``, ``"fsdp"``, or a registered one), a `Strategy`, or ``"auto"``.
+            ``"auto"`` uses the strategy that other arguments select. If they select none, it uses DDP for several
+            processes, or a single device for one process. Default: ``"auto"``.
         accelerator: Kind of device: ``"cpu"``, ``"cuda"`` (``"gpu"``), ``"mps"``, or ``"auto"`` (CUDA if available,
             else MPS, else the CPU). Default: ``"auto"``.
         devices: Number of processes on this machine, or the indices of their GPUs; see `open_world`. ``"auto"`` uses
-            the processes that a launcher started, else one (but see ``spread``). Default: ``"auto"``.
+            the processes that a launcher started. Without a launcher, it uses one process, or one for each GPU if
+            ``spread`` permits this. Default: ``"auto"``.
         num_nodes: Number of machines. Default: 1.
         spread: Whether ``devices="auto"`` may start a process for each GPU; see `open_world`. Default: False.
         timeout: Maximum time that a rank may go without progress: ``"DD:HH:MM:SS"``, a timedelta or a dict of its
-            arguments. If a rank exceeds it, Treadle writes the Python stacks of the ranks and ends the run with exit
-            status 124. Default: slightly less than the timeout of collectives, and only for ranks that wait for other
-            ranks.
+            arguments. If a rank exceeds this time, Treadle writes the Python stacks of the ranks to files and ends the
+            run with exit status 124. Default: slightly less than the timeout of collectives; this default applies only
+            to ranks that wait for other ranks.
         on_nonfinite: Policy for gradients that are not finite when a prepared optimizer is about to apply them.
-            ``"raise"`` raises an error (on accelerators one step later, or in `end_training`). ``"skip"`` skips the
-            step, and makes the host wait for the device in every step. ``"ignore"`` does not check gradients. With
-            float16, the loss scaler skips such steps. Default: ``"raise"``.
+            ``"raise"`` raises an error. On accelerators, the error is raised one step later or, after the last step, in
+            `end_training`. ``"skip"`` skips the step, and makes the host wait for the device in every step.
+            ``"ignore"`` does not check gradients. In mixed float16 precision, the loss scaler skips steps with
+            non-finite gradients under every policy. Default: ``"raise"``.
         unknown: Any other argument raises a TypeError.
 
     Attributes:
         models, optimizers, schedulers, loaders: The prepared objects, in the order of preparation.
-        tracking: The trackers that ``log_with`` named.
-        rng: The RNG state that ranks share, and the stream from which the order of the data is drawn.
+        tracking: The trackers that ``log_with`` selects.
+        rng: The RNG states of the ranks, and the random stream from which the order of samples is drawn.
         watchdog: Monitor that ends the run if a rank hangs, or None.
         deepspeed_plugin: Always None.
 
     Raises:
-        TypeError: If an argument does not exist or has the wrong type.
+        TypeError: If an argument is unknown or has the wrong type.
         ValueError: If an argument is invalid.
         ModuleNotFoundError: If ``log_with`` names a tracker whose package is not installed.
-        SystemExit: If this call has run the script again in several processes, after they have ended.
+        SystemExit: If this call has run the script again in several processes. It is raised once these processes have
+            ended.
 
     Example:
         >>> import torch, treadle
@@ -259,12 +263,12 @@ class Accelerator(Process):
     # -- preparing -----------------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Move and wrap models, wrap optimizers and schedulers, and shard the batches of loaders over the processes.
+        """Move and wrap models, wrap optimizers and schedulers, and shard dataloaders over the processes.
 
         Args:
-            objects: Models, optimizers, schedulers and loaders. Other objects are returned unchanged.
-            device_placement: One value per object: True, False, or None for the Accelerator's setting. Default: None
-                for each.
+            objects: Models, optimizers, schedulers and dataloaders. Other objects are returned unchanged.
+            device_placement: One value per object: True or False to override the Accelerator's setting, or None to use
+                it. Default: None for each.
 
         Returns:
             The prepared objects as a tuple in the same order; for a single object, the prepared object itself.
@@ -330,9 +334,12 @@ class Accelerator(Process):
             model: The user's module.
             device_placement: Whether to move the model to the device. Default: the Accelerator's setting.
             evaluation_mode: Prepare the model for evaluation only. Default: False.
-            step: Name of the method that returns the training loss, if not ``forward``; call it through `method`.
-            manual_optimization: Reduce gradients only in optimizer steps; call methods through `local_method`.
-            by_parts: If models are compiled, compile the submodules instead, for loops that do not call ``forward``.
+            step: Name of the method that returns the training loss, if it is not ``forward``. Call this method through
+                `Accelerator.method`.
+            manual_optimization: Do not reduce gradients in backward passes. Call `reduce_gradients` before optimizer
+                steps, and methods of the model through `local_method`. Default: False.
+            by_parts: If compilation is enabled, compile the submodules instead of the model. Use this for loops that do
+                not call ``forward``. Default: False.
 
         Raises:
             ValueError: If the model cannot be prepared.
@@ -379,10 +386,10 @@ class Accelerator(Process):
     def compare_settings(self, settings: Mapping[str, Any] | None = None) -> None:
         """Check that all ranks have the same settings.
 
-        Only the first call has an effect, until `free_memory` or `forget_prepared` is called.
+        Repeated calls have no effect until `free_memory` or `forget_prepared` is called.
 
         Args:
-            settings: The values to compare, by name. Default: the arguments of the Accelerator that affect the steps.
+            settings: The values to compare, by name. Default: the arguments of the Accelerator that affect training.
 
         Raises:
             ValueError: If settings differ. Every rank raises the error.
@@ -414,7 +421,9 @@ class Accelerator(Process):
                 )
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """Wrap an optimizer so that it steps at the end of each accumulation group.
+        """Wrap an optimizer so that it steps only at the end of an accumulation group.
+
+        An accumulation group consists of the micro-batches of one optimizer step.
 
         Args:
             optimizer: The user's optimizer.
@@ -437,9 +446,9 @@ class Accelerator(Process):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler so that it advances only if the optimizer step was applied.
 
-        Each ``step()`` advances the schedule by the number of processes that the data is sharded over, as in
-        Accelerate, or by one with ``split_batches``. Therefore compute the schedule's length from the length that the
-        loader has before `prepare`.
+        As in Accelerate, each call to ``step()`` advances the schedule by one step for every process that the data is
+        sharded over. With ``split_batches``, it advances the schedule by a single step. Therefore, compute the length
+        of the schedule from the length that the dataloader has before `prepare`.
 
         Args:
             scheduler: The user's scheduler.
@@ -474,21 +483,21 @@ class Accelerator(Process):
         evaluation: bool = False,
         move: Callable[[Any], Any] | None = None,
     ) -> Loader:
-        """Shard a loader over the processes.
+        """Shard a dataloader over the processes.
 
         Args:
-            loader: A ``DataLoader``, `CombinedLoader` or iterable of batches.
+            loader: A ``DataLoader``, a `CombinedLoader`, or another iterable of batches.
             device_placement: Whether to move batches to the device. Default: the Accelerator's setting.
-            shard: If False, each process gets all batches of its own loader. Default: True.
+            shard: If False, each process gets all batches of its own dataloader. Default: True.
             evaluation: Do not group batches for gradient accumulation; see `Loader`. Default: False.
             move: Function to apply to each batch instead of moving it to the device.
 
         Returns:
-            The prepared loader.
+            The prepared dataloader.
 
         Raises:
             TypeError: If ``loader`` is not iterable, or is already sharded.
-            ValueError: If loaders or settings differ between ranks, or are not supported.
+            ValueError: If dataloaders or settings differ between ranks, or are not supported.
         """
         if isinstance(loader, Loader):
             return loader
@@ -544,18 +553,19 @@ class Accelerator(Process):
         return self.rng.stream
 
     def start_order(self) -> None:
-        """Broadcast rank zero's RNG state, and draw the order of the data from it, or from ``data_seed`` if it is set.
+        """Broadcast rank zero's RNG state, and start the random stream from which the order of samples is drawn.
 
-        Until `draw_apart` is called, the ranks then draw the same random numbers on the CPU. This method is called
-        automatically when the first loader is prepared. Call it yourself for a new run with the same Accelerator.
+        The stream starts from ``data_seed`` if that is set, otherwise from rank zero's RNG state. Until `draw_apart` is
+        called, all ranks draw the same random numbers on the CPU. This method is called automatically when the first
+        dataloader is prepared. Call it yourself to start a new run with the same Accelerator.
         """
         self.rng.start(self.dataloader_config.data_seed)
 
     def draw_apart(self) -> None:
         """Give each rank its own RNG state, so that dropout does not drop the same units on every rank.
 
-        Ranks that process the same sample together keep the same RNG state. This method is called automatically with
-        the first batch of a prepared loader.
+        Ranks that process the same sample together keep the same RNG state. This method is called automatically when
+        an iteration over a prepared dataloader begins.
         """
         self.rng.draw_apart()
 
@@ -563,14 +573,14 @@ class Accelerator(Process):
         """Return a context in which all ranks draw the same random numbers, for use after `draw_apart`.
 
         Args:
-            purpose: A name for the block; different names give different numbers after `draw_apart`.
+            purpose: Name of the context. After `draw_apart`, different names result in different random numbers.
         """
         return self.rng.drawing_alike(purpose)
 
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context for a loop in which ranks have different numbers of user-defined batches.
+        """Return a context for a loop over user-defined batches whose number differs between ranks.
 
         A rank that runs out of batches waits at the end of the context. Each step of the remaining ranks uses the mean
         of their gradients. At the end, all ranks get the parameters, buffers, optimizer states and schedules of the
@@ -578,9 +588,9 @@ class Accelerator(Process):
         settings of DDP, the context warns and has no effect.
 
         Args:
-            joinables: Prepared models. Optimizers have no effect.
-            even_batches: True states that all ranks have the same number of batches; the context then has no effect.
-                Unlike in Accelerate, None is never treated as True.
+            joinables: Prepared models. Optimizers are accepted, but have no effect.
+            even_batches: Pass True if all ranks have the same number of batches; the context then has no effect. None
+                is the same as False, whereas in Accelerate it means the Accelerator's ``even_batches``. Default: None.
 
         Raises:
             TypeError: If an argument has the wrong type.
@@ -601,18 +611,19 @@ class Accelerator(Process):
         return join_uneven_inputs(self, joinables, even_batches)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
-        """Return a context that creates the parameters of a model on the run's device and in its dtype.
+        """Return a context in which a model's parameters are created on the run's device and in the run's dtype.
 
-        If the strategy shards models, all ranks must enter the context, and `prepare_model` gives each process its
-        shard.
+        If the strategy shards models, all ranks must enter the context. The parameters then have no memory until
+        `prepare_model` creates each process's shards.
 
         Args:
-            empty_init: Skip common functions of ``torch.nn.init``, because a checkpoint will be loaded. Default: False.
+            empty_init: Skip common functions of ``torch.nn.init``. Use this if a checkpoint will be loaded into the
+                model. Default: False.
         """
         return self.strategy.construction(empty_init)
 
     def method(self, model: nn.Module, name: str) -> Callable[..., Any]:
-        """Return method ``name`` of a prepared model, wrapped so that a backward pass of its result reduces gradients.
+        """Return method ``name`` of a prepared model, wrapped so that ``backward`` on its result reduces gradients.
 
         Args:
             model: A prepared model.
@@ -621,7 +632,7 @@ class Accelerator(Process):
         return self.strategy.method(model, name)
 
     def local_method(self, model: nn.Module, name: str) -> Callable[..., Any]:
-        """Return method ``name`` of a prepared model, in the run's precision, for evaluation.
+        """Return method ``name`` of a prepared model, wrapped for evaluation in the run's precision.
 
         Without a sharding strategy, one rank may call the method alone.
 
@@ -686,17 +697,20 @@ class Accelerator(Process):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """True if the last call of an optimizer's ``step`` skipped the step, such as after a float16 overflow."""
+        """True if the last call to an optimizer's ``step`` skipped the step, for example after a float16 overflow."""
         return self.accumulation.optimizer_step_was_skipped
 
     @property
     def inside_group(self) -> bool:
-        """True inside an unfinished group that no prepared loader formed; its gradients cannot be checkpointed."""
+        """True inside an unfinished accumulation group, if no prepared dataloader forms the groups.
+
+        A full checkpoint cannot be saved inside such a group, because it would not contain the accumulated gradients.
+        """
         return self.accumulation.position > 0
 
     @property
     def agreement(self) -> Agreement:
-        """Votes of all processes in each step, such as stop requests; see `Agreement`."""
+        """Values that all processes agree on in each step, such as requests to stop; see `Agreement`."""
         return self.accumulation.agreement
 
     @property
@@ -713,7 +727,7 @@ class Accelerator(Process):
 
         Args:
             models: The prepared models whose gradients are reduced only in the last micro-batch of a group, if the
-                strategy permits this. For other models, they are reduced in every micro-batch.
+                strategy permits this. The gradients of other models are reduced in every micro-batch.
         """
         self.accumulation.note_entered()
         return self.accumulation.accumulate(*models)
@@ -725,18 +739,18 @@ class Accelerator(Process):
             model: A prepared model.
 
         Raises:
-            ValueError: If the settings of `DDP` do not support it.
+            ValueError: If ``static_graph`` of `DDP` is set and no backward pass has reduced gradients yet.
         """
         return self.accumulation.no_sync(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward reduces gradients, including those of forward passes in `no_sync`.
+        """Return a context in which backward passes reduce gradients, even if the forward pass ran in `no_sync`.
 
         Args:
             model: A prepared model.
 
         Raises:
-            ValueError: If the settings of `DDP` do not support it.
+            ValueError: If ``static_graph`` or ``find_unused_parameters`` of `DDP` is set.
         """
         return self.accumulation.trigger_sync_in_backward(model)
 
@@ -760,13 +774,13 @@ class Accelerator(Process):
     ) -> None:
         """Run the backward pass of one micro-batch, with the loss weighted and scaled.
 
-        Pass the plain mean loss. With a prepared loader, the gradient of the step is the mean over all samples of the
-        group on all processes. Without a prepared loader, all micro-batches of a group have the same weight.
+        Pass the unscaled mean loss. With a prepared dataloader, the gradient of the step is the mean over all samples
+        of the group on all processes. Without a prepared dataloader, all micro-batches of a group have the same weight.
 
         Args:
             loss: The mean loss of the micro-batch, as a 0-d tensor.
             weight: The number of items, such as tokens, over which the loss is averaged. The gradient of the step is
-                then the mean over all items.
+                then the mean over all items of the group on all processes.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward`` or ``by``.
 
@@ -778,7 +792,7 @@ class Accelerator(Process):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip the total norm of the gradients in place, at the end of a group.
+        """Clip the total norm of the gradients in place, at the end of an accumulation group.
 
         Args:
             parameters: The parameters whose gradients are clipped.
@@ -786,7 +800,7 @@ class Accelerator(Process):
             norm_type: The p of the p-norm; ``inf`` is the maximum norm. Default: 2.
 
         Returns:
-            The norm before clipping (0-d tensor); None before the end of a group.
+            The norm before clipping, as a 0-d tensor; None if the group is not complete.
         """
         if not self.accumulation.sync_gradients:
             return None
@@ -797,7 +811,7 @@ class Accelerator(Process):
         return self.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clamp every gradient element to ``[-clip_value, clip_value]`` in place, at the end of a group.
+        """Clamp every gradient element to ``[-clip_value, clip_value]`` in place, at the end of an accumulation group.
 
         Args:
             parameters: The parameters whose gradients are clamped.
@@ -839,7 +853,9 @@ class Accelerator(Process):
         self.accumulation.finish_gradients()
 
     def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
-        """Average over all processes the gradients that backward has not reduced. Optimizer steps call this method.
+        """Average gradients over all processes, for models prepared with ``manual_optimization=True``.
+
+        In manual optimization with a Trainer, optimizer steps call this method.
 
         Args:
             optimizer: The prepared optimizer whose gradients are averaged.
@@ -847,46 +863,48 @@ class Accelerator(Process):
         self.accumulation.reduce_gradients(optimizer)
 
     def drop_gradients(self) -> None:
-        """Discard the gradients of the current group, which will not be finished."""
+        """Discard the gradients of the current accumulation group, which will not be finished."""
         self.accumulation.drop_gradients()
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Enable the exchange of all ranks' votes in every step; `agree` returns the result.
+        """Enable the exchange of the ranks' votes, such as requests to stop, in every step; `agree` returns the result.
 
-        The check of ``on_nonfinite`` is disabled.
+        This disables the check that ``on_nonfinite`` configures.
 
         Args:
-            finite: Whether to check that losses and gradients are finite. With float16, the loss scaler checks the
-                gradients.
-            at_once: Read the votes in the same step, which waits for the device.
+            finite: Whether to check that losses and gradients are finite. In mixed float16 precision, the loss scaler
+                checks the gradients.
+            at_once: Read the votes in the same step, which makes the host wait for the device. If False, they are read
+                one step later on accelerators.
         """
         self.accumulation.agree_on_steps(finite=finite, at_once=at_once)
 
     def agree(self) -> Agreement:
-        """Return the agreement of all processes in the current step, for loops that call `agree_on_steps`."""
+        """Exchange the ranks' votes in the current step, and return the result. Call `agree_on_steps` first."""
         return self.accumulation.agree()
 
     def not_finite_on(self) -> list[int]:
-        """Return the ranks whose loss was not finite, after `agree` reported one. Must be called on all ranks."""
+        """Return the ranks whose loss was not finite. Call it on all ranks, after ``agree().finite`` was False."""
         return self.accumulation.not_finite_on()
 
     def preemptible(
         self, *, grace: str | timedelta | dict[str, int] | None = None, interrupts: bool = False
     ) -> AbstractContextManager[Preemption]:
-        """Return a context in which SIGTERM, SIGUSR1 and SIGHUP request the end of a loop and do not end the process.
+        """Return a context in which SIGTERM, SIGUSR1 and SIGHUP ask a loop to end instead of ending the process.
 
-        Call `Preemption.should_stop` once per step. It returns True after the same step on every rank. Then save, and
-        call `Preemption.leave`, which ends the process with status 143 (129 for SIGHUP) and asks SLURM to requeue a job
-        that received SIGUSR1. Outside the main thread, signals are not handled.
+        Call `Preemption.should_stop` once per step. After a signal to any rank, it returns True in the same step on
+        every rank. Then save, and call `Preemption.leave`. After SIGUSR1, this method asks SLURM to requeue the job. It
+        ends the process with status 143, or 129 after SIGHUP. Signals are handled only if the context is entered in the
+        main thread.
 
         Args:
-            grace: Time from the signal to the end of all ranks: ``"DD:HH:MM:SS"``, a timedelta or a dict of its
+            grace: Maximum time from the signal to the end of all ranks: ``"DD:HH:MM:SS"``, a timedelta or a dict of its
                 arguments. Default: no limit.
-            interrupts: Handle Ctrl-C in the same way; `Preemption.leave` then raises KeyboardInterrupt. A second Ctrl-C
-                is not delayed. Default: False.
+            interrupts: Handle Ctrl-C in the same way, except that `Preemption.leave` raises KeyboardInterrupt. A second
+                Ctrl-C takes effect immediately. Default: False.
 
         Raises:
-            ValueError: If ``grace`` is not a valid positive duration, or the process group does not support this.
+            ValueError: If ``grace`` is not a valid positive duration, or the process group does not support preemption.
             TypeError: If ``grace`` has the wrong type.
 
         Example:
@@ -913,7 +931,7 @@ class Accelerator(Process):
 
     @property
     def saving(self) -> Job | None:
-        """The ``save_state(blocking=False)`` that is in progress, or None."""
+        """The ``save_state(blocking=False)`` that `finish_saving` has not yet completed, or None."""
         return self.checkpointer.saving
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
@@ -922,8 +940,9 @@ class Accelerator(Process):
         Checkpoints that are saved with ``weights_only=True`` do not contain the states.
 
         Args:
-            objects: Objects with ``state_dict`` and ``load_state_dict``, matched by class name and position.
-            named: Further objects, matched by these names.
+            objects: Objects with ``state_dict`` and ``load_state_dict``. `load_state` matches them by class name and
+                position.
+            named: Further objects as keyword arguments. `load_state` matches them by name.
 
         Raises:
             TypeError: If an object lacks one of these methods.
@@ -934,9 +953,9 @@ class Accelerator(Process):
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` before `save_state` writes.
 
-        The hook is called on all ranks. ``models`` and ``weights`` are lists of the prepared models and of their state
-        dicts; see `get_state_dict`. State dicts that the hook removes from ``weights`` are not saved. Files that it
-        writes to ``output_dir`` become part of the checkpoint.
+        The hook is called on all ranks. ``models`` is the list of prepared models, and ``weights`` is the list of their
+        state dicts; see `get_state_dict`. State dicts that the hook removes from ``weights`` are not saved. Files that
+        it writes to ``output_dir`` become part of the checkpoint.
 
         Args:
             hook: The function to call.
@@ -974,17 +993,17 @@ class Accelerator(Process):
         """Save all prepared and registered objects, and every process's RNG state. Call it on all processes.
 
         Args:
-            output_dir: The checkpoint directory, or a URL such as ``s3://bucket/run/last``. An earlier checkpoint there
-                remains until the new one is complete. Default: a new one, if ``automatic_checkpoint_naming`` and
-                ``project_dir`` are set.
+            output_dir: The checkpoint directory, or a URL such as ``s3://bucket/run/last``. An existing checkpoint in
+                the directory is replaced only once the new one is complete. Default: an automatically named directory,
+                if ``automatic_checkpoint_naming`` and ``project_dir`` are set.
             safe_serialization: Must be True; there is no other format.
             info: Plain data, such as numbers and names, that `load_state` returns.
-            parts: Further states by name.
+            parts: Further states to save, by name.
             weights_only: Save only the models, ``parts`` and ``info``. Default: False.
-            trainable_only: Omit frozen weights (``requires_grad=False``). The checkpoint can be loaded into a model
-                with the same frozen weights. Default: False.
+            trainable_only: Omit frozen weights (``requires_grad=False``). To load the checkpoint, create the model with
+                the same frozen weights. Default: False.
             blocking: If False, write the checkpoint in the background, from copies of the state in host memory. Until
-                the save has ended, change optimizer states only by optimizer steps. If it fails, the next
+                the save has ended, change optimizer states only by optimizer steps. If the save fails, the next
                 `poll_saving`, `finish_saving`, save or load raises its error. Default: True.
             also: Further directories or URLs for copies of the checkpoint. Not supported together with a save hook.
 
@@ -992,7 +1011,7 @@ class Accelerator(Process):
             The path of the checkpoint.
 
         Raises:
-            RuntimeError: On ranks that did not detect the error that another rank raises.
+            RuntimeError: On ranks that did not fail themselves, if another rank raises an error.
             ValueError: If an argument is invalid, or the state cannot be saved, for example because weights are not
                 finite.
             TypeError: If an argument has the wrong type, or a state contains something that cannot be saved.
@@ -1038,32 +1057,34 @@ class Accelerator(Process):
     ) -> dict[str, Any]:
         """Restore a checkpoint that `save_state` wrote. Call it on all processes.
 
-        An accumulation group in progress is discarded.
+        The gradients of an unfinished accumulation group are discarded.
 
         Args:
-            input_dir: A checkpoint directory, its URL, or an `OpenCheckpoint`. Default: the latest one that can be
-                loaded, if ``automatic_checkpoint_naming`` and ``project_dir`` are set.
+            input_dir: A checkpoint directory, its URL, or an `OpenCheckpoint`. Default: the latest automatically
+                named checkpoint that can be loaded, if ``automatic_checkpoint_naming`` and ``project_dir`` are set.
             load_kwargs: Must be empty; loading has no options.
             models: Restore the models. Default: True.
             state: Restore everything else. Default: True.
-            strict: False loads only the entries that fit, and reports the others. Default: the model's
+            strict: If False, load only the entries that fit, and warn about the others. Default: the model's
                 ``strict_loading`` if it has one, else True.
             schedule: The source of learning rates and schedules: ``"saved"`` for the checkpoint, or ``"script"`` for
-                the prepared optimizers and schedulers, advanced by the same number of steps. Default: ``"saved"``, with
-                a warning if those of the script differ.
+                the prepared optimizers and schedulers. With ``"script"``, the schedules are advanced to the position of
+                the saved ones. Default: ``"saved"``, with a warning if the script configures its optimizers or
+                schedules differently.
             finish_epoch: If the state was saved after the last batch of an epoch whose length is known, start the next
-                epoch. The returned ``epoch`` is then the new one, unless ``info`` held a different ``epoch``. If False,
-                the first pass over the loader is empty, for loops that resume in the saved epoch. Default: True.
+                epoch. The returned ``epoch`` is then that of the new epoch, unless the saved ``info`` contains an
+                ``epoch`` that differs from the dataloader's. If False, the first iteration over the dataloader is
+                empty. Use False for loops that resume in the saved epoch. Default: True.
 
         Returns:
             The ``info`` that was passed to `save_state`, and metadata such as ``step``, ``epoch`` and ``world_size``.
 
         Raises:
-            RuntimeError: On ranks that did not detect the error that another rank raises.
+            RuntimeError: On ranks that did not fail themselves, if another rank raises an error.
             ValueError: If an argument is invalid, or the checkpoint is damaged, does not fit the prepared objects, or
                 was replaced while it was read.
             TypeError: If ``input_dir`` has the wrong type.
-            OSError: If a file cannot be read, or a store cannot be reached.
+            OSError: If a file cannot be read, or remote storage cannot be reached.
         """
         return self.checkpointer.load_state(
             input_dir,
@@ -1085,7 +1106,8 @@ class Accelerator(Process):
         Args:
             model: A prepared model.
             keep_fp32_wrapper: No effect.
-            keep_torch_compile: Return the compiled form of the module, if that form was prepared. Default: True.
+            keep_torch_compile: If a module returned by ``torch.compile`` was prepared, return that module. Default:
+                True.
         """
         module = self.strategy.unwrap(model)
         if not keep_torch_compile:
@@ -1100,8 +1122,8 @@ class Accelerator(Process):
             unwrap: False keeps the names of the prepared model, with DDP's ``module.`` prefix. Default: True.
 
         Returns:
-            On rank zero, the tensors by name. Sharded tensors are gathered in host memory. Other tensors are the
-            model's own; clone those that you keep. Other ranks get None for each sharded tensor.
+            On rank zero, the tensors by name. Sharded tensors are gathered in host memory. Other tensors
+            share memory with the model; clone those that you keep. Other ranks get None for each sharded tensor.
         """
         return self.checkpointer.get_state_dict(model, unwrap)
 
@@ -1111,7 +1133,7 @@ class Accelerator(Process):
         return True
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write data, such as a state dict, to a file on rank zero, which may call this method alone.
+        """Write data, such as a state dict, to a file on rank zero. Rank zero may call this method alone.
 
         With ``ProjectConfiguration(save_on_each_node=True)``, local rank zero of each machine writes the file. A write
         to a path or URL is atomic. Files in torch's format can be read with ``torch.load(f, weights_only=True)``.
@@ -1119,8 +1141,8 @@ class Accelerator(Process):
         Args:
             obj: Tensors, numbers, text and other plain data. For a module, pass the result of `get_state_dict`.
             f: A path, a URL, or an open file.
-            safe_serialization: Write safetensors; ``obj`` must be a dict of tensors. Tied tensors are written once.
-                Default: False.
+            safe_serialization: Write a safetensors file; ``obj`` must then be a dict of tensors. Tied tensors are
+                written once. Default: False.
 
         Raises:
             TypeError: If ``obj`` contains something that cannot be saved, or ``f`` has the wrong type.
@@ -1145,9 +1167,9 @@ class Accelerator(Process):
             model: The model, prepared or not.
             save_directory: The directory or URL, which must not be a checkpoint. Files of an earlier save are deleted
                 once the new ones are complete.
-            max_shard_size: The largest size of a file: a number of bytes, or text such as ``"500MB"`` or ``"2GiB"``. A
-                single, larger tensor gets a file of its own. Default: ``"10GB"``.
-            safe_serialization: False writes torch's format, such as ``pytorch_model.bin``. Default: True.
+            max_shard_size: The maximum size of a file: a number of bytes, or text such as ``"500MB"`` or ``"2GiB"``. A
+                larger tensor gets a file of its own. Default: ``"10GB"``.
+            safe_serialization: If False, write files in torch's format, such as ``pytorch_model.bin``. Default: True.
 
         Raises:
             ValueError: If ``max_shard_size`` or ``save_directory`` is invalid.
@@ -1175,15 +1197,15 @@ class Accelerator(Process):
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Create and start the trackers that ``log_with`` named.
+        """Create and start the trackers that ``log_with`` selects.
 
         Args:
             project_name: The project that the run belongs to.
-            config: The run's configuration by name, which trackers store. Default: none.
-            init_kwargs: Further arguments of the trackers' constructors, by the tracker's name.
+            config: The run's configuration values by name, for the trackers to store. Default: none.
+            init_kwargs: Further arguments of the trackers' constructors, by tracker name.
 
         Raises:
-            ValueError: If ``init_kwargs`` has an unknown name.
+            ValueError: If ``init_kwargs`` contains an unknown tracker name.
         """
         self.tracking.start(project_name, config, init_kwargs)
 
@@ -1193,15 +1215,17 @@ class Accelerator(Process):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Send values of this process to the trackers, on rank zero only unless a tracker is set to run on every rank.
+        """Send values of this process to the trackers.
+
+        On ranks other than zero, only trackers whose ``main_process_only`` is False receive values.
 
         Args:
-            values: Values by name. `reduce` tensors first to log a value over all processes.
+            values: Values by name. To log a mean or sum over all processes, compute it with `reduce` first.
             step: The step that the values belong to.
-            log_kwargs: Further arguments of each tracker's ``log``, by the tracker's name.
+            log_kwargs: Further arguments of each tracker's ``log``, by tracker name.
 
         Raises:
-            RuntimeError: On rank zero, if ``log_with`` named trackers but none is started.
+            RuntimeError: On rank zero, if ``log_with`` selects trackers but none has been started.
         """
         self.tracking.log(values, step, log_kwargs)
 
@@ -1210,7 +1234,7 @@ class Accelerator(Process):
 
         Args:
             name: The tracker's ``name``, such as ``"wandb"``.
-            unwrap: Return the object that the tracker writes with. Default: False.
+            unwrap: Return the underlying object, such as a ``SummaryWriter``, instead of the tracker. Default: False.
 
         Raises:
             ValueError: If no started tracker has this name.
@@ -1218,10 +1242,13 @@ class Accelerator(Process):
         return self.tracking.get(name, unwrap)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
-        """Return a context that profiles a block and yields torch's profiler. With a schedule, call its ``step()``.
+        """Return a context that profiles a block and yields torch's profiler.
+
+        If the settings contain a schedule, call the profiler's ``step()`` after each step of the loop.
 
         Args:
-            profile_handler: Settings of the profiler. Default: those of ``kwargs_handlers``, else `ProfileKwargs()`.
+            profile_handler: Settings of the profiler. Default: the `ProfileKwargs` in ``kwargs_handlers``, otherwise
+                ``ProfileKwargs()``.
 
         Raises:
             ValueError: If a setting is invalid.
@@ -1234,7 +1261,7 @@ class Accelerator(Process):
         """Finish saves and trackers, and wait for all processes. You may create another Accelerator afterwards.
 
         Raises:
-            ValueError: If gradients of the last step were not finite.
+            ValueError: With ``on_nonfinite="raise"``, if gradients of the last step were not finite.
             Exception: The error of an asynchronous save, if it failed.
         """
         self.finish_saving()
@@ -1247,10 +1274,10 @@ class Accelerator(Process):
         """Release all prepared and registered objects, collect garbage and empty the device's memory cache.
 
         Args:
-            objects: The caller's references to prepared objects.
+            objects: Prepared objects that the caller still refers to.
 
         Returns:
-            A list with one None for each of ``objects``.
+            A list with one None for each of ``objects``, to assign to the caller's variables.
 
         Raises:
             Exception: The error of an asynchronous save, if it failed.
@@ -1262,7 +1289,7 @@ class Accelerator(Process):
     clear = free_memory
 
     def forget_prepared(self) -> None:
-        """Release prepared and registered objects, without garbage collection unless memory is short.
+        """Release prepared and registered objects. Garbage is collected only if memory is short.
 
         Raises:
             Exception: The error of an asynchronous save, if it failed.
@@ -1293,12 +1320,12 @@ class Accelerator(Process):
         self.data_world = self.strategy.data_world
 
     def close_loaders(self) -> None:
-        """End the workers of all prepared loaders; the next iteration starts new ones."""
+        """End the workers of all prepared dataloaders; the next iteration starts new ones."""
         for loader in self.loaders:
             loader.close()
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether a device map spread ``model`` over devices or offloaded it.
+        """Return whether ``model`` is spread over several devices or offloaded.
 
         Args:
             model: The model to check.
@@ -1308,10 +1335,10 @@ class Accelerator(Process):
         return any(is_dispatched(part) for part in (model, *model.children()))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader that skips the first ``num_batches`` batches; see `treadle.skip_first_batches`.
+        """Return an iterable over a dataloader without its first batches; see `treadle.skip_first_batches`.
 
         Args:
-            dataloader: A prepared loader, a ``DataLoader``, or any other iterable of batches.
+            dataloader: A prepared dataloader, a ``DataLoader``, or any other iterable of batches.
             num_batches: Number of batches to skip on each process. Default: 0.
 
         Raises:
@@ -1348,7 +1375,7 @@ class Accelerator(Process):
 
     @property
     def split_batches(self) -> bool:
-        """True if the ``batch_size`` of a prepared loader is the global batch size."""
+        """True if the ``batch_size`` of a prepared dataloader is the global batch size."""
         return self.dataloader_config.split_batches
 
     @property
@@ -1404,7 +1431,10 @@ class Accelerator(Process):
 
     @property
     def step(self) -> int:
-        """Number of micro-batches in this pass over a loader (0 at the last one) or, without a loader, in the group."""
+        """Number of micro-batches read in the current epoch of the dataloader; 0 at the last one.
+
+        Without a dataloader, the number of micro-batches in the current accumulation group.
+        """
         loader = self.gradient_state.active_dataloader
         if loader is None:
             return self.accumulation.position

@@ -20,19 +20,19 @@ from .modules import Compiler, compile_modules, forget
 
 @dataclass
 class DataLoaderConfiguration:
-    """Settings of prepared loaders.
+    """Settings of prepared dataloaders.
 
     Args:
-        split_batches: Whether ``batch_size`` is the global batch size. It must then be divisible by the number of
-            processes that the data is sharded over. Default: False.
+        split_batches: Whether ``batch_size`` is the global batch size. If True, ``batch_size`` must be divisible by the
+            number of processes that the data is sharded over. Default: False.
         dispatch_batches: No effect; each rank reads the data itself.
-        even_batches: No effect; no sample counts twice.
+        even_batches: No effect; no sample is counted twice.
         use_seedable_sampler: Let torch's ``RandomSampler`` draw the order of each epoch from a seed plus the epoch's
-            number. The seed is ``data_seed``, else that of torch's generator when the loader is prepared. Default:
-            False.
+            number. The seed is ``data_seed`` or, if that is None, the seed of torch's generator when the dataloader is
+            prepared. Default: False.
         data_seed: Seed of the order of samples. Default: the order is drawn from rank zero's RNG state.
         non_blocking: No effect; copies to a CUDA device are asynchronous where possible.
-        use_stateful_dataloader: No effect; every prepared loader has a state.
+        use_stateful_dataloader: No effect; every prepared dataloader has a ``state_dict`` method.
 
     Example:
         >>> from treadle.engine import Accelerator, DataLoaderConfiguration
@@ -48,7 +48,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
     def announce_differences(self) -> None:
-        """Log on rank zero that ``dispatch_batches=True`` has no effect, if it is set."""
+        """Log a message on rank zero if ``dispatch_batches`` is True, because it has no effect."""
         if self.dispatch_batches:
             announce(
                 "dispatch_batches=True has no effect: every rank reads the data itself, while Accelerate reads it on "
@@ -58,15 +58,15 @@ class DataLoaderConfiguration:
 
 @dataclass
 class ProjectConfiguration:
-    """Directories of a run and names of its checkpoints.
+    """Settings of a run's directories and checkpoints.
 
     Args:
         project_dir: Directory for the files of the run. Default: none.
         logging_dir: Directory for the files of the trackers. Default: ``project_dir``.
         automatic_checkpoint_naming: Let `Accelerator.save_state` name checkpoints
             ``project_dir/checkpoints/checkpoint_N``. Default: False.
-        total_limit: The number of automatically named checkpoints to keep; the oldest is deleted once a new one is
-            complete. Default: all are kept.
+        total_limit: The number of automatically named checkpoints to keep. Once a new checkpoint is complete, the
+            oldest ones beyond this number are deleted. Default: all are kept.
         iteration: The number N of the next automatically named checkpoint. Default: 0.
         save_on_each_node: Let `Accelerator.save` and `save_model` write on local rank zero of each machine, not only on
             rank zero. Default: False.
@@ -94,10 +94,10 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set ``project_dir``, and ``logging_dir`` if it is None.
+        """Set ``project_dir``. If ``logging_dir`` is None, set it to the same directory.
 
         Args:
-            project_dir: The directory, or None.
+            project_dir: Directory for the files of the run. Default: none.
         """
         self.project_dir = project_dir
         if self.logging_dir is None:
@@ -105,7 +105,7 @@ class ProjectConfiguration:
 
 
 class KwargsHandler:
-    """Base class of settings objects that are named as in Accelerate, such as `AutocastKwargs`.
+    """Base class of settings classes that have the same names as in Accelerate, such as `AutocastKwargs`.
 
     Example:
         >>> from treadle.engine import AutocastKwargs, KwargsHandler
@@ -115,7 +115,7 @@ class KwargsHandler:
     """
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the values of the fields that differ from their defaults, by name."""
+        """Return a dict with the names and values of the fields that differ from their defaults."""
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}  # type: ignore[arg-type]
 
 
@@ -126,10 +126,10 @@ class GradientAccumulationPlugin(KwargsHandler):
     Args:
         num_steps: Number of micro-batches per optimizer step. Default: 1.
         adjust_scheduler: No effect.
-        sync_with_dataloader: Whether the end of a loader ends a group. If False, a group continues in the loader's next
-            epoch. Default: True.
-        sync_each_batch: Reduce gradients in every micro-batch, which saves memory if the model is sharded. Default:
-            False.
+        sync_with_dataloader: Whether the end of a dataloader ends the current group of micro-batches. If False, the
+            group continues in the dataloader's next epoch. Default: True.
+        sync_each_batch: Reduce gradients in every micro-batch. This saves memory if the model is sharded, but needs
+            more communication. Default: False.
 
     Raises:
         ValueError: If ``num_steps`` is not an integer of at least 1.
@@ -156,7 +156,7 @@ class AutocastKwargs(KwargsHandler):
 
     Args:
         enabled: Whether autocast is enabled. Default: True.
-        cache_enabled: Whether autocast keeps the weights that it has cast. Default: torch's default.
+        cache_enabled: Whether autocast caches the weights that it has cast. Default: torch's default.
 
     Example:
         >>> import treadle
@@ -185,13 +185,13 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Arguments of ``torch.amp.GradScaler``, for float16.
+    """Arguments of ``torch.amp.GradScaler``, which is used in mixed float16 precision.
 
     Args:
         init_scale: The initial loss scale. Default: 65536.
         growth_factor: The factor by which the scale grows after ``growth_interval`` steps without overflow. Default: 2.
         backoff_factor: The factor by which the scale is multiplied after an overflow. Default: 0.5.
-        growth_interval: Number of steps without overflow before the scale grows. Default: 2000.
+        growth_interval: Number of consecutive steps without overflow before the scale grows. Default: 2000.
         enabled: Whether to scale the loss. Default: True.
 
     Example:
@@ -214,11 +214,11 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Settings of the process group.
 
     Args:
-        backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one that the device needs.
-        init_method: None or ``"env://"``, which have the same effect.
-        timeout: Time that a collective waits for other processes: a timedelta, a dict of its arguments, or
-            ``"DD:HH:MM:SS"``. Default: that of an existing process group, else 30 minutes, or more with a long
-            ``Accelerator(timeout=...)``.
+        backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: NCCL for GPUs and gloo for host memory.
+        init_method: No effect; must be None or ``"env://"``.
+        timeout: Maximum time that a collective waits for other processes: a timedelta, a dict of its arguments, or
+            ``"DD:HH:MM:SS"``. Default: the timeout of an existing process group, else 30 minutes. If
+            ``Accelerator(timeout=...)`` exceeds 29 minutes, the default is that timeout plus one minute.
 
     Raises:
         ValueError: If ``init_method`` or ``timeout`` is invalid.
@@ -245,7 +245,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             self.timeout = parse_duration("timeout", self.timeout)
 
     def options(self) -> dict[str, Any]:
-        """Return ``timeout`` and ``backend``, as keyword arguments of `open_world`."""
+        """Return ``timeout`` and ``backend`` as keyword arguments for `open_world`."""
         return {"timeout": self.timeout, "backend": self.backend}
 
 
@@ -254,16 +254,18 @@ class ProfileKwargs(KwargsHandler):
     """Arguments of ``torch.profiler.profile``.
 
     Args:
-        activities: Torch's activities in lowercase, such as ``["cpu", "cuda"]``. Default: those that this machine has.
-        schedule_option: Arguments of ``torch.profiler.schedule``: ``{"wait": 1, "warmup": 1, "active": 3, ...}``.
+        activities: Names of torch's profiler activities in lowercase, such as ``["cpu", "cuda"]``. Default: all
+            activities that this machine supports.
+        schedule_option: Dict of arguments of ``torch.profiler.schedule``, such as
+            ``{"wait": 1, "warmup": 1, "active": 3}``.
         on_trace_ready: Function that is called with the profiler whenever a trace is ready.
         record_shapes: Record the shapes of the operators' inputs.
         profile_memory: Record allocations.
         with_stack: Record the source lines of operators.
         with_flops: Estimate the FLOPs of operators.
         with_modules: Record the modules that call operators.
-        output_trace_dir: Directory into which each process writes its traces, such as ``profile_RANK.json``, for
-            ``chrome://tracing``.
+        output_trace_dir: Directory into which each process writes its traces for ``chrome://tracing``. The first trace
+            of a process is named ``profile_RANK.json``.
 
     Example:
         >>> import torch, treadle
@@ -296,8 +298,9 @@ class TorchDynamoPlugin(KwargsHandler):
         dynamic: Compile for varying shapes. Default: torch decides.
         options: Dict of options that torch passes to the backend.
         disable: Disable compilation, for testing.
-        use_regional_compilation: Compile each repeated block of the model separately, which takes less time if the
-            blocks are alike. Default: only the Trainer does so, if many blocks are alike.
+        use_regional_compilation: Compile each repeated block of the model separately. Compilation then takes less time
+            if the blocks have the same structure. Default: None, which does so only in the Trainer, if enough blocks
+            have the same structure.
 
     Example:
         >>> from treadle.engine import Accelerator, TorchDynamoPlugin
@@ -331,7 +334,7 @@ class TorchDynamoPlugin(KwargsHandler):
         compile_modules(parts, self._make_compiler, self._collect_arguments(), hooks_outside=hooks_outside)
 
     def compile_parts(self, model: nn.Module, strategy: Strategy) -> None:
-        """Compile the submodules that the steps of ``model`` call.
+        """Compile the submodules that ``training_step`` and the other steps of ``model`` call.
 
         Args:
             model: A module whose ``forward`` is not called.

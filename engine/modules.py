@@ -59,7 +59,7 @@ def forget(model: nn.Module) -> None:
 
 
 def list_unused(model: nn.Module) -> list[str]:
-    """Return the names of modules that Treadle compiled but nothing called.
+    """Return the names of the modules that Treadle compiled but that were never called.
 
     Args:
         model: The model to search.
@@ -68,7 +68,9 @@ def list_unused(model: nn.Module) -> list[str]:
 
 
 def list_compiled_names(model: nn.Module) -> list[str]:
-    """Return the names of the modules in ``model`` that are compiled in place; the model itself is listed by its class.
+    """Return the names of the modules in ``model`` that are compiled in place.
+
+    If ``model`` itself is compiled, it is listed under the name of its class.
 
     Args:
         model: The model to search.
@@ -78,7 +80,7 @@ def list_compiled_names(model: nn.Module) -> list[str]:
 
 
 def describe_compilations(since: float) -> str:
-    """Describe the graphs that torch has compiled since a time.
+    """Describe the graphs that torch has compiled since a point in time.
 
     Args:
         since: A time as returned by ``time.time()``, in seconds.
@@ -186,7 +188,7 @@ class CompiledBatches:
 
 @contextmanager
 def plain_calls(model: nn.Module) -> Iterator[None]:
-    """Return a context in which the modules of ``model`` that are compiled in place run uncompiled.
+    """Return a context that disables the in-place compilation of ``model`` and its submodules.
 
     Args:
         model: The model to run uncompiled.
@@ -207,7 +209,7 @@ def evaluation_mode(module: nn.Module, enter: Callable[[], Any] | None = None) -
 
     Args:
         module: The module to evaluate.
-        enter: Function that sets the modes. Default: ``module.eval``.
+        enter: Function that puts the module into evaluation mode. Default: ``module.eval``.
     """
     modes = {part: part.training for part in module.modules()}
     (enter or module.eval)()

@@ -56,8 +56,8 @@ def recursively_apply(
         func: The function to apply.
         data: A value, or nested lists, tuples and mappings of values.
         args: Further arguments of ``func``.
-        test_type: Function that selects the items. Default: select tensors.
-        error_on_other_type: Raise an error for an item that is not selected. Default: False; it is kept.
+        test_type: Function that returns whether an item is selected. Default: `is_torch_tensor`.
+        error_on_other_type: Raise an error for an item that is not selected. Default: False, which keeps such items.
         kwargs: Further keyword arguments of ``func``.
 
     Raises:
@@ -86,13 +86,13 @@ def recursively_apply(
 def send_to_device(
     tensor: Any, device: torch.device | str | int, non_blocking: bool = False, skip_keys: str | list[str] | None = None
 ) -> Any:
-    """Return the data with tensors, and other objects with a ``to`` method, moved to a device.
+    """Move all tensors, and all other objects that have a ``to`` method, to a device.
 
     Args:
         tensor: A value, or values nested in lists, tuples and mappings.
         device: The target device.
         non_blocking: Copy pinned tensors asynchronously. Default: False.
-        skip_keys: Keys of mappings whose values are not moved.
+        skip_keys: Mapping keys whose values are not moved.
     """
     skip = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
     if isinstance(tensor, Mapping) and not hasattr(tensor, "to"):
@@ -112,7 +112,7 @@ def _list_tensors(data: Any) -> list[Tensor]:
 
 
 def find_batch_size(data: Any) -> int | None:
-    """Return the size of dimension 0 of the first tensor that has one, or None.
+    """Return the size of dimension 0 of the first tensor that is not 0-d; None if all tensors are 0-d.
 
     Args:
         data: Tensors in a nested structure.
@@ -152,7 +152,7 @@ def slice_tensors(
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Concatenate a list of values of the same structure, each tensor along ``dim``.
+    """Concatenate the corresponding tensors of several values with the same structure along ``dim``.
 
     Args:
         data: A list of tensors, or of collections of tensors with the same structure.
@@ -223,7 +223,7 @@ def is_compiled_module(module: nn.Module) -> bool:
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """Return the user's own module inside a prepared one.
+    """Return the original module that a prepared module wraps.
 
     Args:
         model: A module returned by `prepare`, compiled or not.

@@ -451,8 +451,8 @@ class PartialState(Process):
     def debug(self) -> bool:
         """True in Accelerate's debug mode (``ACCELERATE_DEBUG_MODE=1``), or with ``TREADLE_DEBUG=1``.
 
-        In Accelerate's debug mode, `gather` checks that all ranks pass tensors of the same shapes. The setting applies
-        to the whole process.
+        In Accelerate's debug mode, `gather` checks that all ranks pass tensors of the same shapes. Setting this
+        property enables or disables Accelerate's debug mode for the whole process.
         """
         return collectives.debug_mode.enabled or self.world.debug is not None
 
@@ -488,7 +488,7 @@ class PartialState(Process):
 
 
 class AcceleratorState(PartialState):
-    """State of an Accelerator: a `PartialState` that also describes the precision and the layout of the model.
+    """State of an Accelerator: a `PartialState` that also describes its precision, strategy and plugins.
 
     ``AcceleratorState()`` describes the latest Accelerator, if there is one.
 
@@ -516,7 +516,7 @@ class AcceleratorState(PartialState):
 
     @classmethod
     def from_accelerator(cls, accelerator: Accelerator) -> AcceleratorState:
-        """Return the `AcceleratorState` of one Accelerator.
+        """Return an `AcceleratorState` that describes ``accelerator``.
 
         Args:
             accelerator: The Accelerator to describe.
@@ -537,8 +537,8 @@ class AcceleratorState(PartialState):
     def mixed_precision(self) -> str:
         """Mixed precision, such as ``"no"`` or ``"bf16"``.
 
-        Default: the Accelerator's precision. Without an Accelerator, it is the environment variable
-        ``ACCELERATE_MIXED_PRECISION``, or ``"no"``.
+        If the constructor received no precision, this is the Accelerator's precision. Without an Accelerator, it is the
+        value of the environment variable ``ACCELERATE_MIXED_PRECISION`` or, if the variable is not set, ``"no"``.
         """
         if self._mixed_precision is not None:
             return self._mixed_precision
@@ -592,7 +592,7 @@ def is_initialized() -> bool:
 
 
 class GradientState:
-    """State of gradient accumulation: the position in the current group and in the current loader.
+    """State of gradient accumulation: the current position in the accumulation group and in the dataloader.
 
     ``GradientState()`` describes the latest Accelerator.
 
@@ -616,7 +616,7 @@ class GradientState:
 
     @classmethod
     def from_accelerator(cls, accelerator: Accelerator) -> GradientState:
-        """Return the `GradientState` of one Accelerator.
+        """Return a `GradientState` that describes ``accelerator``.
 
         Args:
             accelerator: The Accelerator to describe.
@@ -641,7 +641,7 @@ class GradientState:
 
     @property
     def sync_gradients(self) -> bool:
-        """True if the current micro-batch is the last of its group."""
+        """True if the current micro-batch is the last of its accumulation group."""
         accelerator = self._resolve()
         return self._sync_without_accelerator if accelerator is None else accelerator.sync_gradients
 
@@ -671,7 +671,7 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """True if the end of a loader ends a group."""
+        """True if the end of a dataloader also ends the accumulation group."""
         return self.plugin_kwargs.get("sync_with_dataloader", True)
 
     @property
@@ -683,7 +683,7 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> Any:
-        """Loader that yielded the current batch, or None."""
+        """Dataloader that yielded the current batch, or None."""
         accelerator = self._resolve()
         micro = None if accelerator is None else accelerator.cursor.micro
         if accelerator is None or micro is None:
@@ -693,19 +693,19 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """List of None, as in Accelerate, the unprepared loaders being iterated, and `active_dataloader`."""
+        """List of None (as in Accelerate), the unprepared dataloaders being iterated over, and `active_dataloader`."""
         running, active = list_running_loaders(), self.active_dataloader
         return [None, *running] if active is None or active in running else [None, *running, active]
 
     @property
     def in_dataloader(self) -> bool:
-        """True during an iteration over a loader that updates this state."""
+        """True while iterating over a prepared dataloader, or over a sharded dataloader without an Accelerator."""
         accelerator = self._resolve()
         return (accelerator is not None and accelerator.cursor.micro is not None) or get_running_loader() is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """True during the last batch of the loader; False for a prepared stream, whose length is unknown."""
+        """True during the last batch of the dataloader. Always False for a prepared dataloader of unknown length."""
         loader = self.active_dataloader
         if loader is None or loader is get_running_loader():
             return loader is not None and loader.end_of_dataloader
@@ -713,9 +713,9 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Number of samples in the global batch during the last batch of a prepared loader; else -1.
+        """Number of samples in the global batch if it is the last one of a prepared dataloader; otherwise -1.
 
-        For a sharded loader without an Accelerator, this is the ``remainder`` of that loader.
+        For a sharded dataloader without an Accelerator, this is the ``remainder`` of that dataloader.
         """
         accelerator, running = self._resolve(), get_running_loader()
         micro = None if accelerator is None else accelerator.cursor.micro

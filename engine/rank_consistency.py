@@ -18,16 +18,16 @@ _FIX = "Pass the same values on every rank."
 
 
 def check_values_match(subject: str, values: Mapping[str, Any], world: World, fix: str = _FIX) -> None:
-    """Raise an error on every rank if values or their order differ. Must be called on all ranks.
+    """Check that all ranks have the same values, in the same order. Must be called on all ranks.
 
     Args:
         subject: The beginning of the error message.
-        values: Plain data by name, compared by ``repr``.
+        values: The values of this rank, by name. They are compared by their ``repr``.
         world: The ranks to compare.
         fix: The end of the error message. Default: ``"Pass the same values on every rank."``
 
     Raises:
-        ValueError: If values or their order differ.
+        ValueError: If the values or their order differ between ranks. Every rank raises the error.
     """
     if world.size == 1:
         return

@@ -17,7 +17,7 @@ State = dict[str, Any]
 
 
 def random_state() -> State:
-    """Return the states of the generators of Python, NumPy, torch and the devices.
+    """Return the RNG states of Python, NumPy, torch and the devices.
 
     The states of CUDA devices are included only if this process has initialized CUDA.
     """
@@ -43,7 +43,7 @@ def set_host_state(state: Mapping[str, Any]) -> None:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the states of Python's, NumPy's, torch's and the devices' generators.
+    """Restore the RNG states of Python, NumPy, torch and the devices.
 
     Args:
         state: A result of `random_state`. States of devices that this process does not have are skipped.
@@ -77,9 +77,10 @@ class Draw(NamedTuple):
 
 
 class RandomStream:
-    """Random stream from which only the order of data is drawn, with its own copy of the RNG state.
+    """Random stream that is used only to draw the order of the data.
 
-    The ranks draw the same order of samples from it, regardless of the random numbers that their models draw.
+    The stream has its own RNG state. The ranks therefore draw the same order of samples, regardless of the random
+    numbers that their models draw.
 
     Args:
         state: A state that `random_state` returned.
@@ -132,7 +133,7 @@ class RandomStream:
             self.state = dict(state)
 
     def follow(self, draw: Draw) -> None:
-        """Continue from the state after a draw that was made from a copy of this stream.
+        """Advance this stream past a draw that was made from a copy of it.
 
         Args:
             draw: The states of the copy before and after the draw.
@@ -191,7 +192,7 @@ def seed_from(state: State, purpose: int | str) -> int:
 
 
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
-    """Seed the generators of Python, NumPy and torch, including those of all devices.
+    """Seed the random number generators of Python, NumPy and torch, including those of all devices.
 
     Args:
         seed: An integer from 0 to 2**32 - 1. Default: the value of Lightning's environment variable ``PL_GLOBAL_SEED``,
@@ -203,7 +204,7 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
         The seed that was set.
 
     Raises:
-        ValueError: If the seed is not an integer in this range.
+        ValueError: If the seed is not an integer from 0 to 2**32 - 1.
     """
     if seed is None:
         text = os.environ.get("PL_GLOBAL_SEED", "0")

@@ -32,8 +32,9 @@ _PEERS = ("dvclive",)
 class GeneralTracker:
     """Base class of user-defined trackers for ``Accelerator(log_with=...)``.
 
-    A subclass sets ``name`` and ``requires_logging_directory``, and defines a property ``tracker`` that returns the
-    object it writes with. The methods of this class have no effect.
+    A subclass must define ``name``, ``requires_logging_directory`` and a property ``tracker``. The property returns the
+    underlying object, such as a ``SummaryWriter``. The methods of the base class do nothing; override those that the
+    tracker needs.
 
     Attributes:
         main_process_only: Whether the tracker is called on rank zero only. Default: True.
@@ -78,7 +79,7 @@ class GeneralTracker:
         """Store the configuration of the run.
 
         Args:
-            values: The configuration by name.
+            values: The configuration's values, by name.
         """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -118,7 +119,7 @@ class LoggerTracker(GeneralTracker):
         """Log the configuration as hyperparameters; see `GeneralTracker`.
 
         Args:
-            values: The configuration by name.
+            values: The configuration's values, by name.
         """
         self.logger.log_hyperparams(values)
 

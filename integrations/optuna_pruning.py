@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class PruningCallback(Callback):
-    """Callback that reports a logged value to an Optuna trial and raises ``optuna.TrialPruned`` to prune it.
+    """Callback that reports a logged value to an Optuna trial, and raises ``optuna.TrialPruned`` if Optuna prunes it.
 
     Only rank zero accesses the study's storage. All ranks raise the exception after the same step. The checkpoints of a
     pruned trial are kept.
 
-    A value is reported after each epoch or, if validation is enabled and does not run exactly once per epoch, after
-    each validation. The reported step is the epoch's index if validation is disabled or runs only at the end of epochs.
-    Otherwise, it is the index of the report.
+    If validation is disabled or runs exactly once per epoch, at its end, the value is reported after each epoch.
+    Otherwise, it is reported after each validation. The reported step is the epoch's index if validation is disabled or
+    runs only at the end of epochs. Otherwise, it is the index of the report.
 
     Args:
-        trial: The trial, also as Optuna's ``TorchDistributedTrial``. Ranks other than zero may pass None.
+        trial: The trial, or Optuna's ``TorchDistributedTrial`` that wraps it. Ranks other than zero may pass None.
         monitor: Name of the logged value to report, such as ``"val_loss"``.
 
     Attributes:
@@ -88,7 +88,7 @@ class PruningCallback(Callback):
         return f"PruningCallback(monitor={self.monitor!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of reports."""
+        """Return the callback's state, which is the number of reports."""
         return {"validations": self._validations}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -148,7 +148,10 @@ class PruningCallback(Callback):
         raise TrialPruned(self.pruned)
 
     def check_pruned(self) -> None:
-        """Raise ``TrialPruned`` if the trial was pruned, as Optuna's callback does. `Trainer.fit` already does so."""
+        """Raise ``TrialPruned`` if the trial was pruned.
+
+        `Trainer.fit` already raises this exception. The method exists for compatibility with Optuna's callback.
+        """
         if self.pruned is not None:
             from optuna import TrialPruned
 

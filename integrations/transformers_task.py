@@ -30,11 +30,11 @@ _WITHOUT_LENGTH = ("constant", "constant_with_warmup", "inverse_sqrt", *_BY_METR
 
 
 class TransformersTask(TaskModule):
-    """Task that fine-tunes, evaluates and generates with any transformers model whose ``forward`` returns a loss.
+    """Task for fine-tuning, evaluation and generation with any transformers model whose ``forward`` returns a loss.
 
-    A batch is a dict with the inputs of the model, such as ``input_ids``, ``attention_mask`` and ``labels``. If labels
-    belong to tokens, the loss of each batch is weighted by the number of its labels, so padding, accumulation and world
-    size do not change gradients.
+    A batch is a dict with the inputs of the model, such as ``input_ids``, ``attention_mask`` and ``labels``. With
+    token-level labels, the loss of each batch is weighted by the number of labels in the batch. Padding, accumulation
+    and world size therefore do not change the gradients.
 
     The task logs ``train_loss``, ``val_loss`` and ``test_loss``, and each of ``metrics`` as ``val_NAME`` and
     ``test_NAME``. `Trainer.predict` returns generated texts if ``generation`` is set, otherwise logits.
@@ -42,17 +42,17 @@ class TransformersTask(TaskModule):
     Args:
         model: A model, or the name or folder of a model that ``auto_class`` loads with ``from_pretrained``.
         auto_class: Name of the transformers class that loads the model, such as ``"AutoModelForCausalLM"``.
-        tokenizer: A tokenizer, or the name or folder of one, for generation. Default: the tokenizer of ``model`` if
-            ``model`` is a name or folder that has one.
+        tokenizer: A tokenizer, or the name or folder of one, for generation. Default: the tokenizer stored with the
+            model, if ``model`` is a name or folder.
         learning_rate: AdamW's peak learning rate. Default: 5e-5.
         weight_decay: AdamW's weight decay, for all parameters except biases and norms. Default: 0.0.
         optimizer_options: Further arguments of AdamW, such as ``{"betas": (0.9, 0.95)}``.
-        lr_scheduler: A name that ``transformers.get_scheduler`` accepts. The scheduler advances with each optimizer
-            step; ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance with each epoch, based on ``val_loss``. Default:
+        lr_scheduler: A name that ``transformers.get_scheduler`` accepts. Most schedulers advance after each optimizer
+            step. ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance after each epoch, based on ``val_loss``. Default:
             ``"linear"``.
-        warmup_steps: Number of optimizer steps of the warmup. A value below 1 is a fraction of all steps. Default: 0.
+        warmup_steps: Length of the warmup in optimizer steps. A value below 1 is a fraction of all steps. Default: 0.
         scheduler_options: Further arguments of the scheduler, such as ``{"num_cycles": 2}``.
-        metrics: torchmetrics objects by name, which `update_metrics` updates.
+        metrics: torchmetrics objects by name. `update_metrics` updates them in validation and testing.
         generation: Arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.
         adapter: A peft configuration, as an object or a dict. The model's own weights are frozen and adapters are
             trained. ``ModelCheckpoint(save_trainable_only=True)`` saves only the adapters.
@@ -60,7 +60,7 @@ class TransformersTask(TaskModule):
         model_options: Further arguments of ``from_pretrained``, such as ``{"num_labels": 5}``.
 
     Raises:
-        ModuleNotFoundError: If transformers, or peft for ``adapter``, is not installed.
+        ModuleNotFoundError: If transformers is not installed, or if ``adapter`` is set and peft is not installed.
         OSError: If the model or the tokenizer cannot be loaded.
         TypeError, ValueError: If an argument is invalid.
 
@@ -141,7 +141,7 @@ class TransformersTask(TaskModule):
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Return the loss and, if labels belong to tokens, the result of `count_targets` as ``"weight"``."""
+        """Return the loss and, with token-level labels, the result of `count_targets` as ``"weight"``."""
         outputs = self(batch)
         weight = self.count_targets(batch)
         loss = self._get_loss(outputs, batch, weight)
@@ -200,15 +200,16 @@ class TransformersTask(TaskModule):
             batch: Keyword arguments of the model, such as ``input_ids`` and ``labels``.
 
         Returns:
-            A 0-d tensor; None if the batch has no labels for tokens.
+            A 0-d tensor; None if the batch has no token-level labels.
         """
         labels = self._select_targets(batch)
         return None if labels is None else (labels != IGNORED).sum()
 
     def update_metrics(self, metrics: nn.ModuleDict, logits: Tensor, batch: Mapping[str, Any]) -> None:
-        """Update the metrics with the logits and labels of the samples, or of the tokens that have a label.
+        """Update the metrics with the logits and labels of a batch.
 
-        Override this method for metrics with other inputs.
+        With token-level labels, only the tokens that have a label are used. Override this method for metrics with other
+        inputs.
 
         Args:
             metrics: torchmetrics objects by name.
@@ -229,7 +230,7 @@ class TransformersTask(TaskModule):
     # -- methods to call -----------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Save the model, or only its adapters if it has any, and the tokenizer in the format of ``from_pretrained``.
+        """Save the model (or only its adapters, if it has any) and the tokenizer for loading with ``from_pretrained``.
 
         Must be called on all ranks.
 

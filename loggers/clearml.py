@@ -21,22 +21,24 @@ class ClearMLLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to ClearML or writes them to files.
 
     Install with ``pip install clearml``. Rank zero begins a task on first use. The task stays open after a successful
-    fit, so later fits continue it; `finish` ends it. A task that you have already started is used, unless ``task_id``
-    selects another task.
+    fit, so later fits continue it. Call `finish` to end it. A task that you have already started is used, unless
+    ``task_id`` selects another task.
 
-    ``train_loss`` becomes the series ``train`` of the plot ``loss``; ``val_``, ``test_`` and ``eval_`` are treated the
-    same way. A value that is not finite is not plotted, because ClearML would report it as 0.
+    ``train_loss`` becomes the series ``train`` of the plot ``loss``. The prefixes ``val_``, ``test_`` and ``eval_`` are
+    treated in the same way. A value that is not finite is not plotted, because ClearML would report it as 0.
 
     Args:
-        project_name: Project of the task. Default: ``CLEARML_PROJECT``, or ``"treadle_logs"``.
-        task_name: Name of the task. Default: ``CLEARML_TASK``, or ``"training"``.
+        project_name: Project of the task. Default: the environment variable ``CLEARML_PROJECT``, or
+            ``"treadle_logs"``.
+        task_name: Name of the task. Default: the environment variable ``CLEARML_TASK``, or ``"training"``.
         task_id: ID of the task to continue. Default: a new task.
-        offline: Only write files, to ``offline`` in ``CLEARML_CACHE_DIR``, by default ``~/.clearml/cache``;
-            ``Task.import_offline_session`` sends them. This applies to the whole process. Default: False.
+        offline: Write files instead of sending data. They are written to the folder ``offline`` in
+            ``CLEARML_CACHE_DIR`` (by default ``~/.clearml/cache``). ``Task.import_offline_session`` sends them later.
+            Offline mode applies to the whole process. Default: False.
         tags: Tags of the task. Default: none.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Upload checkpoints that are on disk: ``"all"`` uploads each one once it is saved; True uploads the
-            kept ones, at the end of a fit at the latest. Default: False.
+        log_model: Upload checkpoints that are on disk. ``"all"`` uploads each checkpoint when it is saved. True uploads
+            the kept checkpoints, no later than the end of the fit. Default: False.
         strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
         **kwargs: Arguments of ``Task.init``, such as ``task_type`` and ``output_uri``.
 

@@ -19,23 +19,24 @@ class CometLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to Comet or writes them to archives.
 
     Install with ``pip install comet_ml``. Rank zero begins an experiment on first use. The experiment stays open after
-    a successful fit, so later fits continue it; `finish` ends it. A process has one experiment at a time, so a second
-    logger ends that of the first.
+    a successful fit, so later fits continue it. Call `finish` to end it. A process has one experiment at a time, so a
+    second logger ends the experiment of the first.
 
-    Offline, an archive is written each time the experiment ends; ``comet upload`` sends it.
+    In offline mode, an archive is written each time the experiment ends. Send it with ``comet upload``.
 
     Args:
-        api_key: API key of the account. Default: ``COMET_API_KEY``, or Comet's configuration file.
+        api_key: API key of the account. Default: the environment variable ``COMET_API_KEY``, or the key in Comet's
+            configuration file.
         workspace: Workspace of the experiment. Default: ``COMET_WORKSPACE``, or the account's workspace.
         project: Project of the experiment. Default: ``COMET_PROJECT_NAME``, or ``"Uncategorized"``, as in Comet.
-        experiment_key: Key of the experiment to continue, 32 to 50 letters and digits. Default:
-            ``COMET_EXPERIMENT_KEY``, or a new one.
-        mode: ``"get_or_create"``, ``"get"`` (the experiment must exist) or ``"create"`` (it must not). Default:
+        experiment_key: Key of the experiment to continue. A key consists of 32 to 50 letters and digits. Default:
+            ``COMET_EXPERIMENT_KEY``, or a new key.
+        mode: ``"get_or_create"``, ``"get"`` (the experiment must exist) or ``"create"`` (it must not exist). Default:
             ``COMET_START_MODE``, or ``"get_or_create"``.
         online: Whether data is sent; False only writes archives. Default: ``COMET_START_ONLINE``, or True.
         prefix: Text before every metric's name, as ``prefix_name``. Default: none.
-        log_model: Upload checkpoints that are on disk: ``"all"`` uploads each one once it is saved; True uploads the
-            kept ones, at the end of a fit at the latest. Default: False.
+        log_model: Upload checkpoints that are on disk. ``"all"`` uploads each checkpoint when it is saved. True uploads
+            the kept checkpoints, no later than the end of the fit. Default: False.
         strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
         experiment_config: A ``comet_ml.ExperimentConfig``, instead of ``kwargs``. Default: built from ``kwargs``.
         **kwargs: Arguments of ``comet_ml.ExperimentConfig``, such as ``name``, ``tags`` and ``offline_directory``.

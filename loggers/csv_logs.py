@@ -27,11 +27,12 @@ class CSVLogger(DirectoryLogger):
 
     Args:
         save_dir: Parent directory of the experiments, or a URL; see `DirectoryLogger`.
-        name: Directory of the experiment in ``save_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
+        name: Directory of the experiment in ``save_dir``; None or ``""`` for no such directory. Default:
+            ``"treadle_logs"``.
         version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        flush_logs_every_n_steps: Number of buffered rows, or of steps that they span, at which they are written. A
-            killed process loses the buffered rows. Default: 100.
+        flush_logs_every_n_steps: Number of rows to buffer. The rows are written once there are this many, or once they
+            span this many steps. A killed process loses the buffered rows. Default: 100.
         strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
 
     Raises:
@@ -76,7 +77,7 @@ class CSVLogger(DirectoryLogger):
         """Add one row.
 
         Args:
-            metrics: Numbers or tensors by name; a dict of them adds columns named ``name/key``.
+            metrics: Numbers or tensors by name; a nested dict adds columns named ``name/key``.
             step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:

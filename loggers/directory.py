@@ -19,12 +19,14 @@ from .values import as_mapping, check_step, plain
 class DirectoryLogger(Logger):
     r"""Base class of loggers that write files to ``save_dir/name/version_N``.
 
-    Without a version, rank zero claims the next number by creating the directory, so two jobs never claim the same one.
+    If no version is passed, rank zero claims the next number by creating its directory. Two jobs never claim the same
+    number.
 
     Args:
         save_dir: Parent directory of the experiments, or a URL such as ``s3://bucket/logs``. ``~`` and ``$VARIABLES``
             are expanded.
-        name: Directory of the experiment in ``save_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
+        name: Name of the experiment's directory in ``save_dir``. If None or ``""``, versions are written directly to
+            ``save_dir``. Default: ``"treadle_logs"``.
         version: A number N for the directory ``version_N``, or the name of a directory. Default: the next unused
             number.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
@@ -84,7 +86,7 @@ class DirectoryLogger(Logger):
 
     @property
     def root_dir(self) -> str:
-        """Directory above all versions of this experiment."""
+        """Parent directory of all versions of this experiment."""
         return self._versions_dir
 
     @property
@@ -93,7 +95,7 @@ class DirectoryLogger(Logger):
 
     @property
     def version(self) -> int | str | None:
-        """Version of the experiment; the first access on rank zero claims a number if no version was passed."""
+        """Version of the experiment. If no version was passed, the first access on rank zero claims the next number."""
         if self._version is None and process_rank() == 0:
             self._version = claim_version(self._versions_dir)
         return self._version
@@ -119,16 +121,17 @@ class DirectoryLogger(Logger):
 
     @property
     def files_dir(self) -> Path:
-        """Local folder with the files of `log_dir`: the directory itself, or a folder that is mirrored to the URL."""
+        """Local folder with the files of `log_dir`: the directory itself or, if it is a URL, a local mirror of it."""
         return local_folder(str(self.log_dir))
 
     def save_hyperparams(self, params: Params) -> None:
-        """Write hyperparameters, in addition to those of earlier calls, to ``hparams.yaml`` in `log_dir`.
+        """Write hyperparameters to ``hparams.yaml`` in `log_dir`.
 
-        Only rank zero writes the file. The file of an earlier process is replaced.
+        Hyperparameters from earlier calls are kept, but a file from an earlier process is replaced. Only rank zero
+        writes the file.
 
         Args:
-            params: Settings by name, nested or not; see `plain`.
+            params: Settings by name, nested or not. `plain` converts their values.
 
         Raises:
             TypeError: If ``params`` is invalid.
@@ -151,7 +154,7 @@ class DirectoryLogger(Logger):
         """Return the step to log, and remember the highest step.
 
         Args:
-            step: Step of the values; None for one more than the highest previous step.
+            step: Step of the values. If None, the highest previous step plus one is used.
 
         Raises:
             TypeError, ValueError: If ``step`` is invalid.

@@ -24,7 +24,8 @@ def process_rank() -> int:
 class NullExperiment:
     """Experiment object that ignores calls and assignments, so that user code does not need ``if rank == 0``.
 
-    Ordinary attributes, calls and items return the object itself. The object is falsy, empty and a context manager.
+    Accessing an ordinary attribute, calling the object and indexing it all return the object itself. The object is
+    falsy and empty, and it can be used as a context manager.
 
     Example:
         >>> from treadle.loggers import NullExperiment
@@ -68,9 +69,9 @@ class NullExperiment:
 
 
 def rank_zero_experiment(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return an ``experiment`` getter that returns a `NullExperiment` on ranks other than zero.
+    """Wrap an ``experiment`` getter so that it returns a `NullExperiment` on ranks other than zero.
 
-    Write the decorator below ``@property``.
+    Put the decorator below ``@property``.
 
     Args:
         method: The getter to decorate, which creates the backend's object on first access.
@@ -84,11 +85,14 @@ def rank_zero_experiment(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class Logger(ABC):
-    """Base class of loggers. Implement `log_metrics` and `log_hyperparams` in a subclass, and pass it to a Trainer.
+    """Base class of loggers.
 
-    The Trainer calls a logger's methods on rank zero only. Its properties are read on any rank. Methods and properties
-    must not use collectives. A subclass that replaces ``version`` must keep it settable. Put ``@rank_zero_experiment``
-    below the ``@property`` of ``experiment``, because user code reads it on every rank.
+    Implement `log_metrics` and `log_hyperparams` in a subclass, and pass an instance to a Trainer.
+
+    The Trainer calls a logger's methods on rank zero only. The logger's properties may be read on any rank. Methods and
+    properties must not use collectives. A subclass that overrides ``version`` must also define a setter. Put
+    ``@rank_zero_experiment`` below the ``@property`` of ``experiment``, because user code reads ``experiment`` on every
+    rank.
 
     Attributes:
         strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
@@ -128,17 +132,20 @@ class Logger(ABC):
 
     @property
     def root_dir(self) -> str | None:
-        """Directory above all versions of this experiment; None if no files are written."""
+        """Parent directory of all versions of this experiment; None if no files are written."""
         return None
 
     @property
     def log_dir(self) -> str | None:
-        """Directory of this version; None if no files are written, or until the version is known on this rank."""
+        """Directory of this version; None if no files are written or the version is not known on this rank."""
         return None
 
     @property
     def experiment(self) -> Any:
-        """Backend object, such as a ``SummaryWriter``; a `NullExperiment` on nonzero ranks; None unless overridden."""
+        """Backend object, such as a ``SummaryWriter``; None unless overridden.
+
+        On nonzero ranks, Treadle's own loggers return a `NullExperiment`.
+        """
         return None
 
     @abstractmethod
@@ -147,8 +154,8 @@ class Logger(ABC):
 
         Args:
             metrics: Values by name.
-            step: Optimizer step of the values; see also `EVALUATED_AT`. With None, the logger chooses the step.
-                Default: None.
+            step: Optimizer step of the values. If ``metrics`` contains `EVALUATED_AT`, ``step`` counts evaluation
+                batches instead. If None, the logger chooses the step. Default: None.
         """
 
     @abstractmethod
@@ -170,18 +177,18 @@ class Logger(ABC):
         return None
 
     def on_resume(self, step: int) -> None:
-        """Remove the logs of later steps, because the resumed run logs these steps again.
+        """Remove the logs of all steps after ``step``, because the resumed run logs these steps again.
 
         Called before the first step of the resumed run. Does nothing unless overridden.
 
         Args:
-            step: Number of optimizer steps taken before the run was saved.
+            step: Number of optimizer steps completed when the checkpoint was saved.
         """
         return None
 
     @property
     def saves_each_row(self) -> bool:
-        """True if a custom logger overrides ``save``, which is then called after each `log_metrics`."""
+        """True if a custom logger overrides ``save``. The Trainer then calls ``save`` after each `log_metrics`."""
         return type(self).save is not Logger.save and not type(self).save.__module__.startswith("treadle.")
 
     def save(self) -> None:

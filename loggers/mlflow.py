@@ -36,7 +36,8 @@ class MLFlowLogger(Logger):
         tracking_uri: Address of a server or a database (``sqlite:///mlflow.db``), or a directory. Default:
             ``MLFLOW_TRACKING_URI``, or files in ``save_dir``.
         tags: Tags of the run by name. Default: none.
-        save_dir: Directory for files if no address is set. Default: ``./mlruns``.
+        save_dir: Directory for files if neither ``tracking_uri`` nor ``MLFLOW_TRACKING_URI`` is set. Default:
+            ``./mlruns``.
         log_model: Upload checkpoints that are on disk: ``"all"`` uploads each one once it is saved; True uploads the
             kept ones, at the end of a fit at the latest. Default: False.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
@@ -47,8 +48,8 @@ class MLFlowLogger(Logger):
 
     Raises:
         ModuleNotFoundError: If a required package is not installed.
-        TypeError, ValueError: If an argument is invalid, or the installed version of MLflow disables the storage in
-            files.
+        TypeError, ValueError: If an argument is invalid, or if the installed version of MLflow disables file storage
+            and the tracking URI requires it.
 
     Example:
         >>> from treadle.loggers import MLFlowLogger
@@ -197,10 +198,10 @@ class MLFlowLogger(Logger):
                 self.save()
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Record metrics. Characters that MLflow does not accept are removed from their names.
+        """Record metrics. Characters that MLflow does not accept are removed from metric names.
 
         Args:
-            metrics: Numbers or tensors by name; a dict of them is recorded as ``name/key``.
+            metrics: Numbers or tensors by name. The entries of a nested dict are recorded as ``name/key``.
             step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:
@@ -284,7 +285,7 @@ class MLFlowLogger(Logger):
         """Upload the pending checkpoints and set the run's status. Later logging continues the run.
 
         Args:
-            status: ``"success"``, ``"failed"``, or a status of MLflow. Default: ``"success"``.
+            status: ``"success"``, ``"failed"``, or an MLflow run status such as ``"KILLED"``. Default: ``"success"``.
         """
         try:
             self.save()

@@ -21,25 +21,27 @@ STORAGES = {"async": "cloud", "sync": "cloud", "offline": "local", "debug": "dis
 class NeptuneLogger(ServiceLogger):
     """Logger with Neptune's interface that writes to GoodSeed (``pip install goodseed``).
 
-    Neptune's service has ended. This class accepts the arguments of Lightning's ``NeptuneLogger``.
+    Neptune's service has been shut down. This class accepts the arguments of Lightning's ``NeptuneLogger``.
 
-    Rank zero begins a run on first use. The run is closed after each stage and reopened on the next use. NaN is skipped
-    with a warning. Only the paths of checkpoints are recorded.
+    Rank zero begins a run on first use. The run is closed after each stage and reopened on the next use. NaN values
+    are skipped with a warning. Checkpoints are not uploaded; only their paths and the best score are recorded.
 
     Args:
-        api_key: API key of GoodSeed; with a key, runs are also sent to GoodSeed by default. Default:
-            ``GOODSEED_API_KEY``.
-        project: Project of the run, ``"workspace/project"``. Default: ``GOODSEED_PROJECT``, or ``"treadle_logs"``.
+        api_key: API key for GoodSeed. If a key is set, runs are also sent to GoodSeed's server, unless ``mode`` or
+            ``GOODSEED_STORAGE`` disables this. Default: ``GOODSEED_API_KEY``.
+        project: Project of the run, in the form ``"workspace/project"``. Default: ``GOODSEED_PROJECT``, or
+            ``"treadle_logs"``.
         name: Name of a new run. Default: ``"Untitled"``.
         run: A ``goodseed`` run that has already begun. Default: the run of ``with_id`` or ``custom_id``, or a new run.
         log_model_checkpoints: Record the paths of the latest and the best checkpoint, and the best score. Checkpoints
             at a URL are skipped. Default: True.
         prefix: Text before the path of every metric and hyperparameter, as ``prefix/path``. Default: ``"training"``.
         strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
-        **neptune_run_kwargs: Arguments of ``neptune.init_run``: ``with_id`` (a run to continue), ``mode`` (``"async"``
-            or ``"sync"`` with an ``api_key``; ``"offline"``, which only writes local files; ``"debug"``, which stores
-            nothing), ``custom_id`` (the ID of the run), ``tags``, ``description``, ``capture_stdout``, ...; and
-            ``goodseed_home``, the directory of the local files. Default: ``GOODSEED_HOME``, or ``~/.goodseed``.
+        **neptune_run_kwargs: Arguments of ``neptune.init_run``, such as ``tags``, ``description`` and
+            ``capture_stdout``. ``with_id`` is the ID of a run to continue. ``custom_id`` sets the ID of the run.
+            ``mode="async"`` and ``mode="sync"`` send the run to GoodSeed's server and require an ``api_key``.
+            ``mode="offline"`` only writes local files. ``mode="debug"`` stores nothing. An additional argument,
+            ``goodseed_home``, sets the directory of the local files. Default: ``GOODSEED_HOME``, or ``~/.goodseed``.
 
     Raises:
         ModuleNotFoundError: If GoodSeed is not installed.

@@ -22,18 +22,19 @@ WRITER_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_
 
 
 class TensorBoardLogger(DirectoryLogger):
-    """Logger that writes event files for TensorBoard, and ``hparams.yaml``, to ``save_dir/name/version_N``.
+    """Logger that writes TensorBoard event files and ``hparams.yaml`` to ``save_dir/name/version_N``.
 
     ``tensorboard --logdir save_dir`` displays the logs.
 
     Args:
         save_dir: Parent directory of the experiments, or a URL; see `DirectoryLogger`.
-        name: Directory of the experiment in ``save_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
+        name: Name of the experiment's directory in ``save_dir``. If None or ``""``, versions are written directly to
+            ``save_dir``. Default: ``"treadle_logs"``.
         version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
         log_graph: Whether `log_graph` records the model's graph. Default: False.
         default_hp_metric: Whether `log_hyperparams` without metrics records ``hp_metric`` = -1. Default: True.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        sub_dir: Directory below ``version_N`` for the files. Default: none.
+        sub_dir: Subdirectory of ``version_N`` for the files. Default: none.
         strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
         **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``, such as ``max_queue`` (events) and
             ``flush_secs`` (seconds).
@@ -96,7 +97,7 @@ class TensorBoardLogger(DirectoryLogger):
         """Record metrics as scalars.
 
         Args:
-            metrics: Numbers or tensors by name; the entries of a dict of them share one chart.
+            metrics: Numbers or tensors by name. The entries of a nested dict share one chart.
             step: Optimizer step of the values. Default: one more than the highest previous step.
 
         Raises:
@@ -118,8 +119,9 @@ class TensorBoardLogger(DirectoryLogger):
 
         Args:
             params: Settings by name, nested or not.
-            metrics: Initial values of metrics; a single number is the value of ``hp_metric``. Log metrics under the
-                same names during training. Default: ``hp_metric`` = -1, or none if ``default_hp_metric`` is False.
+            metrics: Initial values of metrics; a single number is the value of ``hp_metric``. To update them on
+                the HPARAMS page, log metrics under the same names during training. Default: ``hp_metric`` = -1, or none
+                if ``default_hp_metric`` is False.
             step: Optimizer step of ``metrics``. Default: 0.
 
         Raises:
@@ -179,10 +181,10 @@ class TensorBoardLogger(DirectoryLogger):
             )
 
     def on_resume(self, step: int) -> None:
-        """Make TensorBoard ignore the events of later steps in an existing directory.
+        """Make TensorBoard ignore the existing events of all steps after ``step``.
 
         Args:
-            step: Number of optimizer steps taken before the run was saved.
+            step: Number of optimizer steps completed when the checkpoint was saved.
         """
         if process_rank() == 0 and self._version is not None:
             self.finalize("success")

@@ -14,17 +14,17 @@ class TrackioLogger(ServiceLogger):
     """Logger that writes metrics, hyperparameters and checkpoints to Trackio (``pip install trackio``).
 
     Rank zero begins a run on first use. The run is closed after each stage and reopened on the next use. Trackio turns
-    storage errors into warnings, even with ``strict``.
+    storage errors into warnings, even if ``strict`` is True.
 
     Args:
         project: Project of the run. Default: ``"treadle_logs"``.
         name: Name of the run, which is also its ``version``. Default: generated.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Copy checkpoints on disk to Trackio's artifacts: ``"all"`` copies each one once it is saved; True
-            copies the kept ones, at the end of a fit at the latest. Default: False.
+        log_model: Copy checkpoints from disk to Trackio's artifacts. ``"all"`` copies each checkpoint when it is saved.
+            True copies the kept checkpoints, no later than the end of the fit. Default: False.
         strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
-        **kwargs: Arguments of ``trackio.init``, such as ``space_id`` and ``server_url``; ``resume="allow"`` continues
-            the latest run of this name, if there is one. Without ``resume``, the logger begins a new run.
+        **kwargs: Arguments of ``trackio.init``, such as ``space_id`` and ``server_url``. ``resume="allow"`` continues
+            the latest run with this ``name``, if there is one. Without ``resume``, the logger begins a new run.
 
     Raises:
         ModuleNotFoundError: If Trackio is not installed.

@@ -102,7 +102,9 @@ def as_mapping(params: Any) -> Mapping[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as dicts, lists, str, int, float, bool and None. Any other object becomes its ``str``.
+    """Convert a value to plain data: dicts, lists, str, int, float, bool and None.
+
+    An object that cannot be converted is replaced by its ``str``.
 
     Args:
         value: Any value. Mappings, namespaces and dataclass instances become dicts; lists, tuples and sets become

@@ -33,7 +33,7 @@ class DDPCommunicationHookType(StrEnum):
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """Accelerate's settings for replicas, translated to `DDP`.
+    """Accelerate's settings for replicated models, converted to a `DDP` strategy.
 
     Args:
         dim: Must be 0; torch no longer uses it.
@@ -46,8 +46,8 @@ class DistributedDataParallelKwargs:
         comm_hook: Compression of gradients: ``"no"``, ``"fp16"``, ``"bf16"``, ``"power_sgd"``, the corresponding
             `DDPCommunicationHookType`, or a function for torch's ``register_comm_hook``. ``"batched_power_sgd"`` is not
             supported.
-        comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``comm_hook`` runs, a
-            function that receives the hook and returns a new one, or ``"no"``.
+        comm_wrapper: Wrapper of ``comm_hook``: ``"fp16"`` or ``"bf16"``, which casts gradients to this dtype before the
+            hook runs; a function that receives the hook and returns a new one; or ``"no"``.
         comm_state_option: Arguments of torch's ``PowerSGDState``, or the first argument of a function passed as
             ``comm_hook``.
 
@@ -96,7 +96,7 @@ ReplicaKwargs = DistributedDataParallelKwargs
 
 @dataclass
 class ParallelismConfig:
-    """Numbers of replicas, shards and tensor parallel ranks, whose product is the world size.
+    """Numbers of replicas, shards and tensor parallel ranks. Their product must equal the world size.
 
     A size of None counts as 1.
 
@@ -209,20 +209,20 @@ _ALTERNATIVES = {
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Accelerate's settings for sharded models, which are sharded with FSDP2.
+    """Accelerate's settings for sharded models. Sharding always uses FSDP2.
 
     Args:
-        fsdp_version: 1, 2 or None, without effect.
-        sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"`` or ``"HYBRID_SHARD_ZERO2"`` (shards
-            within a machine), ``"NO_SHARD"`` (replicas), or a value of torch's ``ShardingStrategy``. Default:
-            ``"FULL_SHARD"``.
-        reshard_after_forward: See `FSDP`, or a value of ``sharding_strategy``. Default: False for ``"SHARD_GRAD_OP"``
-            and ``"HYBRID_SHARD_ZERO2"``, otherwise True.
-        backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None, without effect.
+        fsdp_version: Must be 1, 2 or None; it has no effect.
+        sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"NO_SHARD"`` (replicas), ``"HYBRID_SHARD"`` or
+            ``"HYBRID_SHARD_ZERO2"`` (both shard within each machine), or a member of torch's ``ShardingStrategy``.
+            Default: ``"FULL_SHARD"``.
+        reshard_after_forward: A bool or a number, as in `FSDP`, or a value of ``sharding_strategy``. Default: False for
+            ``"SHARD_GRAD_OP"`` and ``"HYBRID_SHARD_ZERO2"``, otherwise True.
+        backward_prefetch: Must be ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None; it has no effect.
         mixed_precision_policy: Torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
-        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a policy of `FSDP` that
-            is not a string. Default: selected by ``transformer_cls_names_to_wrap`` or else ``min_num_params``; the
-            repeated blocks if neither is set.
+        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a policy that `FSDP`
+            accepts and that is not a string. Default: None, which uses ``transformer_cls_names_to_wrap`` if it is set,
+            otherwise ``min_num_params`` if it is set, and otherwise wraps the repeated blocks.
         cpu_offload: Keep shards in host memory: a bool, or torch's ``CPUOffload`` or ``CPUOffloadPolicy``.
         ignored_modules: Must be None.
         state_dict_type: Must be None.
@@ -312,7 +312,7 @@ class FullyShardedDataParallelPlugin:
         return (lambda _: False) if policy == "no_wrap" else "auto"
 
     def strategy(self, world: World, parallelism: ParallelismConfig | None = None) -> Strategy:
-        """Return the `FSDP` strategy with these settings; `DDP` for ``"NO_SHARD"``.
+        """Return an `FSDP` strategy with these settings, or a plain `DDP` strategy for ``"NO_SHARD"``.
 
         Args:
             world: Processes of the run.
@@ -396,7 +396,7 @@ def choose_strategy(
         world: Processes of the run.
         plugin: Accelerate's settings for sharded models.
         parallelism: The numbers of replicas, shards and tensor parallel ranks.
-        replicas: Accelerate's settings for replicas.
+        replicas: Accelerate's settings for replicated models.
 
     Raises:
         ValueError, TypeError: If an argument is invalid, or contradicts another argument or the world size.

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def built_in_place(device: torch.device, dtype: torch.dtype | None, empty: bool) -> Iterator[None]:
-    """Return a context that creates modules on ``device`` and in ``dtype``.
+    """Return a context in which modules are created on ``device`` and in ``dtype``.
 
     Args:
         device: Device on which parameters and buffers are created.

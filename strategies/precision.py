@@ -29,13 +29,13 @@ _ALIASES: dict[Any, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Dtypes of storage and computation.
+    """Precision of a run: the dtypes for storage and for computation.
 
     Args:
         name: One of ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true``, ``64-true``, ``float8``.
         storage: Dtype of floating-point parameters and inputs, or None to keep the user's dtypes.
         compute: Dtype in which autocast computes, or None for no autocast.
-        scaled: Whether the loss is scaled against underflow of float16 gradients.
+        scaled: Whether the loss is scaled to prevent underflow of float16 gradients.
         cached: Whether autocast caches the weights that it has cast.
         float8: Whether linear layers of suitable sizes compute matrix products in float8.
 
@@ -54,7 +54,7 @@ class Precision:
 
     @classmethod
     def parse(cls, value: Any, argument: str = "precision") -> Precision:
-        """Return the precision with this name.
+        """Return the precision with the given name or alias.
 
         Args:
             value: The name, an alias such as ``"bf16"`` or ``16``, None for ``"32-true"``, or a `Precision`.
@@ -97,7 +97,7 @@ class Precision:
             )
 
     def cast(self, batch: Any) -> Any:
-        """Return ``batch`` with its floating-point tensors in the storage dtype, if any.
+        """Return ``batch`` with floating-point tensors cast to ``storage``, or unchanged if ``storage`` is None.
 
         Args:
             batch: A tensor or a nested structure of tensors, such as a dict or a list.

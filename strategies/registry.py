@@ -49,10 +49,10 @@ def strategy_names() -> list[str]:
 
 
 def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[str, Devices]:
-    """Return the accelerator and devices of a run, which are those of the strategy if it was created for a device.
+    """Return the accelerator and devices of a run. A strategy that was created for a device determines both.
 
     Args:
-        strategy: Registry name or a `Strategy`.
+        strategy: Name of a registered strategy, or a `Strategy`.
         accelerator: One of `ACCELERATORS`, such as ``"auto"`` or ``"cuda"``.
         devices: The devices in any form that the Trainer accepts.
 
@@ -78,7 +78,7 @@ def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[
 
 
 def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:
-    """Return the strategy with this name. ``"auto"`` is a single device for one process, otherwise DDP.
+    """Return the strategy with this name. ``"auto"`` selects `SingleDevice` for one process, otherwise `DDP`.
 
     Args:
         strategy: A name, or a `Strategy`, which is returned unchanged.

@@ -25,18 +25,18 @@ from .wrap_policy import split_into_blocks
 
 
 class Strategy(StrategyAliases):
-    """Layout of a model over the processes. Subclass this class to add a strategy.
+    """Base class of strategies, which distribute a model over processes. Subclass this class to add a strategy.
 
     Pass an instance as the ``strategy`` of a `Trainer` or `Accelerator`, or register a name with `register_strategy`.
-    The default methods suit one device. A subclass for several processes must set ``distributed`` and reduce the
-    gradients.
+    The default implementations of the methods are for a single device. A subclass for several processes must set
+    ``distributed`` and reduce the gradients.
 
     Attributes:
         name: Name of the strategy, such as ``"ddp"``.
         distributed: Whether the strategy supports more than one process.
         sharded: Whether parameters are sharded over the processes.
         has_rank_buffers: Whether checkpoints for resuming contain the buffers of every process, not only rank zero's.
-        delays_sync: Whether gradients may be reduced only in the last micro-batch of a step.
+        delays_sync: Whether gradient reduction can be delayed until the last micro-batch of a step.
         device_mesh: Torch's mesh of the processes, or None.
         requested_device: Device for which the strategy was created, or None.
         group_options: Options of the process group that were passed to the strategy.
@@ -68,7 +68,7 @@ class Strategy(StrategyAliases):
     precision: Precision
 
     def attach(self, world: World, precision: Precision) -> None:
-        """Attach the strategy to a world and a precision, before any model is wrapped.
+        """Set the processes and the precision of the run. Must be called before any model is wrapped.
 
         Args:
             world: Processes of the run.
@@ -93,7 +93,7 @@ class Strategy(StrategyAliases):
         return True
 
     def detach(self) -> None:
-        """Release everything that belongs to the process group, before the group ends."""
+        """Release all objects that belong to the process group. Called before the group is destroyed."""
 
     @property
     def data_world(self) -> World:
@@ -101,7 +101,9 @@ class Strategy(StrategyAliases):
         return self.world
 
     def construction(self, empty: bool = False) -> AbstractContextManager[Any]:
-        """Return a context for the creation of models, in the storage dtype, if any.
+        """Return a context in which to create models.
+
+        In the context, floating-point parameters and buffers get the storage dtype, if one is set.
 
         Args:
             empty: Skip functions of ``torch.nn.init``; see `built_in_place`. Default: False.
@@ -147,7 +149,7 @@ class Strategy(StrategyAliases):
             note: 0-d tensor to sum over the processes in the same exchange.
 
         Returns:
-            The sum of ``note`` (0 if it is None); None if nothing is exchanged.
+            The sum of ``note`` over the processes, in which None counts as 0. None if nothing is exchanged.
         """
         return None
 
@@ -168,20 +170,20 @@ class Strategy(StrategyAliases):
         return module.to(device=self.world.device, dtype=self.precision.storage)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
-        """Return the submodules to compile, each separately. Must be called before `wrap`.
+        """Return the submodules to compile separately. Must be called before `wrap`.
 
         Args:
             module: The user's module.
-            blocks: Whether repeated blocks are compiled separately. Default: only if enough of them have the same
-                structure.
+            blocks: Whether repeated blocks are compiled separately. Default: only where each kind of block occurs at
+                least three times on average.
 
         Returns:
-            The submodules, and whether their hooks must not be compiled.
+            The submodules, and True if their hooks must run uncompiled.
         """
         return split_into_blocks(module, blocks), False
 
     def decisions(self, module: nn.Module) -> list[str]:
-        """Return notes on settings that affect how a wrapped model runs.
+        """Return the strategy's notes for the run summary, for example on settings that affect performance.
 
         Args:
             module: The user's model.
@@ -212,7 +214,7 @@ class Strategy(StrategyAliases):
                 return module
 
     def graph_leaves(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the leaves of autograd's graph of a wrapped ``module``, each with its parameter.
+        """Yield each leaf in the autograd graph of a wrapped ``module``, paired with its parameter.
 
         Args:
             module: Module that `wrap` returned.
@@ -220,7 +222,7 @@ class Strategy(StrategyAliases):
         return ((parameter, parameter) for parameter in self.unwrap(module).parameters())
 
     def method(self, wrapped: nn.Module, name: str) -> Callable[..., Any]:
-        """Return a function that runs a method of the user's module like its ``forward``.
+        """Return a function that runs a method of the user's module through the wrapped module instead of ``forward``.
 
         Args:
             wrapped: Module that `wrap` returned.
@@ -233,7 +235,9 @@ class Strategy(StrategyAliases):
         return bound if router is None else routed(wrapped, router, bound)
 
     def local_method(self, module: nn.Module, name: str) -> Callable[..., Any]:
-        """Return a function that runs a method of the user's module for evaluation, if possible without communication.
+        """Return a function that runs a method of the user's module in the run's precision.
+
+        The function is used in evaluation and in manual optimization. It communicates only if the strategy requires it.
 
         Args:
             module: A module, wrapped or not.
@@ -277,7 +281,7 @@ class Strategy(StrategyAliases):
             module: Module that `wrap` returned.
 
         Raises:
-            ValueError: If the strategy does not support this.
+            ValueError: If the strategy or its settings do not support separate optimizer steps.
         """
         if self.world.size > 1:
             raise ValueError(
@@ -289,7 +293,8 @@ class Strategy(StrategyAliases):
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Return a context in which a rank may train the wrapped ``models`` on fewer batches than other ranks.
 
-        If the strategy or its settings do not support this, the context has no effect, and several processes warn.
+        If the strategy or its settings do not support uneven inputs, the context has no effect. In this case, a warning
+        is shown if the world size is greater than 1.
 
         Args:
             models: Modules that `wrap` returned.
@@ -353,7 +358,7 @@ class Strategy(StrategyAliases):
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state of the user's module under its own names. Must be called on all ranks.
+        """Return the state dict of the unwrapped module. Must be called on all ranks.
 
         Sharded parameters are returned as torch's ``DTensor``.
 
@@ -373,7 +378,7 @@ class Strategy(StrategyAliases):
         self.unwrap(module).load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return this process's state of ``optimizer``, in the form of ``state_dict()``. Must be called on all ranks.
+        """Return the optimizer's state on this process, in the form of ``state_dict()``. Must be called on all ranks.
 
         Args:
             optimizer: The user's optimizer.
@@ -390,9 +395,9 @@ class Strategy(StrategyAliases):
         optimizer.load_state_dict(state)
 
     def reduction_order(self, module: nn.Module) -> list[int]:
-        """Return the order of the parameters, as indices, that determines how gradients are summed.
+        """Return the order in which gradients are reduced, as indices of the trained parameters.
 
-        The list is empty if no such order is known.
+        The order can affect the rounding of the sums. The list is empty if the order is unknown.
 
         Args:
             module: Module that `wrap` returned.
@@ -400,15 +405,15 @@ class Strategy(StrategyAliases):
         return []
 
     def take_reduction_order(self, module: nn.Module, order: list[int]) -> None:
-        """Sum later gradients in the order of a run with this `reduction_order`. Must be called on all ranks.
+        """Reduce later gradients in the order of an earlier run. Must be called on all ranks.
 
         Args:
             module: Module that `wrap` returned.
-            order: The result of `reduction_order`.
+            order: The result of `reduction_order` in that run.
         """
 
     def keeps_apart(self, optimizer: Optimizer) -> bool:
-        """Return whether each process has, and must save, the optimizer state of different parameters.
+        """Return True if each process holds the optimizer state of different parameters and must save it.
 
         Args:
             optimizer: The user's optimizer.
@@ -416,17 +421,17 @@ class Strategy(StrategyAliases):
         return False
 
     def drop_gradients(self, module: nn.Module) -> None:
-        """Discard gradients that are kept outside of ``parameter.grad``, such as FSDP's.
+        """Discard gradients that are stored outside ``parameter.grad``, such as FSDP's unreduced gradients.
 
         Args:
             module: Module that `wrap` returned.
         """
 
     def agree_on_overflow(self, overflow: Tensor) -> None:
-        """Make ``overflow``, which is 1 if float16 gradients overflowed, the same on every process.
+        """Set ``overflow`` to 1 on every process if it is 1 on any process.
 
         Args:
-            overflow: The flag, changed in place.
+            overflow: Flag, changed in place: 1 if float16 gradients overflowed, otherwise 0.
         """
 
     def explain(self, error: BaseException) -> BaseException:
@@ -440,13 +445,13 @@ class Strategy(StrategyAliases):
     # -- for plans, where the model has shapes and no values -----------------------------------------------------
 
     def grid(self, world_size: int) -> dict[str, int]:
-        """Return the numbers of replicas, shards per replica, and ranks per sample.
+        """Return the degrees of replication, sharding and tensor parallelism for a world size.
 
         Args:
-            world_size: Number of ranks to arrange.
+            world_size: Number of ranks.
 
         Returns:
-            The three numbers, under ``"replicate"``, ``"shard"`` and ``"tensor"``.
+            The three degrees, under ``"replicate"``, ``"shard"`` and ``"tensor"``.
         """
         return {"replicate": world_size, "shard": 1, "tensor": 1}
 
@@ -462,11 +467,14 @@ class Strategy(StrategyAliases):
         return Router(module, self.precision.context(self.world.device), self.precision.compute is not None)
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """Return groups of gradients that are reduced together, as indices into ``ready``, or None.
+        """Return the groups of gradients that are reduced together, as lists of indices into ``ready``.
+
+        The result is None if a plan adds no reductions to those that the wrapped model performs itself.
 
         Args:
             ready: Parameters in the order in which their gradients become ready.
-            ballot: Whether votes are sent with the gradients, under the index -1.
+            ballot: Whether the processes' votes are reduced with the gradients; see `votes_in_backward`. Their index
+                is -1.
 
         Raises:
             ValueError: If a plan does not support the strategy or its settings.
@@ -481,7 +489,7 @@ class Strategy(StrategyAliases):
         return False
 
     def gradient_copy_bytes(self, module: nn.Module) -> int:
-        """Return the size in bytes of the copies of gradients that are kept for sending.
+        """Return the size in bytes of the buffers that hold copies of the gradients for reduction.
 
         Args:
             module: The user's model.
@@ -498,7 +506,7 @@ class Strategy(StrategyAliases):
 
     @property
     def gathers_in_storage_dtype(self) -> bool:
-        """True if the strategy gathers shards, and no setting selects another dtype for this."""
+        """True if the strategy gathers shards in the storage dtype, because no setting selects another dtype."""
         return False
 
     @property
@@ -540,7 +548,10 @@ class Strategy(StrategyAliases):
         return False
 
     def start_agreement(self, votes: Tensor) -> None:
-        """Start summing ``votes`` over the processes, before or after the last backward pass of a step.
+        """Start summing ``votes`` over the processes.
+
+        If `votes_in_backward` is True, the method must be called before the last backward pass of a step. Otherwise, it
+        may also be called afterwards.
 
         Args:
             votes: Votes of this process, which may be overwritten with the sum.
@@ -549,7 +560,10 @@ class Strategy(StrategyAliases):
         self._work = self.world.start_all_reduce(votes)
 
     def agreement(self) -> Tensor:
-        """Return the summed votes on the device. Must be called after the last backward pass of the step."""
+        """Return the sum of the votes that the processes passed to `start_agreement`, as a tensor on the device.
+
+        Must be called after the last backward pass of the step.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None

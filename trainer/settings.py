@@ -23,7 +23,7 @@ Limit = int | float | None
 
 @dataclass(kw_only=True)
 class TrainerSettings:
-    """Dataclass of the flags of `Trainer`, which describes and checks them.
+    """Dataclass of the flags of `Trainer`. They are documented in `Trainer`, which also validates them.
 
     Example:
         >>> import treadle as tl

@@ -68,90 +68,100 @@ class Trainer(LightningAliases):
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``) or ``"mps"``. Default: ``"auto"``, which is CUDA if
             available, else MPS, else the CPU.
-        strategy: ``"single"``, ``"ddp"``, ``"fsdp"``, another registered name, a `Strategy`, or ``"auto"``: DDP for
-            several processes, else a single device. Default: ``"auto"``.
+        strategy: ``"single"``, ``"ddp"``, ``"fsdp"``, another registered name, a `Strategy`, or ``"auto"``, which is
+            DDP for several processes and a single device otherwise. Default: ``"auto"``.
         devices: Devices on this machine, one per process: a number, ``-1`` for all GPUs, the indices of GPUs (a list or
-            ``"0,2"``), or ``"auto"``: the processes that a launcher started, else all GPUs if Treadle can run the
-            script again, else one process. Default: ``"auto"``.
+            ``"0,2"``), or ``"auto"``. ``"auto"`` uses the processes that a launcher started. Without a launcher, it
+            uses all GPUs if the accelerator is CUDA and Treadle can run the script again. Otherwise, it uses one
+            process. Default: ``"auto"``.
         num_nodes: Number of machines. Default: 1.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``, an
             alias such as ``16`` or ``"bf16"``, ``"float8"`` (needs ``treadle[quantization]``), or a `Precision`.
             Default: ``"32-true"``.
         logger: True (TensorBoard), False, a `Logger`, or several. Default: True.
         callbacks: A `Callback`, or several. Default: none.
-        fast_dev_run: Run this many batches (True: one) of each stage, to find errors early. Loggers, `ModelCheckpoint`,
-            `EarlyStopping` and the report are disabled. Default: False.
+        fast_dev_run: Run only this many batches in each stage, to find errors early. True runs one batch. Loggers,
+            `ModelCheckpoint`, `EarlyStopping` and the report are disabled. Default: False.
         max_epochs: Epochs to train; -1 sets no limit. Default: 1000 if neither ``max_steps`` nor ``max_time`` is set,
             else no limit.
         min_epochs: Epochs that must complete before an early stop takes effect. Default: 0.
         max_steps: Optimizer steps to train; -1 sets no limit. Default: -1.
         min_steps: Optimizer steps that must complete before an early stop takes effect. Default: 0.
-        max_time: Time limit of the training: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments. Default: no
+        max_time: Time limit for training: ``"DD:HH:MM:SS"``, a timedelta, or a dict of timedelta arguments. Default: no
             limit.
-        limit_train_batches: Batches per epoch on each process: a number (int) or a fraction (float). Default: all.
-        limit_val_batches: Batches per validation dataloader, as an int or a float. Default: all.
-        limit_test_batches: Batches per test dataloader, as an int or a float. Default: all.
-        limit_predict_batches: Batches per prediction dataloader, as an int or a float. Default: all.
-        overfit_batches: Train and validate on this many batches (int) or this fraction (float), in a fixed order;
-            overrides ``limit_train_batches`` and ``limit_val_batches``. Default: 0, which has no effect.
-        val_check_interval: Micro-batches between validations (int), a fraction of an epoch (float), or a duration in
-            the forms of ``max_time``. Validations run between optimizer steps. Default: 1.0.
+        limit_train_batches: Maximum number (int) or fraction (float) of batches per epoch on each process. Default:
+            all batches.
+        limit_val_batches: Maximum number (int) or fraction (float) of batches of each validation dataloader. Default:
+            all batches.
+        limit_test_batches: Maximum number (int) or fraction (float) of batches of each test dataloader. Default: all
+            batches.
+        limit_predict_batches: Maximum number (int) or fraction (float) of batches of each prediction dataloader.
+            Default: all batches.
+        overfit_batches: Train and validate on this number (int) or fraction (float) of batches, in a fixed order.
+            Overrides ``limit_train_batches`` and ``limit_val_batches``. Default: 0, which has no effect.
+        val_check_interval: Interval between validations: a number of micro-batches (int), a fraction of an epoch
+            (float), or a duration in any format that ``max_time`` accepts. Validations run between optimizer steps.
+            Default: 1.0.
         check_val_every_n_epoch: Validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
             Default: 1.
         num_sanity_val_steps: Batches of each validation dataloader to run before training; -1 runs all. A resumed run
-            skips them. Default: 2.
-        log_every_n_steps: Optimizer steps between writes of step values to the loggers; 0 never writes them. Default:
-            50.
-        enable_checkpointing: Add a `ModelCheckpoint` if ``callbacks`` has no checkpoint callback, apart from an
-            `OnExceptionCheckpoint`. Default: True.
+            omits this sanity check. Default: 2.
+        log_every_n_steps: Interval, in optimizer steps, at which values of single steps are sent to the loggers; 0
+            disables sending them. Default: 50.
+        enable_checkpointing: Add a `ModelCheckpoint` if ``callbacks`` has no checkpoint callback. An
+            `OnExceptionCheckpoint` does not count as one. Default: True.
         enable_progress_bar: Add a `TQDMProgressBar` if ``callbacks`` has no progress bar. Default: True.
         enable_model_summary: Add a `ModelSummary` if ``callbacks`` has none. Default: True.
         enable_report: Add a `RunReport` if ``callbacks`` has none. Default: True if a logger has a folder.
         accumulate_grad_batches: Micro-batches per optimizer step. Default: 1.
         gradient_clip_val: Maximum norm or absolute value of the gradients; None or 0 disables clipping. Default: None.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
-        deterministic: Use deterministic algorithms only; ``"warn"`` only warns about operations without one. Default:
-            torch's current setting.
+        deterministic: Use only deterministic algorithms. ``"warn"`` allows operations that have no deterministic
+            algorithm, with a warning. Default: torch's current setting.
         benchmark: Let cuDNN measure its algorithms and use the fastest. Default: False if ``deterministic`` is True or
             ``"warn"``, else torch's current setting.
         float32_matmul_precision: Precision of float32 matrix products in the whole process: ``"highest"``, ``"high"``
             or ``"medium"``. Default: torch's current setting.
-        inference_mode: Evaluate under ``torch.inference_mode`` rather than ``no_grad`` (not within ``fit``). Default:
-            True.
+        inference_mode: Run ``validate``, ``test`` and ``predict`` under ``torch.inference_mode`` instead of
+            ``torch.no_grad``. Validation within ``fit`` always uses ``torch.no_grad``. Default: True.
         use_distributed_sampler: Shard the data over the processes; set it to False if your dataloaders already do so.
             Default: True.
-        sync_batchnorm: Compute the statistics of BatchNorm layers over all processes (DDP). Default: False.
-        reload_dataloaders_every_n_epochs: Epochs between calls of the dataloader hooks; 0 calls them once. Default: 0.
-        detect_anomaly: Report the operation that produced a NaN gradient; slows training down. Default: False.
+        sync_batchnorm: Compute the statistics of BatchNorm layers over all processes (DDP only). Default: False.
+        reload_dataloaders_every_n_epochs: Number of epochs between calls to the dataloader hooks; 0 calls them only
+            once. Default: 0.
+        detect_anomaly: Report the operation that produced a NaN gradient, at the cost of slower training. Default:
+            False.
         barebones: Disable features that add overhead, such as logging, checkpoints and the progress bar. Default:
             False.
-        profiler: Measure the time of calls: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a `Profiler`. Default: no
-            profiling.
+        profiler: Profile the actions of the loop, such as hooks, with ``"simple"``, ``"advanced"``, ``"pytorch"`` or a
+            `Profiler`. Default: no profiling.
         compile: Compile the model's modules; a dict is passed to ``torch.compile``. Default: False.
         plugins: A `Precision`, a ``TorchSyncBatchNorm()``, or both in a list. Default: none.
         enable_autolog_hparams: Send hyperparameters to the loggers when ``fit`` begins. Default: True.
         default_root_dir: Folder for logs and checkpoints for which no other folder is set. Default: the working
             directory.
         on_nonfinite: Policy for a loss or a gradient that is not finite on at least one process. ``"raise"`` raises an
-            error, one step later on accelerators; ``"skip"`` skips the step on all processes; ``"ignore"`` disables the
-            check. With float16, the loss scaler handles gradients. Default: ``"raise"``.
-        timeout: Time that a rank may spend without progress before the run is ended, in the forms of ``max_time``.
-            Default: see `Accelerator`.
-        grace: Time that a stage may take to end after a signal, in the forms of ``max_time``. After that, all ranks
-            exit, even if a save is incomplete. Default: no limit.
-        unknown: Unknown flags, which raise a TypeError.
+            error; on accelerators, it is raised one step later. ``"skip"`` skips the step on all processes.
+            ``"ignore"`` disables the check. In precision ``"16-mixed"``, the loss scaler skips steps with non-finite
+            gradients under every policy. Default: ``"raise"``.
+        timeout: Maximum time that a rank may go without progress before the run is ended, in any format that
+            ``max_time`` accepts. Default: see `Accelerator`.
+        grace: Maximum time from a signal to the end of the stage, in any format that ``max_time`` accepts. After this
+            time, all ranks exit, even if a save is incomplete. Default: no limit.
+        unknown: Any other flag raises a TypeError.
 
     Attributes:
         accelerator: The `Accelerator` that the loop uses.
         progress: Counters of the run; see `Progress`.
         history: Curves of the logged values, and the time spent in each activity; see `History`.
-        should_stop: Set it to True to end the run after an optimizer step, once ``min_epochs`` and ``min_steps`` are
-            reached.
+        should_stop: Set this to True to end the run after an optimizer step. The run continues until ``min_epochs`` and
+            ``min_steps`` are reached.
         decided: Settings that the latest ``fit`` announced, as text; "" before the first ``fit``.
 
     Raises:
-        TypeError, ValueError: If a flag does not exist, or its value is invalid or cannot be applied.
-        SystemExit: If the constructor has run the script again, once per device.
+        TypeError, ValueError: If a flag is unknown, or a value is invalid or cannot be applied.
+        SystemExit: If the constructor has run the script again in one process per device. It is raised once these
+            processes have ended.
 
     Example:
         >>> import treadle as tl
@@ -352,17 +362,20 @@ class Trainer(LightningAliases):
 
         Args:
             model: Task to train.
-            train_dataloaders: The training dataloader or a data module. Dataloaders in a dict, list or tuple are read
-                together. Default: the result of ``train_dataloader`` of the data module, else of the task.
-            val_dataloaders: The validation dataloader, or several. Default: the result of ``val_dataloader`` of the
-                data module, else of the task.
+            train_dataloaders: The training dataloader or a data module. Dataloaders in a dict, list or tuple are
+                combined by a `CombinedLoader` in mode ``"max_size_cycle"``. Default: the result of the data module's
+                ``train_dataloader`` or, failing that, the task's.
+            val_dataloaders: The validation dataloader, or several. Default: the result of the data module's
+                ``val_dataloader`` or, failing that, the task's.
             datamodule: Data module to use instead of dataloaders.
-            ckpt_path: Checkpoint to resume from: a path; ``"last"``, the latest intact one; ``"best"``; or ``"auto"``:
-                ``"last"`` if this run has a checkpoint, else a fresh start. Default: a fresh start.
-            weights_only: Ignored; code in a checkpoint never runs.
-            schedule: Source of the learning rates and schedule after a resume: ``"saved"`` (the checkpoint) or
-                ``"script"`` (``configure_optimizers``, advanced to the checkpoint's step). Default: the saved ones,
-                with a warning if those of the script differ.
+            ckpt_path: Checkpoint to resume from: a path, ``"last"`` (the latest intact checkpoint), ``"best"`` or
+                ``"auto"``. ``"auto"`` resumes from the latest intact checkpoint of this run, or starts from scratch if
+                there is none. Default: a fresh start.
+            weights_only: Ignored, because code in a checkpoint never runs.
+            schedule: Source of the learning rates and schedules of a resumed run: ``"saved"`` for the checkpoint, or
+                ``"script"`` for ``configure_optimizers``. With ``"script"``, the schedules are advanced to the
+                position of the saved ones. Default: ``"saved"``, with a warning if the script configures its optimizers
+                or schedules differently.
 
         Raises:
             TypeError, ValueError: If an argument is invalid, or the task, its data or the flags prevent training.
@@ -390,7 +403,7 @@ class Trainer(LightningAliases):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run the validation and return the logged values.
+        """Validate a task and return the logged values.
 
         Args:
             model: Task to validate. Default: the task of the last stage, with the weights of its best checkpoint, if
@@ -403,10 +416,10 @@ class Trainer(LightningAliases):
             weights_only: See `fit`.
 
         Returns:
-            One dict of logged values per dataloader; an empty list if ``limit_val_batches`` is 0.
+            A list with one dict of logged values per dataloader. It is empty if ``limit_val_batches`` is 0.
 
         Raises:
-            TypeError, ValueError: If an argument is invalid, or the task or its data prevent the stage.
+            TypeError, ValueError: If an argument is invalid, or the stage cannot run with the task and its data.
             Preempted, KeyboardInterrupt: If a signal or Ctrl-C ends the stage.
         """
         warn_of_code(weights_only)
@@ -421,7 +434,7 @@ class Trainer(LightningAliases):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run the test and return the logged values.
+        """Test a task and return the logged values.
 
         Args:
             model: Task to test. Default: see `validate`.
@@ -432,7 +445,7 @@ class Trainer(LightningAliases):
             weights_only: See `fit`.
 
         Returns:
-            One dict of logged values per dataloader; an empty list if ``limit_test_batches`` is 0.
+            A list with one dict of logged values per dataloader. It is empty if ``limit_test_batches`` is 0.
 
         Raises:
             TypeError, ValueError, Preempted, KeyboardInterrupt: See `validate`.
@@ -449,20 +462,20 @@ class Trainer(LightningAliases):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
-        """Run the prediction and return the results of ``predict_step``.
+        """Predict with a task and return the results of ``predict_step``.
 
         Args:
             model: Task to predict with. Default: see `validate`.
-            dataloaders: See `validate`. With several, the result is a list of lists.
+            dataloaders: See `validate`. With several dataloaders, the result is a list of lists.
             datamodule: See `validate`.
             return_predictions: False discards the results. Default: True.
             ckpt_path: See `validate`.
             weights_only: See `fit`.
 
         Returns:
-            The results for the batches of all processes, one per batch, on the CPU. They are the same on every process,
-            and in the order of the dataloader if Treadle shards the data. None with ``return_predictions=False``; an
-            empty list if ``limit_predict_batches`` is 0.
+            A list with one result for each batch of all processes, on the CPU. The list is the same on every process.
+            If Treadle shards the data, the results are in the order of the dataloader. None if ``return_predictions``
+            is False; an empty list if ``limit_predict_batches`` is 0.
 
         Raises:
             TypeError, ValueError, Preempted, KeyboardInterrupt: See `validate`.
@@ -515,11 +528,11 @@ class Trainer(LightningAliases):
 
         Args:
             filepath: Path or URL of the checkpoint, which is a directory.
-            weights_only: Omit what is needed only to resume the run, such as the optimizer state. It is also omitted
-                after a stage other than ``fit``. Default: False.
+            weights_only: Omit all state that is needed only to resume the run, such as the optimizer state. After a
+                stage other than ``fit``, this state is always omitted. Default: False.
             trainable_only: Omit frozen weights; see `Accelerator.save_state`. Default: False.
             blocking: Wait until the checkpoint is written; see `Accelerator.save_state`. Default: True.
-            also: Further paths for the same checkpoint; see `Accelerator.save_state`. Default: none.
+            also: Further paths for copies of the checkpoint; see `Accelerator.save_state`. Default: none.
 
         Raises:
             ValueError: If there is no task, or the run cannot be saved at this moment; see also
@@ -552,7 +565,7 @@ class Trainer(LightningAliases):
 
     @property
     def received_sigterm(self) -> bool:
-        """True if SIGTERM was the first signal in the latest stage that asked this process to end."""
+        """True if, in the latest stage, SIGTERM was the first signal that asked this process to end."""
         return self.preemption.caught is signal.SIGTERM
 
     @property
@@ -572,7 +585,7 @@ class Trainer(LightningAliases):
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy that places the model on the processes."""
+        """Strategy that distributes the model over the processes."""
         return self.accelerator.strategy
 
     @property
@@ -601,7 +614,8 @@ class Trainer(LightningAliases):
         See `Accelerator.init_module`. ``configure_model`` already runs in this context.
 
         Args:
-            empty_init: Leave parameters uninitialized, because a checkpoint will be loaded. Default: False.
+            empty_init: Skip common functions of ``torch.nn.init``. Use this if a checkpoint will be loaded into the
+                model. Default: False.
         """
         return self.accelerator.init_module(bool(empty_init))
 
@@ -614,7 +628,7 @@ class Trainer(LightningAliases):
 
     @property
     def global_step(self) -> int:
-        """Number of optimizer steps taken, without skipped steps; see `Progress`."""
+        """Number of optimizer steps taken, not counting skipped steps; see `Progress`."""
         return self.progress.step
 
     @property
@@ -639,7 +653,7 @@ class Trainer(LightningAliases):
 
     @property
     def has_validation(self) -> bool:
-        """True if the task has a ``validation_step`` and a validation dataloader that may have batches."""
+        """True if the task has a ``validation_step`` and a validation dataloader that is not known to be empty."""
         if self.sources is None or self.task is None or self.limit_val_batches == 0:
             return False
         if not overrides(self.task, "validation_step"):
@@ -650,7 +664,7 @@ class Trainer(LightningAliases):
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """Latest logged values of the stage, by name. Values of single steps may be those of this process."""
+        """Latest logged values of the stage, by name. Values of single steps may be those of this process only."""
         latest = self.metrics.latest()
         values = {**latest, **self.logbook.callback_values, **latest}  # the task's values come first, as in Lightning
         if self.stage == "fit" and not self.progress.epoch_is_trained:
@@ -676,7 +690,7 @@ class Trainer(LightningAliases):
 
     @property
     def log_dir(self) -> str | None:
-        """Folder of the run: that of the first logger that has one, else the one created for the run, else None."""
+        """Folder of the first logger that has one; otherwise, the folder created for the run, or None."""
         return next((logger.log_dir for logger in self.loggers if logger.log_dir), self.logbook.folder)
 
     @property
@@ -700,7 +714,7 @@ class Trainer(LightningAliases):
 
     @property
     def changed_settings(self) -> set[str]:
-        """Names, as in `settings`, of the flags that differ from their defaults."""
+        """Names of the flags that differ from their defaults, spelled as in `settings`."""
         renamed = {"accelerator": "device", "logger": "loggers"}
         return {renamed.get(name, name) for name in self.changed_flags}
 
@@ -713,7 +727,10 @@ class Trainer(LightningAliases):
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """First `ModelCheckpoint`, or None. An `OnExceptionCheckpoint` is returned only if there is no other one."""
+        """First `ModelCheckpoint`, or None.
+
+        An `OnExceptionCheckpoint` is returned only if there is no other `ModelCheckpoint`.
+        """
         callbacks = self.checkpoint_callbacks or [c for c in self.idle_callbacks if isinstance(c, ModelCheckpoint)]
         return min(callbacks, key=lambda callback: isinstance(callback, OnExceptionCheckpoint), default=None)
 
@@ -731,7 +748,7 @@ class Trainer(LightningAliases):
 
     @contextmanager
     def logging_to(self, metrics: Metrics | None) -> Iterator[None]:
-        """Send the values that the task logs to ``metrics``, within a context.
+        """Return a context in which values that the task logs are sent to ``metrics``.
 
         Args:
             metrics: Destination; None makes ``log`` warn that it has no effect.

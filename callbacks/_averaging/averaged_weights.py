@@ -277,7 +277,7 @@ def find_saved_averages(opened: OpenCheckpoint) -> Mapping[str, Any] | None:
 
 
 def averaged_weights(path: Path | str) -> dict[str, Tensor]:
-    """Return the averaged weights in a checkpoint, in a form that ``load_state_dict`` accepts.
+    """Return the averaged weights from a checkpoint as a dict that ``load_state_dict`` accepts.
 
     Tensors that were not averaged are returned with their trained values.
 

@@ -113,10 +113,12 @@ class CheckpointFilenames:
 
 
 def folders(directory: str | AnyPath, levels: int) -> list[AnyPath]:
-    """Return a directory and the nested folders that may contain checkpoints, without the checkpoints themselves.
+    """Return a directory and its nested folders that may contain checkpoints.
+
+    Hidden folders, unreadable folders and the folders of the checkpoints themselves are excluded.
 
     Args:
-        directory: Directory of the callback's checkpoints.
+        directory: Directory in which a callback saves checkpoints.
         levels: Number of levels to descend.
     """
     listed = level = [as_path(directory)]

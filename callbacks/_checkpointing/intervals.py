@@ -26,7 +26,7 @@ class AgreedInterval:
         >>> interval.is_over(trainer)  # doctest: +SKIP
         False
 
-        The last line is skipped because it needs a running Trainer. Call it in a callback's ``on_step_end``.
+        The last line is skipped because it needs a running Trainer. Call `is_over` in a callback's ``on_step_end``.
     """
 
     def __init__(self, interval: timedelta) -> None:

@@ -50,10 +50,12 @@ class Summary:
     Attributes:
         layers: Rows of the table.
         measured: Whether the model was successfully run with its example input.
-        total_parameters, trainable_parameters: Number of parameters over all processes, without lazy parameters. A
-            shared parameter counts once.
+        total_parameters, trainable_parameters: Number of all parameters and number of trainable parameters. A sharded
+            parameter counts in full. A parameter that several modules share counts once. Lazy parameters are not
+            counted.
         model_size: Size of the counted parameters in MB (1,000,000 bytes).
-        total_training_modes: Number of modules in ``"train"`` and in ``"eval"`` mode, not counting the model itself.
+        total_training_modes: Dict with the number of modules in training mode (``"train"``) and in evaluation mode
+            (``"eval"``), not counting the model itself.
         total_flops: Number of FLOPs in the run with the example input; 0 if they were not counted.
 
     Example:
@@ -170,9 +172,9 @@ def summarize(
 ) -> Summary:
     """Return a summary of a model's modules.
 
-    If the model has an ``example_input_array``, it is run once with this input, in evaluation mode, to record shapes
-    and count FLOPs. If the run fails, a warning is issued. The input may be a single argument, a list or tuple of
-    arguments, or a dict of arguments by name. A model with lazy parameters or buffers is not run.
+    A model with an ``example_input_array`` is run once with this input, in evaluation mode, to record shapes and count
+    FLOPs. If the run fails, a warning is issued. The input may be a single argument, a list or tuple of arguments, or a
+    dict of arguments by name. A model with lazy parameters or buffers is not run.
 
     Args:
         module: The model.

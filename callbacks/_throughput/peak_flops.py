@@ -54,7 +54,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
     """Return the peak FLOPs per second of a device, without sparsity; None if they are unknown.
 
     Args:
-        device: The device. The result is None unless its type is ``"cuda"``.
+        device: The device. If its type is not ``"cuda"``, the result is None.
         dtype: The dtype of the computation, or ``"tf32"``. ``torch.float32`` means TF32 if the device supports TF32 and
             ``torch.get_float32_matmul_precision()`` permits it.
     """

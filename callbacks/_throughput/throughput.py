@@ -17,8 +17,8 @@ class Throughput:
     Call `update` once the device has finished its work, for example after ``torch.cuda.synchronize()``.
 
     Args:
-        available_flops: Peak FLOPs per second of one device, for ``device/mfu``, the achieved fraction of this peak.
-            Default: None.
+        available_flops: Peak FLOPs per second of one device. The rate ``device/mfu`` is the achieved fraction of this
+            peak. Default: None, which omits ``device/mfu``.
         world_size: Number of devices. With several devices, rates are returned per device (``device/...``) and for all
             devices. Default: 1.
         window_size: Number of measurements that a rate covers, at least 2. Default: 100.
@@ -66,12 +66,13 @@ class Throughput:
         Args:
             time: Elapsed time in seconds.
             batches: Number of batches.
-            samples: Number of samples; the mean if devices get different numbers.
+            samples: Number of samples. If devices get different numbers, pass their mean.
             lengths: Number of items, such as tokens. Default: None, which counts no items.
             flops: Number of FLOPs since the previous call. Default: None, which counts no FLOPs.
 
         Raises:
-            ValueError: If a total has not grown since the previous call, or is passed in only one of the two calls.
+            ValueError: If a total has not grown since the previous call, or if only one of the two calls passes
+                ``lengths``.
         """
         row: dict[str, float] = {"time": time, "batches": batches, "samples": samples}
         if lengths is not None:
@@ -94,7 +95,7 @@ class Throughput:
         self._rows.append(row)
 
     def compute(self) -> dict[str, float]:
-        """Return the latest totals and, once the window is full, the rates, by name.
+        """Return a dict of the latest totals and, once the window is full, the rates.
 
         Raises:
             ValueError: If `update` has not been called.

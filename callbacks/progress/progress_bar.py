@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(BestEffortCallback):
-    """Base class of user-defined progress bars. Override the hooks that you need, and `disable` and `enable`.
+    """Base class of user-defined progress bars. Override `disable`, `enable` and the hooks that you need.
 
-    A subclass must call ``super().__init__()``, and ``super().setup(...)`` if it overrides ``setup``. If ``callbacks``
+    A subclass that overrides ``__init__`` or ``setup`` must call the base class's version of it. If ``callbacks``
     contains such a bar, the Trainer does not add another one.
 
     Example:
@@ -84,8 +84,8 @@ class ProgressBar(BestEffortCallback):
     def get_metrics(self, trainer: Trainer, pl_module: TaskModule) -> dict[str, Any]:
         """Return the values to show next to the bar.
 
-        These are the values logged with ``prog_bar=True`` and the first logger's version, if any, as ``v_num``. During
-        an epoch on a CUDA device, they may be slightly older than the latest ones.
+        These are the values logged with ``prog_bar=True``. The first logger's version, if any, is added as ``v_num``.
+        During an epoch on a CUDA device, the logged values may be slightly out of date.
 
         Args:
             trainer: The Trainer.
@@ -135,7 +135,7 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def total_val_batches(self) -> int | float:
-        """Number of batches of all validation dataloaders; 0 without validation in this epoch, infinite if unknown."""
+        """Number of batches of all validation dataloaders; 0 if this epoch has no validation, infinite if unknown."""
         trainer = self.trainer
         interval = trainer.check_val_every_n_epoch
         if not trainer.has_validation or (interval and (trainer.progress.epoch + 1) % interval):

@@ -30,9 +30,9 @@ class RichProgressBarTheme:
         progress_bar: Style of the bar. Default: ``"#6206E0"``.
         progress_bar_finished: Style of the full bar. Default: ``"#6206E0"``.
         progress_bar_pulse: Style of the bar while the number of batches is unknown. Default: ``"#6206E0"``.
-        batch_progress: Style of the numbers of batches. Default: no style.
+        batch_progress: Style of the batch counter, such as ``3/10``. Default: no style.
         time: Style of the elapsed and remaining time. Default: ``"dim"``.
-        processing_speed: Style of the batches per second. Default: ``"dim underline"``.
+        processing_speed: Style of the speed in batches per second. Default: ``"dim underline"``.
         metrics: Style of the logged values. Default: ``"italic"``.
         metrics_text_delimiter: Text between two logged values. Default: a space.
         metrics_format: Format of a logged floating-point number. Default: ``".3f"``.
@@ -61,7 +61,8 @@ class RichProgressBar(DrawnBar):
     Override `configure_columns` to choose the columns of the bar, and `get_metrics` to choose the values that follow.
 
     Args:
-        refresh_rate: Maximum number of redraws per second, limited to ten; 0 draws and prints nothing. Default: 100.
+        refresh_rate: Maximum number of redraws per second. Values above 10 have the same effect as 10; 0 draws and
+            prints nothing. Default: 100.
         leave: Leave the bar of each epoch on the screen. Default: False.
         theme: Styles of the columns. Default: a `RichProgressBarTheme` with its default values.
         console_kwargs: Arguments of ``rich.console.Console``. Unless they contain ``file`` or ``stderr``, the console
@@ -103,7 +104,7 @@ class RichProgressBar(DrawnBar):
         self._leaves_evaluation = False
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
-        """Return the columns of the bar, from left to right. The logged values follow.
+        """Return the columns of the bar, from left to right. The logged values are shown after them.
 
         Args:
             trainer: The Trainer.

@@ -23,16 +23,18 @@ def __getattr__(name: str) -> Any:
 
 
 class TQDMProgressBar(DrawnBar):
-    """Progress bar for the epoch, and another bar for a validation, test or prediction. Only rank zero draws them.
+    """Progress bar drawn by tqdm, with one bar for the epoch and another for a validation, test or prediction.
 
-    During an epoch or an evaluation, the bars are redrawn at most ten times a second. Without a terminal or a notebook,
-    lines are printed instead. An error while drawing or printing disables the bar with a warning, unless the attribute
-    ``strict`` is True. Override `get_metrics` to choose the values next to the bar, and `init_train_tqdm` and similar
-    methods to choose its appearance.
+    Only rank zero draws the bars. During an epoch or an evaluation, they are redrawn at most ten times a second.
+    Without a terminal or a notebook, lines are printed instead. An error while drawing or printing disables the bar
+    with a warning, unless the attribute ``strict`` is True.
+
+    Override `get_metrics` to choose the values next to the epoch's bar. Override `init_train_tqdm` and the similar
+    methods for the other bars to change their appearance.
 
     Args:
-        refresh_rate: Minimum number of batches between redraws, which the environment variable ``TQDM_MINITERS`` can
-            increase; 0 draws and prints nothing. Default: 1.
+        refresh_rate: Minimum number of batches between redraws; 0 draws and prints nothing. The environment variable
+            ``TQDM_MINITERS`` can increase any other value. Default: 1.
         process_position: Number of rows to leave free above the bar. Default: 0.
         leave: Leave the bar of each epoch on the screen. Default: False.
         line_every: Minimum number of seconds between the lines that are printed if no bar can be drawn. Default: 10.0.

@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 class RunReport(BestEffortCallback):
     """Callback that writes a self-contained HTML page about the run.
 
-    The page opens in any browser, without a network. It shows the curves of `trainer.history`, the time spent by
-    activity, the settings, the checkpoints, the environment and the error that ended the run, if any. Once training has
-    begun, rank zero writes the page at the end of each stage, even if the stage failed, and at most once per
-    ``every_seconds`` at the end of epochs and validations.
+    The page can be opened in any browser, without a network connection. It shows the curves of `trainer.history`, the
+    time spent on each activity, the settings, the checkpoints, the environment and any error that ended the run.
+
+    Rank zero writes the page at the end of each stage, even if the stage failed. It also writes the page after epochs
+    and validations, at most once every ``every_seconds`` seconds. Nothing is written before training begins.
 
     Args:
-        dirpath: Folder of the page, or its URL. Default: the run's folder.
+        dirpath: Path or URL of the page's folder. Default: the run's folder.
         filename: Name of the file. Default: ``"report.html"``.
         every_seconds: Minimum number of seconds between two writes during training. Default: 60.0.
 
     Attributes:
-        path: Path of the page, or None.
+        path: Path of the page; None if it has not been written.
 
     Raises:
         ValueError, TypeError: If ``every_seconds`` is invalid.
@@ -87,7 +88,7 @@ class RunReport(BestEffortCallback):
             self._endings, self._failures = {}, []
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Allow writes of the page from now on."""
+        """Allow the page to be written from now on."""
         self._begun = True
         self._hyperparameters = {
             "Hyperparameters": collect_hyperparameters(pl_module),
@@ -97,11 +98,11 @@ class RunReport(BestEffortCallback):
         self._written = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write the page, if this is due."""
+        """Write the page if it is due."""
         self._write_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write the page, if this is due."""
+        """Write the page if it is due."""
         self._write_if_due(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
@@ -119,7 +120,7 @@ class RunReport(BestEffortCallback):
             self._failures.append(Failure(str(trainer.stage), message, format_user_frames(exception), trace))
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Write the page, unless training never began."""
+        """Write the page if training has begun."""
         if self._begun and trainer.is_global_zero:
             self._endings.setdefault(stage, (describe_ending(trainer, stage), True))
             state, well = zip(*self._endings.values(), strict=True)

@@ -33,36 +33,39 @@ class LightningCLI:
     The constructor parses the command line, builds the objects and, unless ``run`` is False, runs the subcommand.
 
     Args:
-        model_class: The task's class, or a function that returns a task. Default: None; the settings must name the
-            class.
-        datamodule_class: The data module's class, or a function that returns a data module. Default: None; the settings
-            may name the class.
+        model_class: The task's class, or a function that returns a task. Default: None, which requires the
+            settings to name the class.
+        datamodule_class: The data module's class, or a function that returns a data module. Default: None, which allows
+            the settings to name the class.
         save_config_callback: Class of the callback that saves the configuration. None disables saving, as does
             ``fast_dev_run``. Default: `SaveConfigCallback`.
-        save_config_kwargs: Further arguments of ``save_config_callback``. Default: None, no further arguments.
+        save_config_kwargs: Further arguments of ``save_config_callback``. Default: None, which passes no further
+            arguments.
         trainer_class: A subclass of Trainer, or a function that returns a Trainer. Default: Trainer.
-        trainer_defaults: Defaults for the Trainer's arguments. The default ``callbacks`` are added to those of the
-            settings. Default: None, the Trainer's own defaults.
+        trainer_defaults: Defaults for the Trainer's arguments. ``callbacks`` in this dict are added to those in the
+            settings. Default: None, which keeps the Trainer's own defaults.
         seed_everything_default: Default of ``--seed_everything``: a seed, True for the default seed of
             `seed_everything`, or False to leave the RNG state unchanged. Default: True.
         parser_kwargs: Arguments of ``parser_class``. Arguments of a subcommand's parser are nested under the
-            subcommand's name. Default: None, no arguments.
+            subcommand's name. Default: None, which passes no arguments.
         parser_class: The parser's class. Default: `LightningArgumentParser`.
         subclass_mode_model: Whether the settings may name a subclass of ``model_class``. Default: False.
         subclass_mode_data: Whether the settings may name a subclass of ``datamodule_class``. Default: False.
-        args: The command line as a list, or settings as a dict or namespace. Default: None, ``sys.argv``.
-        run: Whether the command line names a subcommand to run. If False, the objects are only built. Default: True.
-        auto_configure_optimizers: Whether an optimizer and a scheduler in the settings replace the task's
-            ``configure_optimizers``, unless they are linked to arguments. Default: True.
+        args: The command line as a list, or settings as a dict or namespace. Default: None, which reads ``sys.argv``.
+        run: Whether to run the subcommand that the command line names. If False, the command line has no subcommands,
+            and the objects are only built. Default: True.
+        auto_configure_optimizers: Whether the optimizer and scheduler in the settings replace the task's
+            ``configure_optimizers``. An optimizer or scheduler that is linked to an argument never does. Default: True.
         load_from_checkpoint_support: Accepted and ignored.
         save_config_overwrite: Lightning 1's name for the argument ``overwrite`` of ``save_config_callback``. Default:
-            None, not passed.
+            None, which does not pass ``overwrite``.
 
     Attributes:
         parser: The parser of the command line.
-        config: The parsed configuration. With a subcommand, its settings are nested under the name of the subcommand.
-        config_init: The configuration with the task and the data module built.
-        model, datamodule, trainer: The built task, data module (None without one) and Trainer.
+        config: The parsed configuration. The settings of a subcommand are nested under the subcommand's name.
+        config_init: A copy of ``config`` with the built task and data module in place of their settings.
+        model, datamodule, trainer: The task, data module and Trainer that were built. ``datamodule`` is None if there
+            is no data module.
         subcommand: Name of the subcommand to run; None with ``run=False``.
 
     Example:
@@ -145,9 +148,10 @@ class LightningCLI:
         """Create ``self.parser`` with its subcommands or its arguments.
 
         Args:
-            add_subcommands: Whether to add subcommands with the arguments. If False, the main parser has the arguments.
-            main_kwargs: Arguments of the main parser.
-            subparser_kwargs: Arguments of each subcommand's parser, by subcommand.
+            add_subcommands: Whether to add subcommands, each with the arguments. If False, the arguments are added to
+                the main parser.
+            main_kwargs: Constructor arguments of the main parser.
+            subparser_kwargs: Constructor arguments of each subcommand's parser, keyed by the subcommand's name.
         """
         self.parser = self.init_parser(**main_kwargs)
         if add_subcommands:
@@ -201,7 +205,7 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the Trainer's methods that are subcommands, each with the arguments that have no option."""
+        """Return the subcommands, each with the arguments of its Trainer method that are not command-line options."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -227,7 +231,7 @@ class LightningCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Link the optimizers and schedulers whose ``link_to`` is not ``"AUTOMATIC"`` to the arguments that they name.
+        """Link optimizers and schedulers to the arguments named by ``link_to``, unless it is ``"AUTOMATIC"``.
 
         Args:
             parser: Parser with the optimizers and schedulers.

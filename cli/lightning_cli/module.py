@@ -9,10 +9,10 @@ from .parser import LightningArgumentParser
 
 
 def instantiate_module(class_type: type, config: Mapping[str, Any]) -> Any:
-    """Build an object of a class from its settings.
+    """Build an instance of a class from its settings.
 
     Args:
-        class_type: The class, or a base class of the class to build.
+        class_type: The class to instantiate or, if ``config`` names a subclass, its base class.
         config: The arguments by name. The key ``"_class_path"`` may name a subclass.
 
     Returns:

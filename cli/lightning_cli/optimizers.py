@@ -69,7 +69,7 @@ def instantiate_class(args: Any, init: Mapping[str, Any] | argparse.Namespace) -
         init: A dict or namespace of the form ``{"class_path": ..., "init_args": {...}}``. ``init_args`` is optional.
 
     Returns:
-        An instance of the class that ``class_path`` names, or the return value of a named function.
+        An instance of the class that ``class_path`` names. If it names a function, the function's return value.
 
     Raises:
         ConfigError: If ``class_path`` is missing or invalid.

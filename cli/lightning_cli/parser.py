@@ -64,7 +64,7 @@ class ActionConfigFile(argparse.Action):
 
 
 class LightningArgumentParser:
-    """Parser whose options are single arguments and the arguments of classes.
+    """Command-line parser with single options and options for the arguments of classes or functions.
 
     Args:
         description: Text below the usage line of the help. Default: a sentence about the Trainer. None omits it.
@@ -72,12 +72,12 @@ class LightningArgumentParser:
         default_env: Whether environment variables are read. Default: False.
         prog: The program's name in the help. Default: None, the script's name.
         default_config_files: Files that are read first, if they exist. Their names may contain ``*``. Default: None.
-        parser_mode: ``"yaml"``, ``"json"``, or ``"omegaconf"``, which resolves ``${...}``. Default: ``"yaml"``.
-        exit_on_error: Whether invalid settings exit the program with status 2 when they are parsed. If False, a
+        parser_mode: ``"omegaconf"`` resolves ``${...}``; ``"yaml"`` and ``"json"`` do not. Default: ``"yaml"``.
+        exit_on_error: Whether the program exits with status 2 if parsing finds invalid settings. If False, a
             ConfigError is raised. Default: True.
         dump_header: Comment lines at the top of YAML output. Default: None, one line with Treadle's version.
         epilog: Last lines of the help. Default: None.
-        usage: The usage line of the help. Default: None, a standard line.
+        usage: The usage line of the help. Default: None, which generates the line.
 
     Raises:
         ValueError: If ``parser_mode`` is unknown.
@@ -142,16 +142,16 @@ class LightningArgumentParser:
         """Add a single option. The arguments have the same names as in argparse's ``add_argument``.
 
         Args:
-            *names: ``"--key"``, ``"--group.key"``, and short forms.
-            type: An annotation such as ``int`` or ``list[int] | None``, a class, or a function that converts a word.
-                Default: None, any value, which remains text on the command line unless ``choices`` is set.
-            default: The value if the option is not set; ignored by ``"store_true"`` and ``"store_false"``. Default:
-                None.
+            *names: Names of the option: ``"--key"`` or ``"--group.key"``, and short forms such as ``"-k"``.
+            type: An annotation such as ``int`` or ``list[int] | None``, a class, or a function that converts text.
+                Without a type or ``choices``, numbers and booleans on the command line remain text. Default: None.
+            default: The value if not set. Ignored by the actions ``"store_true"`` and ``"store_false"``. Default: None.
             required: Whether the option must be set. Default: False.
             help: The option's description in the help. Default: None.
             choices: The allowed values. Default: None, any value.
-            nargs: ``"+"``, ``"*"`` or a number, for a list of any length. Default: None or ``"?"``, a single value.
-            action: ``"store"``, ``"store_true"``, ``"store_false"`` or `ActionConfigFile`. Default: None, ``"store"``.
+            nargs: None or ``"?"`` for a single value; ``"+"``, ``"*"`` or a number for a list. The length of the list
+                is not checked. Default: None.
+            action: None or ``"store"``, ``"store_true"``, ``"store_false"``, or `ActionConfigFile`. Default: None.
             dest: The option's key. Default: the longest name without leading dashes, with ``-`` replaced by ``_``.
             const: Accepted and ignored.
             metavar: Accepted and ignored.
@@ -200,11 +200,11 @@ class LightningArgumentParser:
         help: str | None = None,
         **unused: Any,
     ) -> list[str]:
-        """Add the arguments of a class or function under ``nested_key``, or at the top level without one.
+        """Add the arguments of a class or function under ``nested_key``, or at the top level if it is None.
 
         Args:
             theclass: Class or function whose arguments are added.
-            nested_key: Dotted key of the arguments. Default: None, the top level.
+            nested_key: Dotted key under which the arguments are added. Default: None, the top level.
             as_group: Accepted and ignored.
             as_positional: Accepted and ignored.
             skip: Names of arguments to skip. A number skips that many leading arguments. Default: None.
@@ -255,18 +255,17 @@ class LightningArgumentParser:
         fail_untyped: bool = True,
         **unused: Any,
     ) -> list[str]:
-        """Add an object whose class the settings name: ``--key=Class --key.argument=value``.
+        """Add an object whose class is named in the settings, as in ``--key=Class --key.argument=value``.
 
         Args:
-            baseclass: The class that the settings must name, or its base class; a tuple allows several.
+            baseclass: The object's class, or one of its base classes. A tuple lists alternatives.
             nested_key: Dotted key of the object.
             as_group: Accepted and ignored.
-            skip: Names of arguments that are supplied when the object is built. Default: None.
+            skip: Names of arguments that the settings must not set, such as an optimizer's ``params``. Default: None.
             instantiate: Whether `instantiate_classes` builds the object. Default: True.
             required: Whether the settings must contain the object. Default: False.
             help: The object's description in the help. Default: None, a note on the syntax.
-            default: Default settings, in the form ``{"class_path": ..., "init_args": {...}}``. Default: None, no
-                object.
+            default: Default settings, as ``{"class_path": ..., "init_args": {...}}``. Default: None, no object.
             fail_untyped: Accepted and ignored.
             **unused: Accepted and ignored.
 
@@ -318,9 +317,9 @@ class LightningArgumentParser:
         Args:
             lightning_class: A class that extends Trainer, TaskModule, DataModule or Callback, or a function that
                 returns such an object.
-            nested_key: Dotted key of the arguments.
+            nested_key: Dotted key under which the arguments are added.
             subclass_mode: Whether the settings may name a subclass of ``lightning_class``. Default: False.
-            required: Whether the settings must contain the object in subclass mode. Default: True.
+            required: In subclass mode, whether the settings must contain the object. Default: True.
 
         Returns:
             The dotted keys of the arguments; in subclass mode, a list with ``nested_key``.
@@ -349,11 +348,11 @@ class LightningArgumentParser:
         """Add the arguments of an optimizer.
 
         Args:
-            optimizer_class: The optimizer's class, or a tuple of base classes of the class that the settings name.
-                Default: a tuple with ``torch.optim.Optimizer``.
-            nested_key: Dotted key of the arguments. Default: ``"optimizer"``.
-            link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes the
-                task of a `LightningCLI` use the optimizer. Default: ``"AUTOMATIC"``.
+            optimizer_class: The optimizer's class, or a tuple of base classes. With a tuple, the settings name the
+                class. Default: a tuple with ``torch.optim.Optimizer``.
+            nested_key: Dotted key under which the arguments are added. Default: ``"optimizer"``.
+            link_to: Dotted key of the argument that receives ``{"class_path": ..., "init_args": ...}``.
+                ``"AUTOMATIC"`` makes the task of a `LightningCLI` use the optimizer. Default: ``"AUTOMATIC"``.
 
         Raises:
             TypeError: If a class does not extend ``torch.optim.Optimizer``.
@@ -369,11 +368,11 @@ class LightningArgumentParser:
         """Add the arguments of a learning rate scheduler.
 
         Args:
-            lr_scheduler_class: The scheduler's class, or a tuple of base classes of the class that the settings name.
-                Default: a tuple of ``LRScheduler`` and `ReduceLROnPlateau`.
-            nested_key: Dotted key of the arguments. Default: ``"lr_scheduler"``.
-            link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes the
-                task of a `LightningCLI` use the scheduler. Default: ``"AUTOMATIC"``.
+            lr_scheduler_class: The scheduler's class, or a tuple of base classes. With a tuple, the settings name the
+                class. Default: a tuple of ``LRScheduler`` and `ReduceLROnPlateau`.
+            nested_key: Dotted key under which the arguments are added. Default: ``"lr_scheduler"``.
+            link_to: Dotted key of the argument that receives ``{"class_path": ..., "init_args": ...}``.
+                ``"AUTOMATIC"`` makes the task of a `LightningCLI` use the scheduler. Default: ``"AUTOMATIC"``.
 
         Raises:
             TypeError: If a class does not extend ``LRScheduler`` or `ReduceLROnPlateau`.
@@ -410,8 +409,9 @@ class LightningArgumentParser:
         Args:
             source: A dotted key, or a tuple of dotted keys.
             target: The dotted key of the argument.
-            compute_fn: Function of the sources' values; required for several sources. Default: None, the value itself.
-            apply_on: ``"parse"`` for settings; ``"instantiate"`` for built objects. Default: ``"parse"``.
+            compute_fn: Function that computes the target's value from the sources' values. Required for several
+                sources. Default: None, which copies the value of the single source.
+            apply_on: ``"parse"`` reads sources from the settings, ``"instantiate"`` from objects. Default: ``"parse"``.
 
         Raises:
             ValueError: If an argument is invalid, ``target`` already has a link, or the links form a cycle.
@@ -446,7 +446,7 @@ class LightningArgumentParser:
                 self.defaults = self.place(self.defaults, key, make_settings(value, "set_defaults"))
 
     def get_defaults(self, skip_validation: bool = False) -> Namespace:
-        """Return the configuration without a command line. Required values may be missing.
+        """Return the configuration for an empty command line. Required values may be missing.
 
         Args:
             skip_validation: Accepted and ignored.
@@ -457,13 +457,13 @@ class LightningArgumentParser:
         return self.finish(self.start(), partial=True)
 
     def get_default(self, key: str) -> Any:
-        """Return the default of an argument, which default files and environment variables may set.
+        """Return an argument's default after default configuration files and environment variables are applied.
 
         Args:
             key: The argument's dotted key.
 
         Returns:
-            The value in `get_defaults`; None if there is no such key.
+            The argument's value in the result of `get_defaults`; None if there is no such key.
 
         Raises:
             ConfigError: If the configuration is invalid.
@@ -485,11 +485,11 @@ class LightningArgumentParser:
 
         Args:
             args: The command line. Default: ``sys.argv`` without the program's name.
-            namespace: A configuration to merge the command line into. Default: None, the settings of `get_defaults`.
+            namespace: A configuration to merge the command line into. Default: None, the result of `get_defaults`.
 
         Raises:
-            SystemExit: After the help or the configuration is printed. Also if the settings are invalid; with
-                ``exit_on_error=False``, a ConfigError is raised instead.
+            SystemExit: After the help or the configuration is printed, or if the settings are invalid. With
+                ``exit_on_error=False``, invalid settings raise a ConfigError instead.
         """
         words = list(sys.argv[1:] if args is None else args)
         return self._guard(lambda: read_command_line(self, [str(word) for word in words], namespace))
@@ -499,7 +499,7 @@ class LightningArgumentParser:
 
         Args:
             cfg_obj: The settings. Keys may be dotted.
-            cfg_base: A configuration to merge the settings into. Default: None, the settings of `get_defaults`.
+            cfg_base: A configuration to merge the settings into. Default: None, the result of `get_defaults`.
 
         Raises:
             SystemExit: If the settings are invalid. With ``exit_on_error=False``, a ConfigError is raised instead.
@@ -518,7 +518,7 @@ class LightningArgumentParser:
         return self._guard(lambda: self._finish_any(merge(self.start(), read_settings(cfg_path))))
 
     def parse_string(self, cfg_str: str) -> Namespace:
-        """Return the configuration that a YAML text specifies.
+        """Return the configuration that a YAML string specifies.
 
         Args:
             cfg_str: The configuration, in YAML.
@@ -575,7 +575,7 @@ class LightningArgumentParser:
         sys.exit(report_error(self.prog, ConfigError(*others, f"{last}\n`{self.prog} --help` lists the options.")))
 
     def start(self) -> Value:
-        """Return the settings that the command line overrides."""
+        """Return the settings from `set_defaults`, default configuration files and environment variables."""
         root = self.defaults
         for pattern in self.default_config_files:
             folder = FilePath(pattern).expanduser()
@@ -599,7 +599,7 @@ class LightningArgumentParser:
             yield key, f"{self.env_prefix}_{key}".upper().replace(".", "__")
 
     def merge_file(self, root: Value, file: str | FilePath) -> Value:
-        """Return the settings ``root`` with those of ``file``, in YAML or JSON, merged into them."""
+        """Return the settings ``root`` with the settings in a YAML or JSON file merged into them."""
         for key, value in read_settings(file).data.items():
             root = self.place(root, str(key), value, merging=True)
         return root
@@ -637,7 +637,10 @@ class LightningArgumentParser:
     # -- checking ----------------------------------------------------------------------------------------------------
 
     def finish(self, root: Value, partial: bool = False) -> Namespace:
-        """Return the settings ``root``, with defaults and links, if they are valid or, with ``partial``, incomplete."""
+        """Return the configuration that the settings ``root`` specify, with defaults and links applied.
+
+        Invalid settings raise a ConfigError. ``partial`` allows required values to be missing.
+        """
         recipes = self._check(root, partial=partial)
         config = Namespace(dict.fromkeys(self.config_keys))
         for key in self.declared:
@@ -689,13 +692,11 @@ class LightningArgumentParser:
     def instantiate_classes(self, cfg: Namespace, instantiate_groups: bool = True) -> Namespace:
         """Return the configuration with its objects built.
 
-        Groups that were added with ``instantiate=False`` do not become objects. Only the objects nested in them are
-        built.
+        Groups of arguments added with ``instantiate=False`` do not become objects. Only their nested objects are built.
 
         Args:
             cfg: A parsed configuration, whose values may have been modified.
-            instantiate_groups: Whether groups of arguments become objects. If False, only nested objects are built.
-                Default: True.
+            instantiate_groups: Whether groups become objects. If False, only nested objects are built. Default: True.
 
         Raises:
             ConfigError: If the settings are invalid.
@@ -734,11 +735,11 @@ class LightningArgumentParser:
         skip_link_targets: bool = True,
         **unused: Any,
     ) -> str:
-        """Return a configuration as YAML or JSON, without values that have no text form.
+        """Return a configuration as YAML or JSON, without values that cannot be represented as text.
 
         Args:
             cfg: The configuration to write.
-            format: ``"yaml"``, ``"json"`` or ``"json_indented"``. Default: None, YAML.
+            format: ``"yaml"``, ``"json"`` or ``"json_indented"``. Default: None, which selects YAML.
             skip_none: Whether to omit keys whose value is null. Default: True.
             skip_default: Whether to omit values that equal their default. Default: False.
             skip_link_targets: Whether to omit the values that links set. Default: True.
@@ -773,7 +774,7 @@ class LightningArgumentParser:
         Args:
             cfg: The configuration to write.
             path: Path or URL of the file.
-            format: See `dump`. Default: None, JSON if the file's suffix is ``.json``, otherwise YAML.
+            format: See `dump`. Default: None, which selects JSON if the file's suffix is ``.json`` and YAML otherwise.
             skip_none: Whether to omit keys whose value is null. Default: True.
             overwrite: Whether to replace an existing file. Default: False.
             **options: Further arguments of `dump`.

@@ -91,7 +91,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> Any:
-        """Save the configuration in another place, too. Does nothing unless a subclass overrides this method.
+        """Save the configuration to a custom destination. Override this method; by default, it does nothing.
 
         The method runs only on rank zero, so it must not use collectives.
 

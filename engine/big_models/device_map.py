@@ -36,16 +36,18 @@ def infer_auto_device_map(
 
     Args:
         model: The model; it may be on the meta device.
-        max_memory: See `get_max_memory`. The disk receives the remaining modules.
+        max_memory: See `get_max_memory`. Modules that do not fit on other devices are placed on disk. The disk has no
+            limit unless ``max_memory`` sets one.
         no_split_module_classes: Names of classes whose modules must not be split, such as blocks with a residual
             connection.
         dtype: The dtype in which floating point weights will be loaded. Default: their own.
         special_dtypes: Dtypes by tensor name, for tensors that will be loaded in a dtype other than ``dtype``.
-        verbose: Log the plan.
+        verbose: Log the device map and the size of each entry.
         clean_result: Merge the entries inside a module into one entry if they are all on one device.
-        offload_buffers: Offload buffers of offloaded modules too.
-        fallback_allocation: If the next module does not fit on an accelerator or the CPU that is still empty, place the
-            largest later module that fits. The memory reserved for offloaded modules may then be too small.
+        offload_buffers: Assume that the buffers of offloaded modules will be offloaded too.
+        fallback_allocation: If an accelerator or the CPU is still empty and the next module does not fit on it, place
+            the largest of the remaining modules that fit there. The memory reserved for offloaded modules may then be
+            too small.
 
     Returns:
         The device of each module or tensor, by name. Together, the names cover all tensors.
@@ -134,7 +136,7 @@ def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") ->
     """Return a map with a single entry for each module whose entries are all on one device.
 
     Args:
-        device_map: Devices by the names of modules or tensors.
+        device_map: Devices by module or tensor name.
         module_name: Return only the entries of this module. Default: the whole model.
     """
     inside = [name for name in device_map if not module_name or f"{name}.".startswith(f"{module_name}.")]
@@ -213,7 +215,7 @@ def look_up_device(device_map: Mapping[str, Device], name: str) -> Device | None
     """Return the device that a map assigns to a module or tensor, or to its nearest listed parent; else None.
 
     Args:
-        device_map: Devices by the names of modules or tensors.
+        device_map: Devices by module or tensor name.
         name: The name of the module or tensor.
     """
     while name not in device_map:
@@ -228,7 +230,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
 
     Args:
         model: The model that the map is for.
-        device_map: Devices by the names of modules or tensors.
+        device_map: Devices by module or tensor name.
 
     Raises:
         ValueError: If the map does not fit the model or this machine.

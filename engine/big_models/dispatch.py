@@ -46,29 +46,32 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Place a model's modules on the devices of a map, for inference. The model is called as before.
+    """Place a model's modules on the devices of a device map, for inference.
 
-    Weights on disk are loaded onto the main device when the module that uses them is called, and released after the
-    call. The same applies to weights on the CPU if the main device is not the CPU. Unless the whole model is on one
-    device, the inputs of a module are moved to the device that runs it, and the model's outputs to the device of the
-    first tensor in the model's inputs.
+    Code that calls the model does not need to change. Weights on disk are loaded onto the main device when the module
+    that uses them is called, and released after the call. The same applies to weights on the CPU if the main device is
+    not the CPU. The inputs of a module are moved to the device that runs it. The model's outputs are moved to the
+    device of the first tensor in the model's inputs. If one device runs the whole model and no weights are offloaded,
+    neither inputs nor outputs are moved.
 
     Args:
         model: The model, which is changed in place; it may be on the meta device.
-        device_map: Devices by the names of modules or tensors. For a name that is not in the map, the nearest parent in
-            the map applies.
+        device_map: Devices by module or tensor name. A module or tensor that is not in the map is placed on the device
+            of its nearest parent in the map.
         main_device: The device that runs offloaded modules. Default: the first accelerator of the map, else the CPU.
-        state_dict: Values, by name, of tensors that are offloaded to the CPU, and of tensors on the meta device that
-            are not offloaded to disk. Default: the model's own.
-        offload_dir: Folder to which weights for the disk are written. For a model on the meta device, the checkpoint
-            that contains these weights. Weights that Accelerate's functions have already offloaded to the folder
-            (``index.json``) replace the model's own, as in Accelerate.
-        offload_index: Entries of offloaded weights by name, instead of the folder's ``index.json``.
+        state_dict: Values by tensor name, for tensors that are offloaded to the CPU and for tensors on the meta device
+            that are not offloaded to disk. Default: the model's own.
+        offload_dir: Folder to which the weights that the map places on disk are written. If these weights are on the
+            meta device, pass the path or URL of the checkpoint that contains them. As in Accelerate, weights that are
+            listed in the folder's ``index.json`` replace the model's own weights.
+        offload_index: Entries by weight name, in the format of Accelerate's ``index.json``. They are used instead of
+            the folder's ``index.json``.
         offload_buffers: Offload buffers of offloaded modules too.
-        skip_keys: Names of keyword arguments, and keys of an output that is a mapping, whose values are not moved.
+        skip_keys: Names of keyword arguments whose values are not moved. If the model's output is a mapping, its
+            values under these keys are not moved either.
         preload_module_classes: Names of classes whose modules read the weights of their submodules without calling the
             submodules. All these weights are loaded when such a module is called.
-        force_hooks: Add the hooks even if they are not needed. Default: False.
+        force_hooks: Add the hooks that move inputs and outputs even if they are not needed. Default: False.
 
     Returns:
         The model, with the map as its ``hf_device_map``.
@@ -104,7 +107,7 @@ def cpu_offload(
     Args:
         model: The model, which is changed in place.
         execution_device: The device that runs the model. Default: the device of the model's first parameter, or the CPU
-            if there is none or it is on the meta device.
+            if the model has no parameters or the first one is on the meta device.
         offload_buffers: Offload buffers too.
         state_dict: Values for the weights, by name. Default: the model's own.
         preload_module_classes: See `dispatch_model`.
@@ -164,10 +167,11 @@ def disk_offload(
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model in main memory until it is called, then on a device until its hook's ``offload()`` is called.
+    """Keep a model in main memory, and move the whole model to a device when it is called.
 
-    Intended for models that run one after the other: each call first moves the model of ``prev_module_hook`` off the
-    device.
+    The model remains on the device until ``offload()`` of the returned hook is called. The function is intended for
+    models that run one after another. Each call to the model first moves the model of ``prev_module_hook`` to main
+    memory.
 
     Args:
         model: The model, which is changed in place.

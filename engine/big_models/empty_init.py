@@ -23,13 +23,13 @@ def init_empty_weights(include_buffers: bool | None = None) -> Any:
     """Return a context in which parameters of new modules are on the meta device, which uses no memory.
 
     Load the parameters with `load_checkpoint_and_dispatch` before use. Only the thread that enters the context is
-    affected. Without ``include_buffers``, each parameter is first created as the module's code specifies, and its
-    memory is released when it is registered in the module. Parameters of lazy modules, such as ``nn.LazyLinear``, are
-    then excluded.
+    affected. Without ``include_buffers``, each parameter is first created on its usual device. Its memory is released
+    when it is registered in the module. Parameters of lazy modules, such as ``nn.LazyLinear``, are on the meta device
+    only with ``include_buffers``.
 
     Args:
-        include_buffers: Put buffers on ``meta`` too. None, the default, means False, because most buffers are computed
-            and not saved in a checkpoint.
+        include_buffers: Put buffers on ``meta`` too. Default: None, which means False, because many buffers are
+            computed by the module and not saved in checkpoints.
     """
     return init_on_device(torch.device("meta"), include_buffers=include_buffers)
 
@@ -41,7 +41,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     Args:
         device: The device of the parameters.
         include_buffers: Put buffers on the device too. Torch's factory functions, such as ``torch.zeros``, then also
-            create their tensors on ``device`` unless a device is passed. Default: no.
+            create their tensors on ``device`` unless a device is passed. Default: None, which means False.
     """
     redirect = _Redirect(torch.device(device), bool(include_buffers))
     with ExitStack() as stack:

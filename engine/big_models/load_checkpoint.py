@@ -51,30 +51,34 @@ def load_checkpoint_and_dispatch(
     broadcast_from_rank0: bool = False,
     quantization: str | WeightQuantizer | None = None,
 ) -> nn.Module:
-    """Load a checkpoint into a model, usually one created under `init_empty_weights`, and dispatch it over devices.
+    """Load a checkpoint into a model and dispatch the model over devices.
 
     Args:
-        model: The model, which is changed in place.
-        checkpoint: Path or object store URL of a Treadle checkpoint, a file of safetensors or ``torch.save``, a local
-            ``.index.json``, or a folder that contains one of these.
-        device_map: Devices by name, or the way to choose them: ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` (spares
-            the first accelerator) or ``"sequential"``. Default: only load.
+        model: The model, usually created in the context of `init_empty_weights`. It is changed in place.
+        checkpoint: Path or object store URL of a Treadle checkpoint, a safetensors file, a ``torch.save`` file, or a
+            folder that contains a weights file or an index (``.index.json``). The path of a local index is also
+            accepted.
+        device_map: Devices by module or tensor name, or the method that chooses them: ``"auto"``, ``"balanced"``,
+            ``"balanced_low_0"`` (uses the first accelerator as little as possible) or ``"sequential"``. Default: None,
+            which only loads the weights.
         max_memory: See `get_max_memory`; used if ``device_map`` is a string.
         no_split_module_classes: See `infer_auto_device_map`; used if ``device_map`` is a string.
         offload_folder: Ignored: modules on disk read their weights from the checkpoint's files whenever they run.
         offload_buffers: Offload buffers of offloaded modules too.
-        dtype: The dtype of floating point weights after the load. Default: that of the model.
+        dtype: The dtype of floating point weights after loading. Default: their dtype in the model.
         offload_state_dict: Ignored: no weight is in memory twice.
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
-        strict: Raise an error if the names of tensors differ. Default: warn, unless a tensor gets no values.
+        strict: Raise an error if the checkpoint and the model have different tensor names. If False, a warning is
+            issued, but a tensor on the meta device that is not in the checkpoint still raises an error. Default: False.
         full_state_dict: Must be True, because each process reads the whole checkpoint.
-        broadcast_from_rank0: Must be False, for the same reason.
-        quantization: ``"int8"``, ``"int4"`` or a `WeightQuantizer` for linear layers not on disk. Default: None.
+        broadcast_from_rank0: Must be False, because each process reads the whole checkpoint.
+        quantization: ``"int8"``, ``"int4"`` or a `WeightQuantizer`, to quantize the weights of linear layers that are
+            not on disk. Default: None.
 
     Returns:
-        The model, with ``device_map``, if it is set, as its ``hf_device_map``.
+        The model. If ``device_map`` is set, the model has the resulting map as its ``hf_device_map``.
 
     Raises:
         ValueError, TypeError, OSError: If an argument, the checkpoint or the model cannot be used.
@@ -130,15 +134,16 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint into a model without adding hooks.
 
-    Weights of the checkpoint that the map places on disk are not loaded, and are on the meta device afterwards. To use
-    them, pass the checkpoint to `dispatch_model` as ``offload_dir``.
+    If the map places weights of the checkpoint on disk, these weights are not loaded. Afterwards, they are on the meta
+    device. To use them, pass the checkpoint to `dispatch_model` as ``offload_dir``.
 
     Args:
         model: The model, which is changed in place.
         checkpoint: See `load_checkpoint_and_dispatch`.
-        device_map: Devices by the names of modules or tensors. Default: move tensors on the meta device to the CPU.
+        device_map: Devices by module or tensor name. Default: None, which moves tensors on the meta device to the CPU
+            and keeps the devices of all other tensors.
         offload_folder: Ignored.
-        dtype: The dtype of floating point weights after the load. Default: that of the model.
+        dtype: The dtype of floating point weights after loading. Default: their dtype in the model.
         offload_state_dict: Ignored.
         offload_buffers: Leave buffers on disk too, if the map places them there.
         keep_in_fp32_modules: Components of dotted names, such as ``"norm"``. Floating point weights with such a

@@ -245,10 +245,10 @@ class DiskSave:
 
 
 class CheckpointStore:
-    """Checkpoints in one directory, or below one URL.
+    """Store of the checkpoints in one directory or under one URL.
 
     Args:
-        directory: Path or URL whose subdirectories are the checkpoints. It need not exist yet.
+        directory: Path or URL of the directory that contains the checkpoints. It need not exist yet.
 
     Raises:
         ValueError: If the URL is not valid or is read-only.
@@ -268,9 +268,10 @@ class CheckpointStore:
         self.directory = absolute(directory)
 
     def find(self) -> list[AnyPath]:
-        """Return the committed checkpoints, latest last, sorted by step and then by order of commit, never by clock.
+        """Return the committed checkpoints, sorted by step and then by order of commit.
 
-        A checkpoint whose replacement was interrupted may be listed as ``.name.old``.
+        The latest checkpoint is last. Timestamps are not used. A checkpoint whose replacement was interrupted may be
+        listed as ``.name.old``.
 
         Raises:
             OSError: If the directory or the store of a URL cannot be read.
@@ -293,10 +294,11 @@ class CheckpointStore:
         """Return the latest intact checkpoint.
 
         Args:
-            verify: Compare digests, not only names and sizes; a URL's files are downloaded for this. Default: True.
+            verify: Compare the digests of the files, not only their names and sizes. For a URL, this downloads the
+                files. Default: True.
 
         Returns:
-            The path, or ``None`` if no checkpoint is intact, and messages about damaged checkpoints.
+            The path of the checkpoint (``None`` if no checkpoint is intact), and messages about damaged checkpoints.
 
         Raises:
             OSError: If the directory or the store of a URL cannot be read.
@@ -317,7 +319,10 @@ class CheckpointStore:
         return None, skipped
 
     def probe(self, nbytes: int = 0) -> None:
-        """Check before a run that checkpoints can be saved, by writing a file or an object.
+        """Check before a run that checkpoints can be saved.
+
+        The method creates the directory if necessary, and writes and deletes a small file there. For a URL, it writes
+        and deletes an object.
 
         Args:
             nbytes: The size of one checkpoint in bytes; ignored for a URL. Default: 0.
@@ -331,7 +336,7 @@ class CheckpointStore:
             remote.check_writable(self.directory)
 
     def recover(self) -> list[str]:
-        """Complete or roll back the saves of killed processes, and delete leftovers.
+        """Complete or roll back interrupted saves and deletions of checkpoints, and delete leftover files.
 
         Call it before anything is saved, in the one process that commits to this directory.
 

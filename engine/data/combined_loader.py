@@ -20,22 +20,23 @@ _ENDED = object()
 
 
 class CombinedLoader:
-    """Combination of several loaders, whose batches are yielded together or one loader after the other.
+    """Combination of several dataloaders, which are read either together or one after the other.
 
-    Except in mode ``"sequential"``, each batch has the structure of ``iterables``, with one batch per loader.
+    Except in mode ``"sequential"``, a combined batch has the structure of ``iterables``, with one batch per dataloader.
 
-    Pass it to ``fit`` or to `Accelerator.prepare`. In ``fit``, a plain dict, list or tuple of training loaders is
-    combined in mode ``"max_size_cycle"``. Direct iteration yields ``(batch, batch_idx, dataloader_idx)``.
+    Pass a `CombinedLoader` to ``fit`` or to `Accelerator.prepare`. In ``fit``, a plain dict, list or tuple of training
+    dataloaders is combined in mode ``"max_size_cycle"``. Direct iteration yields
+    ``(batch, batch_idx, dataloader_idx)``.
 
-    A micro-batch is weighted by the total number of samples that all loaders contribute to it. If the loss is the mean
-    over these samples, the gradient is therefore exact. A batch of unknown size counts as one sample.
+    A micro-batch is weighted by the total number of samples that all dataloaders contribute to it. If the loss is the
+    mean over these samples, the gradient is therefore exact. A batch of unknown size counts as one sample.
 
     Args:
-        iterables: Loaders, or other iterables of batches, in dicts, lists and tuples that may be nested. A nested list
-            or tuple without a ``DataLoader`` is itself an iterable of batches.
-        mode: ``"min_size"`` ends with the shortest loader. ``"max_size_cycle"`` ends with the longest and restarts the
-            others. ``"max_size"`` ends with the longest and yields None for loaders that have ended. ``"sequential"``
-            reads one loader after the other. Default: ``"min_size"``.
+        iterables: Dataloaders or other iterables of batches, in dicts, lists and tuples that may be nested. A nested
+            list or tuple that contains no ``DataLoader`` counts as a single iterable of batches.
+        mode: ``"min_size"`` ends with the shortest dataloader. ``"max_size_cycle"`` ends with the longest and restarts
+            the others. ``"max_size"`` ends with the longest and yields None for dataloaders that have ended.
+            ``"sequential"`` reads one dataloader after the other. Default: ``"min_size"``.
 
     Raises:
         ValueError: If ``mode`` is unknown, or if ``iterables`` is empty.
@@ -88,12 +89,12 @@ class CombinedLoader:
 
     @property
     def limits(self) -> list[int | float] | None:
-        """Maximum number of batches per pass, by iterable; None for no limits. A single number may be set for all.
+        """List of the maximum numbers of batches per pass, one for each iterable; None for no limits.
 
-        An infinite number means no limit for that iterable.
+        If a single number is set, it applies to every iterable. Infinity means that an iterable has no limit.
 
         Raises:
-            ValueError: If it is set to a list of another length.
+            ValueError: If it is set to a list whose length is not the number of iterables.
         """
         return self._limits
 
@@ -110,12 +111,12 @@ class CombinedLoader:
 
     @property
     def sampler(self) -> Any:
-        """The sampler of each loader, or None, in the structure of ``iterables``."""
+        """The sampler of each dataloader (None if it has none), in the structure of ``iterables``."""
         return self.in_form([getattr(loader, "sampler", None) for loader in self._flattened])
 
     @property
     def batch_sampler(self) -> Any:
-        """The batch sampler of each loader, or None, in the structure of ``iterables``."""
+        """The batch sampler of each dataloader (None if it has none), in the structure of ``iterables``."""
         return self.in_form([getattr(loader, "batch_sampler", None) for loader in self._flattened])
 
     def in_form(self, values: Iterable[Any]) -> Any:
@@ -127,7 +128,7 @@ class CombinedLoader:
         return _fill_form(self.iterables, iter(values), True)
 
     def limit_of(self, number: int) -> int | None:
-        """Return the maximum number of batches per pass of an iterable; None for no limit.
+        """Return the maximum number of batches per pass over an iterable; None for no limit.
 
         Args:
             number: The index of the iterable.
@@ -164,7 +165,7 @@ class CombinedLoader:
         return count
 
     def reset(self) -> None:
-        """Discard the iteration in progress, and the iterator of each ``DataLoader``."""
+        """Discard the iteration in progress and the iterator of each ``DataLoader``."""
         self._running = None
         for loader in self._flattened:
             if isinstance(loader, DataLoader):

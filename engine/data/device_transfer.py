@@ -17,9 +17,9 @@ from ...strategies import Precision
 def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
     """Return ``batch`` with its tensors on ``device``.
 
-    Tensors and other objects with a ``.to(device)`` method are moved, also within mappings, sequences and dataclasses.
-    All other objects are left unchanged. The values can be read as soon as this function returns, even after a copy to
-    the host.
+    Tensors and other objects with a ``.to(device)`` method are moved, including those inside mappings, sequences and
+    dataclasses. All other objects are left unchanged. The values can be read as soon as this function returns, even
+    after a copy to the host.
 
     Args:
         batch: A tensor or a nested structure (dict, list, tuple) of tensors.

@@ -95,17 +95,17 @@ class JointBatches:
 
 
 class JointLoader(Loader):
-    """`CombinedLoader` prepared for this process: every loader in it is sharded and resumed separately.
+    """`CombinedLoader` prepared for this process. Each of its dataloaders is sharded and resumed separately.
 
-    Loaders that draw random numbers only at the beginning of an epoch draw from one random stream, as in a loop over
-    ``zip``. A loader that draws during the epoch has a separate stream.
+    Dataloaders that draw random numbers only at the beginning of an epoch share one random stream, as in a loop over
+    ``zip``. A dataloader that draws during the epoch has a separate stream.
 
     Attributes:
-        loaders: The prepared loaders.
+        loaders: The prepared dataloaders.
 
     Raises:
-        TypeError: If the `CombinedLoader` contains a prepared loader.
-        ValueError: If one of the loaders cannot be combined or prepared.
+        TypeError: If the `CombinedLoader` contains a prepared dataloader.
+        ValueError: If one of the dataloaders cannot be combined or prepared.
 
     Example:
         >>> import treadle
@@ -184,7 +184,9 @@ class JointLoader(Loader):
         super().end_epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the epoch that the next iteration starts or resumes, also for each combined loader.
+        """Set the number of the epoch that the next iteration starts or resumes.
+
+        The number is also set for each combined dataloader.
 
         Args:
             epoch: The number of the epoch, from 0.
@@ -199,24 +201,24 @@ class JointLoader(Loader):
         return any(shuffled)
 
     def close(self) -> None:
-        """End all workers of the combined loaders; see `Loader.close`."""
+        """End all workers of the combined dataloaders; see `Loader.close`."""
         for loader in self.loaders:
             loader.close()
 
     def agree(self, world: World) -> None:
-        """Determine for each combined loader whether the ranks share its data; see `Loader.agree`.
+        """Determine for each combined dataloader whether the ranks share its data; see `Loader.agree`.
 
         Args:
-            world: The ranks that iterate the loaders.
+            world: The ranks that iterate over the dataloaders.
         """
         for loader in self.loaders:
             loader.agree(world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of every loader, and the number of passes that it has completed in this epoch.
+        """Return a state with each dataloader's position and the number of passes completed over it in this epoch.
 
         Raises:
-            ValueError: If it is called inside a group of micro-batches, whose gradients are not saved.
+            ValueError: If it is called inside a group of micro-batches, because accumulated gradients are not saved.
         """
         self._refuse_inside_group()
         return {
@@ -231,13 +233,13 @@ class JointLoader(Loader):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batches that `state_dict` counted, with any world size.
+        """Continue at the position that `state_dict` returned, with any world size.
 
         Args:
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the state cannot be loaded.
+            ValueError: If the state does not fit the training dataloaders.
         """
         if self.evaluation and self.describe_difference(state):
             self.set_epoch(state["epoch"])
@@ -275,7 +277,7 @@ class JointLoader(Loader):
             )  # they are already restored
 
     def check(self, state: dict[str, Any]) -> None:
-        """Check that a saved state fits the loaders.
+        """Check that a saved state fits the dataloaders.
 
         Args:
             state: A state returned by `state_dict`.
@@ -287,7 +289,7 @@ class JointLoader(Loader):
             raise ValueError(f"{text}. Pass the same loaders, or load only the weights with treadle.load_weights.")
 
     def describe_difference(self, state: dict[str, Any]) -> str:
-        """Return how a saved state differs from the loaders, their mode or their generators; empty if it fits."""
+        """Return a description of the first mismatch between a saved state and the dataloaders; empty if none."""
         count, mode = len(self.loaders), self._plan.mode
         saved_count = len(state["loaders"]) if "loaders" in state else 1
         if saved_count != count or "loaders" not in state:

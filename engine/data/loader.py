@@ -1,4 +1,4 @@
-"""Prepared loader, which yields this process's share of the user's loader and can be resumed."""
+"""Prepared dataloader that yields this process's share of the data and can be resumed."""
 
 from __future__ import annotations
 
@@ -36,26 +36,28 @@ _NO_MORE = object()
 
 
 class Loader:
-    """Loader that `Accelerator.prepare` returns, which yields this process's share of the data and can be resumed.
+    """Dataloader that yields this process's share of the data and can be resumed.
 
-    The user's loader is not rebuilt. A ``DataLoader`` is iterated through a shallow copy of the same class.
+    `Accelerator.prepare` wraps the user's dataloader in this class. The wrapper does not construct a new ``DataLoader``
+    but iterates a shallow copy of the user's, which has the same class.
 
     Args:
         source: A ``DataLoader`` or any other iterable of batches.
         world: The processes that share the data.
-        cursor: Position of the loop.
+        cursor: Position of the loop, shared by the Accelerator and its dataloaders.
         stream: The random stream that samplers without their own generator draw from.
         accumulate: Function that returns the number of micro-batches per optimizer step.
-        shard: If False, each process yields all batches of its own loader. Default: True.
-        evaluation: Whether the batches are for evaluation, so none of them accumulates gradients. Default: False.
-        move: Function applied to each batch, such as the transfer to the device. Default: no function.
+        shard: If False, each process yields all batches of its own dataloader. Default: True.
+        evaluation: Whether the batches are used for evaluation. If True, ``accumulate`` is ignored. Default: False.
+        move: Function that is applied to each batch, for example to move it to the device. Default: None.
         split: If True, ``batch_size`` is the global batch size. Default: False.
-        on_begin: Function that is called at the beginning of each iteration. Default: no function.
+        on_begin: Function that is called at the beginning of each iteration. Default: a function that does nothing.
 
     Attributes:
         epoch: The number of the epoch, from 0.
-        samples: Position in the epoch as a number of samples over all processes; a batch of unknown size counts as 1.
-        batches: Position in the epoch as a number of this process's batches.
+        samples: Number of samples that all processes together have read or skipped in this epoch. A batch of unknown
+            size counts as 1.
+        batches: Number of batches that this process has read or skipped in this epoch.
         limit: Maximum number of batches per epoch; None for no limit.
 
     Raises:
@@ -193,7 +195,7 @@ class Loader:
         return self._run(None)
 
     def begun(self) -> Iterator[Any]:
-        """Return an iterator whose epoch begins immediately and not with its first batch."""
+        """Begin the epoch immediately, before the first batch is requested, and return an iterator over it."""
         return self._run(self._begin())
 
     def _run(self, batches: Iterator[Any] | None, *, end: bool = True) -> Iterator[Any]:
@@ -238,7 +240,7 @@ class Loader:
                 cursor.micro, cursor.number, cursor.outlook = outer
 
     def groups(self) -> Iterator[Iterable[Any]]:
-        """Yield groups of micro-batches; one group is one optimizer step. Call `end_epoch` after the last one."""
+        """Yield the epoch's groups of micro-batches, one per optimizer step. Call `end_epoch` after the last group."""
         batches = self._run(None, end=False)
         cursor = self._cursor
         for batch in batches:
@@ -292,16 +294,17 @@ class Loader:
         yield from itertools.chain(first, batches)
 
     def start_at(self, batch: int) -> bool:
-        """Start the next iteration at ``batch`` of the current epoch, not at the position that a resume restored.
+        """Make the next iteration start at ``batch`` in the current epoch instead of at the restored position.
 
         Args:
             batch: The index of the batch among those of this process, from 0.
 
         Returns:
-            False if there is nothing to iterate, because `finish_epoch` has ended this epoch; else True.
+            False if ``batch`` lies after the last batch of an epoch that `finish_epoch` has already ended; otherwise
+            True.
 
         Raises:
-            ValueError: If the loader is already past this batch and cannot be rewound.
+            ValueError: If the dataloader is already past this batch and cannot be rewound.
         """
         if self._finished and self.length is not None and batch >= self.length:
             self._finished = False
@@ -357,11 +360,12 @@ class Loader:
     def keep_order(self) -> bool:
         """Use the same order in every epoch.
 
-        A ``RandomSampler`` or ``SubsetRandomSampler`` no longer shuffles. Other loaders repeat the order that they draw
-        first.
+        A ``RandomSampler`` or ``SubsetRandomSampler`` no longer shuffles. With any other sampler, and for a stream,
+        each epoch repeats the order of the first epoch.
 
         Returns:
-            True if the loader would otherwise have shuffled; an assumption for a custom sampler. False for a stream.
+            True if the dataloader would otherwise shuffle; always False for a stream. A custom sampler is assumed to
+            shuffle unless its ``shuffle`` attribute is False.
         """
         self._repeats = True
         return self._plan.unshuffle()
@@ -399,7 +403,7 @@ class Loader:
 
     @property
     def left_out(self) -> Counter[str]:
-        """Number of samples or batches that ``drop_last`` is known to drop per epoch, by unit."""
+        """Number of items that ``drop_last`` drops per epoch, by unit (sample or batch); empty if 0 or unknown."""
         return self._plan.left_out
 
     @property
@@ -407,7 +411,7 @@ class Loader:
         """Number of samples in the dataset.
 
         Raises:
-            AttributeError: If the user's loader has no dataset.
+            AttributeError: If the user's dataloader has no dataset.
             TypeError: If the dataset has no length.
         """
         return len(self.source.dataset)  # type: ignore[attr-defined]
@@ -427,7 +431,7 @@ class Loader:
         """Return whether ``micro`` belongs to the last batch that was yielded.
 
         Args:
-            micro: Metadata of a batch, compared by identity.
+            micro: Metadata of a batch. It is compared by identity, not by value.
         """
         return self._micro is micro
 
@@ -454,7 +458,7 @@ class Loader:
         self._named = True
 
     def close(self) -> None:
-        """End the loader's workers, including persistent ones."""
+        """Shut down the dataloader's workers, including persistent ones."""
         if isinstance(self.source, DataLoader):
             end_workers(self._view)
             self._view.__dict__["_iterator"] = None
@@ -462,22 +466,23 @@ class Loader:
     # -- position ------------------------------------------------------------------------------------------------
 
     def agree(self, world: World) -> None:
-        """Determine whether all ranks share the same data or each rank reads its own data. Call it on all ranks.
+        """Determine whether all ranks read the same data or each rank reads its own data. Must be called on all ranks.
 
         Args:
-            world: The ranks that iterate the loader.
+            world: The ranks that iterate the dataloader.
 
         Raises:
-            ValueError: On every rank, if neither is the case.
+            ValueError: On every rank, if the ranks' data is neither identical nor entirely different, or if only some
+                ranks have data.
         """
         if world.size > 1:
             self._plan.agree(world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loader: the epoch, the position in it, and the states that determine its order.
+        """Return the epoch, the position in the epoch, and the RNG and sampler states that determine the order.
 
         Raises:
-            ValueError: If it is called inside a group of micro-batches, whose gradients are not saved.
+            ValueError: If it is called within a group of micro-batches, because accumulated gradients are not saved.
         """
         self._refuse_inside_group()
         plan = self._plan
@@ -510,13 +515,13 @@ class Loader:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position that `state_dict` returned, with any world size.
+        """Resume from a state returned by `state_dict`. The world size may have changed.
 
         Args:
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the state does not fit a training loader.
+            ValueError: If this is a training dataloader and the state does not fit it.
         """
         plan = self._plan
         if self.evaluation and self.describe_difference(state):
@@ -552,7 +557,7 @@ class Loader:
         self._started = state["started"]
 
     def check(self, state: dict[str, Any]) -> None:
-        """Check that a saved state fits the loader.
+        """Check that a saved state fits the dataloader.
 
         Args:
             state: A state returned by `state_dict`.
@@ -566,27 +571,33 @@ class Loader:
             )
 
     def describe_difference(self, state: dict[str, Any]) -> str:
-        """Return how a saved state differs from the loader's generators and samplers; empty if it fits."""
+        """Return the reason why a saved state does not fit the generators and samplers; "" if it fits."""
         return self._plan.draws.difference(state)
 
     def reading_state(self) -> dict[str, Any]:
-        """Return this rank's state: its dataset's generators and, if each rank reads its own data, its position.
+        """Return the state that belongs to this rank alone.
+
+        It contains the states of the dataset's generators. If each rank reads its own data, it also contains the
+        result of `state_dict`.
 
         Raises:
-            ValueError: If the position is that of a batch inside a group of micro-batches.
+            ValueError: If each rank reads its own data and the position is within a group of micro-batches.
         """
         planner = self._plan.planner
         rank_state = None if planner.shares is None else self.state_dict()
         return {"generators": read_states(self._reads), "own": rank_state, "ranks": planner.world_size}
 
     def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
-        """Restore the state of this rank, as far as it fits this loader.
+        """Restore the state that belongs to this rank alone.
+
+        The position is restored only if the world size is unchanged, and the generators only if their number and types
+        match.
 
         Args:
-            state: A state returned by `reading_state`, or an older checkpoint's list of generator states.
+            state: A state returned by `reading_state`, or a list of generator states from an older checkpoint.
 
         Raises:
-            ValueError: If the position does not fit this loader.
+            ValueError: If the saved position does not fit this dataloader.
         """
         if isinstance(state, list):  # from a checkpoint of a version without data per rank
             state = {"generators": state, "own": None}

@@ -16,12 +16,15 @@ from .loader import Loader
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return an iterable over the current epoch of ``dataloader`` without its first ``num_batches`` batches.
 
-    For a ``DataLoader`` that is not prepared, the remaining batches consist of the same samples as in an uninterrupted
-    epoch only if its order is drawn from the same RNG state. For the following epochs, iterate ``dataloader`` itself. A
-    prepared loader that `Accelerator.load_state` has restored does not skip the batches a second time.
+    A shuffled ``DataLoader`` that is not prepared draws a new order. To get the remaining samples of an interrupted
+    epoch, restore the RNG state from which that epoch's order was drawn. For the following epochs, iterate
+    ``dataloader`` itself.
+
+    For a prepared dataloader, ``num_batches`` is counted from the beginning of the epoch. Batches that
+    `Accelerator.load_state` has already skipped are therefore not skipped twice.
 
     Args:
-        dataloader: A prepared loader, a ``DataLoader``, or any other iterable of batches.
+        dataloader: A prepared dataloader, a ``DataLoader``, or any other iterable of batches.
         num_batches: Number of batches that each process has already trained on. Default: 0.
 
     Raises:

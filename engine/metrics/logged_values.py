@@ -25,14 +25,14 @@ class Metrics:
 
     Args:
         training: Whether this is a training stage.
-        copies: Whether tensors on an accelerator are copied, because CUDA graphs overwrite their results. Default:
-            False.
+        copies: Whether to copy logged tensors that are on an accelerator. This is required with CUDA graphs, because a
+            replay overwrites the results of the previous one. Default: False.
 
     Attributes:
         weight: Default weight of a value in its epoch mean, such as the number of samples in the current batch.
-        suffix: Suffix that identifies the evaluation loader in logged names.
-        place: The current batch of an evaluation, as (loader index, batch index).
-        evaluation: The values of an evaluation within this stage, or None.
+        suffix: Suffix that identifies the evaluation dataloader in logged names.
+        place: The current batch of an evaluation, as (dataloader index, batch index).
+        evaluation: The values of the evaluation that is running within this stage; None at other times.
 
     Example:
         >>> import treadle
@@ -67,14 +67,15 @@ class Metrics:
             self.weight = 1.0  # the weight of a process's value, not of a batch's
 
     def counted(self, batches: Iterable[Any], cursor: Cursor, owner: nn.Module) -> Iterator[Any]:
-        """Yield batches, and undo changes that stand-in batches make to the metric objects of ``owner``.
+        """Yield batches, and undo the changes that stand-in batches make to metric objects.
 
-        A stand-in is a sample of another process. It fills an empty share of the last global batch, so that the
-        collectives of all processes match.
+        A process gets a stand-in batch if its share of a global batch is empty. The batch repeats samples that are
+        counted elsewhere, so that all processes run the same collectives. In an evaluation, changes to the plain
+        attributes of ``owner`` are undone as well.
 
         Args:
-            batches: The batches of a prepared loader.
-            cursor: The position in the loader.
+            batches: The batches of a prepared dataloader.
+            cursor: The position of the loop over ``batches``.
             owner: The task that processes the batches.
         """
         for batch in batches:
@@ -89,7 +90,7 @@ class Metrics:
 
     @property
     def entries(self) -> list[Entry]:
-        """All entries: those of steps, then those of the epoch."""
+        """All entries: first those logged in batches, then those logged between batches."""
         return [*self._in_step.values(), *self._in_epoch.values()]
 
     def log(
@@ -110,11 +111,11 @@ class Metrics:
             name: The name to log under.
             value: A number, a tensor with one element or a metric object.
             prog_bar: Show the value in the progress bar.
-            logger: Send the value to loggers; None for True.
-            on_step: Log the value of single steps; None for the stage's default.
-            on_epoch: Log the value over the epoch; None for the stage's default.
-            reduce_fx: The reduction.
-            batch_size: The weight of the value in a mean; None for ``weight``.
+            logger: Send the value to loggers. None means True.
+            on_step: Log the value of each step. None selects the stage's default.
+            on_epoch: Log the value over the epoch. None selects the stage's default.
+            reduce_fx: ``"mean"``, ``"sum"``, ``"min"``, ``"max"``, or a function with one of these names.
+            batch_size: The weight of the value in a mean. None selects the attribute ``weight``.
             add_suffix: Append ``suffix`` to the name. Default: True.
 
         Raises:
@@ -216,7 +217,7 @@ class Metrics:
             world: The processes to reduce over.
 
         Raises:
-            ValueError: On every rank, if the ranks have logged different names.
+            ValueError: On every rank, if the ranks have logged different names, or the same names in different orders.
         """
         entries = [entry for entry in self._in_step.values() if entry.on_step and entry.last is not None]
         return self._reduce_entries(entries, [entry.step_pair() for entry in entries], world)
@@ -228,8 +229,8 @@ class Metrics:
             world: The processes to reduce over.
 
         Raises:
-            ValueError: On every rank, if the ranks have logged different names.
-            TypeError: If a metric object does not compute one number.
+            ValueError: On every rank, if the ranks have logged different names, or the same names in different orders.
+            TypeError: If ``compute()`` of a metric object does not return a single number.
         """
         entries = [entry for entry in self.entries if entry.on_epoch]
         plain = [entry for entry in entries if entry.metric is None]
@@ -251,7 +252,7 @@ class Metrics:
             world: The processes to reduce over.
 
         Returns:
-            For each batch, in order: (loader index, batch index) and a list of (entry, value).
+            One tuple ``((dataloader index, batch index), [(entry, value), ...])`` per batch, in order.
         """
         entries = [entry for entry in self._in_step.values() if entry.batches is not None]
         if not entries:
@@ -269,7 +270,7 @@ class Metrics:
         return sorted(rows.items())
 
     def bar_values(self) -> dict[str, Any]:
-        """Return this process's latest values for the progress bar, which may be on the device."""
+        """Return this process's latest step values for the progress bar, by label. Tensors may be on the device."""
         return {
             entry.label("step"): entry.last
             for entry in self._in_step.values()
@@ -277,7 +278,7 @@ class Metrics:
         }
 
     def latest(self) -> dict[str, Any]:
-        """Return this process's latest step values by label, which may be on the device."""
+        """Return this process's latest step values, by label. Tensors may be on the device."""
         return {
             entry.label("step"): entry.last
             for entry in self._in_step.values()
@@ -285,14 +286,14 @@ class Metrics:
         }
 
     def latest_of_both(self) -> dict[str, Any]:
-        """Return the latest step values, by plain name, of entries logged both per step and per epoch."""
+        """Return the latest step values of entries logged both per step and per epoch, by name without ``_step``."""
         entries = self._in_step.values()
         return {
             entry.name: entry.last for entry in entries if entry.on_step and entry.on_epoch and entry.last is not None
         }
 
     def step_label(self, name: str) -> str:
-        """Return the label of the step value of ``name``.
+        """Return the label under which the step value of ``name`` is logged; ``name`` itself if it is not logged.
 
         Args:
             name: The name passed to `log`.
@@ -341,10 +342,10 @@ class Metrics:
 
         Args:
             world: The processes whose values are included.
-            owner: The task whose metric objects are included. Default: none are included.
-            over: Whether the epoch has ended, so that no logged value is included. Default: False.
-            read: Return the logged values as plain numbers. If False, they stay on the device, for `read_numbers`.
-                Default: True.
+            owner: The task whose metric objects are included. Default: None, which includes no metric object.
+            over: Whether the epoch has ended. If True, no logged values are included. Default: False.
+            read: Return the logged values as plain numbers. If False, they stay on the device until the state is passed
+                to `read_numbers`. Default: True.
         """
         objects = {} if owner is None else metric_state.find(owner)
         done = [e.metric for e in self.entries] if over else []
@@ -372,15 +373,15 @@ class Metrics:
         }
 
     def load_state_dict(self, state: dict[str, Any], world: World, owner: nn.Module | None = None) -> None:
-        """Restore a state returned by `state_dict`, also with another world size.
+        """Restore a state returned by `state_dict`. The world size may have changed.
 
         Args:
             state: A state returned by `state_dict`.
             world: The processes of the current run.
-            owner: The task whose metric objects are restored. Default: none are restored.
+            owner: The task whose metric objects are restored. Default: None, which restores no metric object.
 
         Raises:
-            ValueError: If the state of a metric object cannot be split.
+            ValueError: If the world size has changed and the state of a metric object cannot be split over the ranks.
         """
         self._in_step.clear()
         self._in_epoch.clear()
@@ -491,13 +492,13 @@ class Entry:
 
     Args:
         name: The logged name, including ``suffix``.
-        spec: The arguments passed to `Metrics.log`; None after a resume.
-        on_step: Log the value of single steps.
+        spec: The logging options passed to `Metrics.log`; None if the entry was restored from a checkpoint.
+        on_step: Log the value of each step.
         on_epoch: Log the value over the epoch.
         reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
         prog_bar: Show the value in the progress bar.
         logger: Send the value to loggers.
-        suffix: The part of ``name`` that identifies the evaluation loader.
+        suffix: The part of ``name`` that identifies the evaluation dataloader. Default: "".
 
     Example:
         >>> from treadle.engine import Entry
@@ -555,7 +556,7 @@ class Entry:
         self.total_weight = 0.0
 
     def fold(self) -> None:
-        """Merge the recorded values into the total, and discard the single values."""
+        """Merge the recorded values into the total, and discard the individual values."""
         weighted_pairs = [(v, w) for v, w in zip(self.values, self.weights, strict=True) if w]
         self.values.clear()
         self.weights.clear()
@@ -579,7 +580,7 @@ class Entry:
             metric: The new object.
 
         Raises:
-            ValueError: If the epoch's value is logged.
+            ValueError: If ``on_epoch`` is True, because the epoch's value would omit the previous object.
         """
         if self.on_epoch:
             raise ValueError(
@@ -632,7 +633,7 @@ class Entry:
         return (0.0, 0.0) if self.total is None else (self.total, self.total_weight)
 
     def step_pair(self) -> tuple[Any, float]:
-        """Return (value, weight) of the latest step; a mean's value is multiplied by its weight."""
+        """Return (value, weight) of the latest step; for a mean, the value is multiplied by the weight."""
         if self.last is None or not self.last_weight:
             return 0.0, 0.0
         if self.reduction != "mean":
@@ -653,10 +654,10 @@ class Entry:
         return f"{self.name.removesuffix(self.suffix)}_{form}{self.suffix}"
 
     def reduced(self, pairs: list[tuple[float, float]]) -> float:
-        """Reduce (value, weight) pairs of several processes to one number; for a mean, values are weighted sums.
+        """Reduce the (value, weight) pairs of several processes to one number.
 
         Args:
-            pairs: One pair per process.
+            pairs: One pair per process. For a mean, each value must be the weighted sum of a process's values.
         """
         if self.reduction == "mean":
             return sum(value for value, _ in pairs) / sum(weight for _, weight in pairs)

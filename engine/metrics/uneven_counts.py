@@ -23,10 +23,10 @@ from . import metric_state
 
 @contextmanager
 def uneven_counts(owner: nn.Module, world: World) -> Iterator[None]:
-    """Return a context in which ``compute()`` works if ranks have updated a metric different numbers of times.
+    """Return a context in which ``compute()`` works even if some ranks have updated a metric more often than others.
 
     Args:
-        owner: The module whose torchmetrics objects are computed, usually the task.
+        owner: The module that contains the torchmetrics objects, usually the task.
         world: The processes that compute the metrics.
     """
     metrics = [] if world.size == 1 else [m for m in metric_state.find(owner).values() if _gathers_lists(m)]

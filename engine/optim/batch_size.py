@@ -55,12 +55,12 @@ def find_executable_batch_size(
     optimizers inside ``function``, because the process group is replaced after a failed attempt. An Accelerator that is
     created outside of ``function`` stays usable; call its ``free_memory()`` at the start of ``function``.
 
-    If ``function`` has a parameter ``gradient_accumulation_steps``, its value grows as the batch shrinks, rounded up.
-    The global batch then keeps its size or grows slightly.
+    If ``function`` has a parameter ``gradient_accumulation_steps``, its value increases as the batch size decreases.
+    The value is rounded up, so the global batch size stays the same or increases slightly.
 
     Args:
         function: The function to run, whose first parameter is the batch size. Default: return a decorator.
-        starting_batch_size: The first size that every call tries. Default: 128.
+        starting_batch_size: The batch size that each call tries first. Default: 128.
         reduce_batch_size_fn: Function that returns the next size. Default: the largest divisor of
             ``starting_batch_size`` that is at most half of the size that failed.
 
@@ -70,8 +70,9 @@ def find_executable_batch_size(
     Raises:
         MemoryError: If no batch size fits. The error is also a ``RuntimeError``.
         ValueError: If a batch size is invalid, or the processes cannot be reconnected.
-        TypeError: If ``function`` or a call has wrong parameters.
-        RuntimeError: If ``function`` fails on another process for another reason than memory, or one does not respond.
+        TypeError: If ``function`` has the wrong parameters, or is called with the wrong arguments.
+        RuntimeError: If ``function`` fails on another process for a reason other than a lack of memory, or if another
+            process does not respond.
 
     Example:
         >>> import treadle

@@ -21,13 +21,13 @@ class LocalSGD:
     Args:
         accelerator: The Accelerator that prepared the model.
         model: A prepared model that is replicated on each process.
-        local_sgd_steps: Number of optimizer steps between two averages of the parameters. If steps were taken after the
-            last average, the parameters are also averaged at the end, unless an exception ends the context.
+        local_sgd_steps: Number of optimizer steps after which the parameters are averaged. When the context ends
+            without an exception, they are also averaged if any steps were taken since they were last averaged.
         enabled: Whether to use local SGD. With a world size of one, local SGD is always disabled. Default: True.
 
     Raises:
-        ValueError: If ``local_sgd_steps`` is invalid. With several processes, the ``with`` statement raises it if the
-            strategy does not support local SGD.
+        ValueError: If ``local_sgd_steps`` is invalid. With several processes, the ``with`` statement also raises
+            this error if the strategy does not support local SGD.
 
     Example:
         >>> import torch, treadle
@@ -61,9 +61,10 @@ class LocalSGD:
         return self
 
     def step(self) -> None:
-        """Count an optimizer step, and average the parameters if that is due.
+        """Count an optimizer step, and average the parameters after every ``local_sgd_steps`` steps.
 
-        Call this method after each micro-batch. Only the last one of a group counts.
+        Call this method after each micro-batch. With gradient accumulation, only the last micro-batch of each optimizer
+        step counts.
         """
         if not self.enabled or not self._accelerator.sync_gradients:
             return

@@ -39,8 +39,8 @@ _ECHO = 1.0
 class Preempted(SystemExit):
     """``SystemExit`` that ends the program after a signal, such as SIGTERM.
 
-    During the steps of ``fit``, the Trainer first saves a checkpoint if it has a ModelCheckpoint that saves full
-    checkpoints. The exit status is 143 for SIGTERM and SIGUSR1, and 129 for SIGHUP.
+    If the signal arrives during the steps of ``fit`` and a ModelCheckpoint saves full checkpoints, the Trainer saves
+    one first. The exit status is 143 for SIGTERM and SIGUSR1, and 129 for SIGHUP.
 
     Example:
         >>> from treadle.engine import Preempted
@@ -53,23 +53,23 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """Handler of SIGTERM, SIGUSR1 and SIGHUP that lets a loop complete its step and save before the process ends.
+    """Handler for SIGTERM, SIGUSR1 and SIGHUP that lets a loop complete its step and save before the process ends.
 
     A signal does not interrupt a step or a save. If another rank has ended, however, the step raises `PeerFailed`,
     because it cannot finish. All ranks leave after the same step. In the context of `leaving_at_once`, a rank leaves
     immediately. After SIGUSR1 (SLURM's ``--signal=USR1@90``), `leave` asks SLURM to requeue the job.
 
-    By default, Ctrl-C (SIGINT) raises KeyboardInterrupt or calls the script's own handler immediately, except inside
-    `holding_interrupts`, where the save completes first. If ``interrupts`` is set, Ctrl-C is handled like the other
-    signals. A second Ctrl-C is not delayed.
+    By default, Ctrl-C (SIGINT) immediately raises KeyboardInterrupt or calls the script's own handler. Inside
+    `holding_interrupts`, KeyboardInterrupt is raised only after the save. Inside `catching_interrupts`, Ctrl-C is
+    handled like the other signals. A second Ctrl-C is not delayed.
 
     Args:
-        accelerator: The Accelerator of the run, whose ranks agree to leave.
-        grace: Time from the signal to the end of each rank, in seconds. Default: no limit.
+        accelerator: The Accelerator of the run. Its ranks agree on when to leave.
+        grace: Maximum time from the signal to the end of each process, in seconds. Default: no limit.
 
     Attributes:
-        caught: The first signal with which this process was asked to end, or None.
-        abandoned: Whether a second Ctrl-C arrived, so nothing more is saved.
+        caught: The first signal that asked this process to end, or None.
+        abandoned: Whether a second Ctrl-C arrived. In that case, nothing more is saved.
 
     Example:
         >>> import treadle
@@ -100,8 +100,8 @@ class Preemption:
         """Return a context in which SIGTERM, SIGUSR1, SIGHUP and Ctrl-C (SIGINT) are handled.
 
         If the script has set a handler for a signal, this handler is called too. Outside the main thread, no signal is
-        handled. A signal after the last step raises `Preempted` at the end of the context, unless the script has set a
-        handler for it.
+        handled. A signal that arrives after the last step raises `Preempted` at the end of the context, unless the
+        script has set a handler for the signal.
         """
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = self._at_once = self._failing = False
@@ -137,9 +137,10 @@ class Preemption:
 
     @contextmanager
     def catching_interrupts(self) -> Iterator[None]:
-        """Return a context that handles Ctrl-C like other signals.
+        """Return a context in which Ctrl-C is handled like the other signals.
 
-        After Ctrl-C, its end raises KeyboardInterrupt, unless the script has set a handler for Ctrl-C.
+        If Ctrl-C was pressed, KeyboardInterrupt is raised at the end of the context, unless the script has set a
+        handler for Ctrl-C.
         """
         self.interrupts = True
         try:
@@ -153,7 +154,7 @@ class Preemption:
     def leaving_at_once(self) -> Iterator[None]:
         """Return a context in which a signal, such as SIGTERM, raises `Preempted` immediately.
 
-        It is used while nothing has to be saved.
+        Use it while there is nothing to save.
         """
         self._at_once = True
         try:
@@ -165,7 +166,7 @@ class Preemption:
 
     @contextmanager
     def holding_interrupts(self) -> Iterator[None]:
-        """Return a context for a save, which delays the effect of signals until the save is complete.
+        """Return a context that delays the effects of signals until a save is complete.
 
         A second Ctrl-C and the end of the grace period are not delayed.
         """
@@ -180,7 +181,7 @@ class Preemption:
             self._raise_delayed_interrupt()
 
     def note_failure(self) -> None:
-        """Record that an exception ends the run, so that `PeerFailed` does not replace it."""
+        """Record that an exception ends the run, so that `PeerFailed` does not replace that exception."""
         self._failing = True
 
     def _start_deadline(self) -> None:

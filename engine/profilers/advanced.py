@@ -11,16 +11,17 @@ from .profiler import Profiler
 
 
 class AdvancedProfiler(Profiler):
-    """Profiler that records every function that an action calls, with Python's ``cProfile``.
+    """Profiler that uses Python's ``cProfile`` to record every function that an action calls.
 
     The profiler makes Python code several times slower, so use `SimpleProfiler` first to find the slow actions.
 
     Args:
         dirpath: See `Profiler`.
         filename: See `Profiler`.
-        line_count_restriction: Functions to show for each action, by cumulative time: their number as an int, or their
-            fraction as a float from 0.0 to 1.0. Default: 1.0.
-        dump_stats: Let `summary` write each action's statistics to a file, for ``python -m pstats``. Default: False.
+        line_count_restriction: Number (int) or fraction (float from 0.0 to 1.0) of functions to show for each
+            action. The functions with the longest cumulative times are shown. Default: 1.0.
+        dump_stats: Let `summary` write each action's statistics to a file that ``python -m pstats`` can read. Default:
+            False.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -67,9 +68,9 @@ class AdvancedProfiler(Profiler):
         """Prepare for a stage, and discard earlier measurements; see `Profiler.setup`.
 
         Args:
-            stage: The stage.
-            local_rank: The rank in file names, or None.
-            log_dir: Default of ``dirpath``.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            local_rank: Rank to include in file names; None to omit it.
+            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
         """
         super().setup(stage, local_rank, log_dir)
         self.profiled_actions.clear()
@@ -107,7 +108,7 @@ class AdvancedProfiler(Profiler):
             self.profiled_actions[self._running[-1]].enable()
 
     def summary(self) -> str:
-        """Return the report as text. If ``dump_stats`` is True, also write the statistics."""
+        """Return the report as text. If ``dump_stats`` is True, also write the statistics to files."""
         parts = []
         for name, profile in self.profiled_actions.items():
             profile.create_stats()

@@ -19,18 +19,19 @@ class Profiler:
     """Base class of profilers, which measure named actions. Subclasses implement `start` and `stop`.
 
     The Trainer measures the actions of its loop, such as ``"forward"`` and each hook; see docs/profiling.md. Actions
-    may be nested. In a step, ``with self.trainer.profiler.profile("attention"):`` adds an action.
+    may be nested. In ``training_step``, use ``with self.trainer.profiler.profile("attention"):`` to measure an
+    additional action.
 
     Args:
         dirpath: Directory of the profiler's files. Default: the run's log directory or, without a Trainer, the current
             directory.
-        filename: Word in the names of the profiler's files, such as ``fit-FILENAME-0.txt``. If it is set, each process
-            writes its report to a file. Default: rank zero logs its report.
+        filename: Name to include in the names of the profiler's files, such as ``fit-FILENAME-0.txt``. If it is set,
+            each process writes its report to a file. Otherwise, rank zero logs its report. Default: None.
 
     Attributes:
-        device: The device of the run, or None.
-        model: The task of the Trainer, or None.
-        advice: Suggestions on how to make actions faster, by name of the action.
+        device: The device of the run; None until a Trainer sets it.
+        model: The task of the Trainer; None outside of its stages.
+        advice: Suggestions for making actions faster, by action name.
 
     Raises:
         TypeError: If ``dirpath`` or ``filename`` is neither a string nor a path.
@@ -144,11 +145,12 @@ class Profiler:
         return True
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Prepare for a stage. If ``dirpath`` is not set, set it to ``log_dir``, also for later stages.
+        """Prepare for a stage. If ``dirpath`` is not set, set it to ``log_dir``. Later stages keep this directory.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            local_rank: The rank in file names. The Trainer passes the global rank, or None with a world size of one.
+            local_rank: Rank to include in file names; None to omit it. The Trainer passes the global rank, or None if
+                the world size is one.
             log_dir: Directory of the profiler's files if ``dirpath`` is not set.
         """
         self._stage, self._rank = stage, local_rank
@@ -169,11 +171,11 @@ class Profiler:
     def path_for(self, ending: str, part: str = "") -> Path:
         """Return a path such as ``dirpath/STAGE-FILENAME-RANK-PART.txt``, and create its directory.
 
-        Words that are not set are omitted.
+        Components of the name that are not set are omitted.
 
         Args:
             ending: The suffix of the file name, with its dot.
-            part: A word for the content of the file.
+            part: Last component of the name, such as the name of an action. Default: "", which omits it.
         """
         words = [self._stage, self.filename, None if self._rank is None else str(self._rank), part]
         name = re.sub(r"[^\w.+-]+", "_", "-".join(str(word) for word in words if word)) or "profile"
@@ -183,7 +185,7 @@ class Profiler:
 
 
 class PassThroughProfiler(Profiler):
-    """Profiler that measures nothing, which the Trainer uses by default.
+    """Profiler that measures nothing. It is the Trainer's default.
 
     Example:
         >>> from treadle.profilers import PassThroughProfiler
@@ -196,7 +198,7 @@ class PassThroughProfiler(Profiler):
         """Return a context that measures nothing; see `Profiler.profile`.
 
         Args:
-            action_name: The name, which the context yields.
+            action_name: The name of the action, which the context yields.
         """
         return nullcontext(action_name)
 

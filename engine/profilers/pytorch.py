@@ -26,18 +26,19 @@ class PyTorchProfiler(Profiler):
     Args:
         dirpath: See `Profiler`.
         filename: See `Profiler`.
-        group_by_input_shapes: Show a separate row of the table for each combination of input shapes. Default: False.
-        emit_nvtx: Emit ranges for Nsight Systems instead of recording operations. This needs a CUDA device. Default:
-            False.
-        export_to_chrome: Write a trace of each recorded cycle in Chrome's format. Default: True.
+        group_by_input_shapes: In the report's table of operations, show a separate row for each combination of input
+            shapes. Default: False.
+        emit_nvtx: Emit NVTX ranges for Nsight Systems instead of recording operations. Requires a CUDA device.
+            Default: False.
+        export_to_chrome: Write each recorded cycle of the schedule to a trace file in Chrome's format. Default: True.
         row_limit: Maximum number of rows in the table; -1 for all. Default: 20.
         sort_by_key: Column by which the table is sorted, one of `AVAILABLE_SORT_KEYS`. Default: the device time, or the
-            CPU time if no device was recorded.
+            CPU time if only CPU activity is recorded.
         record_module_names: Create a range for each call of a submodule, except within compiled code. Default: True.
         table_kwargs: Further arguments of torch's ``EventList.table``.
-        profiler_kwargs: Arguments of ``torch.profiler.profile``, such as ``schedule`` (default: record steps 3 to 5;
-            None records all steps, in memory), ``activities`` and ``on_trace_ready`` (called instead of writing
-            traces).
+        profiler_kwargs: Arguments of ``torch.profiler.profile``, such as ``activities``. The default ``schedule``
+            records steps 3 to 5. ``schedule=None`` records all steps, and keeps them in memory until the recording
+            ends. If ``on_trace_ready`` is passed, it is called for each recorded cycle, and no traces are written.
 
     Raises:
         ValueError: If a sort key or an argument is unknown.
@@ -111,8 +112,8 @@ class PyTorchProfiler(Profiler):
 
         Args:
             stage: The stage.
-            local_rank: The rank in file names, or None.
-            log_dir: Default of ``dirpath``.
+            local_rank: Rank to include in file names; None to omit it.
+            log_dir: Default for ``dirpath``.
 
         Raises:
             ValueError: If ``emit_nvtx`` is set without a CUDA device.
@@ -173,7 +174,7 @@ class PyTorchProfiler(Profiler):
         super().describe()
 
     def summary(self) -> str:
-        """End the recording, and return the table of operations in its last cycle; "" if none was recorded."""
+        """End the recording, and return the table of operations in its last cycle; "" if no cycle was recorded."""
         self._end()
         return self._table
 

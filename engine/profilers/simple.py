@@ -12,10 +12,10 @@ from .verdict import Action, verdict
 
 
 class SimpleProfiler(Profiler):
-    """Profiler that measures the number and duration of each action's calls, and reports the bottleneck of the run.
+    """Profiler that counts and times the calls of each action, and reports the bottleneck of the run.
 
     An action's share of the time excludes nested actions. On CUDA devices, the shares are computed from device time,
-    because a process runs ahead of the work that it launches.
+    because these devices execute operations asynchronously.
 
     Args:
         dirpath: See `Profiler`.
@@ -23,7 +23,7 @@ class SimpleProfiler(Profiler):
         extended: Also show the number of calls, the longest call and the share of the time. Default: True.
 
     Attributes:
-        actions: The measurements of the current stage, by name of the action.
+        actions: The measurements of the current stage, by action name.
 
     Raises:
         TypeError: If ``dirpath`` or ``filename`` is neither a string nor a path.
@@ -60,8 +60,8 @@ class SimpleProfiler(Profiler):
 
         Args:
             stage: The stage.
-            local_rank: The rank in file names, or None.
-            log_dir: Default of ``dirpath``.
+            local_rank: Rank to include in file names; None to omit it.
+            log_dir: Default for ``dirpath``.
         """
         super().setup(stage, local_rank, log_dir)
         self._forget()
@@ -123,7 +123,10 @@ class SimpleProfiler(Profiler):
             action.device_first = exclusive
 
     def summary(self) -> str:
-        """Return the table of actions and, if computation was measured, the verdict; "" without actions."""
+        """Return the table of actions and a verdict on the bottleneck; "" if no action was measured.
+
+        The verdict is omitted if no computation was measured.
+        """
         elapsed = time.perf_counter() - self._started
         if self._clock is not None:
             self._clock.read(wait=True)

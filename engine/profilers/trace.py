@@ -16,11 +16,13 @@ from ..configuration import ProfileKwargs
 
 @contextmanager
 def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
-    """Return a context that profiles a block with ``torch.profiler``, and writes traces if a directory is set.
+    """Return a context that profiles a block with ``torch.profiler``.
+
+    If ``handler.output_trace_dir`` is set, each rank writes its traces to this directory.
 
     Args:
         handler: Settings of the profiler.
-        world: The ranks of the run, which wait for each other if a directory is set.
+        world: The ranks of the run. If traces are written, the ranks wait for each other at the end of the block.
 
     Yields:
         The running ``torch.profiler.profile``.

@@ -56,24 +56,25 @@ def load_weights(
     rename: Rename | None = None,
     sha256: str | None = None,
 ) -> Loaded:
-    """Load weights of any supported format into a model, by name. Code in the file is never run.
+    """Load weights from any supported source into a model, by name. Code in the source is never run.
 
     Args:
         model: The model, prepared or not. If it is sharded, each process loads its own shards.
-        source: A path or URL of a Treadle checkpoint; a safetensors file; a file of ``torch.save``, such as Lightning's
-            ``.ckpt``; an index of several such files (``.index.json``); a folder in Hugging Face's format; or any other
-            folder with a single index or weights file. A file of ``torch.save`` contains a state dict, at the top level
-            or under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``. An ``http``, ``https`` or ``file`` URL
-            must name a single file and requires ``sha256``. For an index in an object store, such as ``s3://``, pass
-            the URL of its folder.
-        strict: Require that the source and the model have the same names and shapes. One name of a tied parameter is
-            sufficient. If False, the weights that fit are loaded, and a warning describes the differences. Default:
-            True.
-        prefix: Load only weights whose names begin with this prefix, and remove it from the names. Default: the
-            prefixes of common wrappers, such as DDP, are removed if the model's names do not have them.
+        source: The path or URL of a Treadle checkpoint, a safetensors file, a file saved with ``torch.save`` (such as
+            Lightning's ``.ckpt``), an index of several such files (``.index.json``), a folder in Hugging Face's format,
+            or any other folder with a single index or weights file. A file saved with ``torch.save`` must contain a
+            state dict at the top level or under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``. An ``http``,
+            ``https`` or ``file`` URL must name a single file and requires ``sha256``. If an index is in an object
+            store, such as S3, pass the URL of its folder.
+        strict: Require that the source and the model have the same names and shapes. For a tied parameter, one of its
+            names is sufficient. If False, the weights that fit are loaded, and a warning describes the differences.
+            Default: True.
+        prefix: Load only weights whose names begin with this prefix, and remove it from the names. Default: None, which
+            removes the prefixes of common wrappers, such as DDP, if the model's names do not have them.
         rename: A function that maps a name in the source, without ``prefix``, to the name in the model, or to None to
-            skip the weight. Alternatively, a mapping of names. A key that is empty or ends with ``"."`` applies to all
-            names with this prefix. Default: keep the names.
+            skip the weight. Alternatively, a mapping from names in the source to names in the model. A key that is
+            empty or ends with ``"."`` is a prefix, which is replaced in all names that begin with it. Default: None,
+            which keeps the names.
         sha256: The SHA-256 digest of the file, which is verified before the content is parsed. The digest of an index
             does not cover the files that the index names. Required for an ``http``, ``https`` or ``file`` URL.
 
@@ -82,7 +83,7 @@ def load_weights(
 
     Raises:
         ValueError: If the source, its digest or another argument is invalid, or if the weights do not fit the model.
-            The model is then unchanged, unless it has a custom ``load_state_dict`` or ``set_extra_state``, or hooks
+            The model remains unchanged, unless it has a custom ``load_state_dict`` or ``set_extra_state``, or hooks
             that change names.
         TypeError: If an argument has the wrong type.
         ModuleNotFoundError: If the package for the scheme of the URL is not installed.

@@ -25,26 +25,26 @@ _WRITABLE = {"local": ("", "pyarrow"), "s3": ("s3://", "s3fs"), "gcs": ("gs://",
 class RayTrainReportCallback(ReportedCheckpoint):
     """Callback that reports metrics and a checkpoint to Ray Train at the end of each training epoch.
 
-    Use it in the function of a ``ray.train.torch.TorchTrainer``. If Ray restarts failed workers (see its
-    ``FailureConfig``), ``trainer.fit(..., ckpt_path="auto")`` resumes from the last reported checkpoint. Ray's
+    Create it in the function that ``ray.train.torch.TorchTrainer`` runs on each worker. If Ray restarts failed workers
+    (see its ``FailureConfig``), ``trainer.fit(..., ckpt_path="auto")`` resumes from the last reported checkpoint. Ray's
     ``CheckpointConfig`` decides which checkpoints are kept. Ray's checkpoint contains Treadle's checkpoint as
     ``checkpoint.ckpt``.
 
-    By default, all ranks write their shards directly to Ray's storage if it is a disk that the machines share, S3 (with
-    the extra ``s3``) or Google Cloud Storage (with the extra ``gs``). A checkpoint is reported once it is complete.
+    By default, all ranks write their shards directly to Ray's storage if it is a shared file system, S3 (with the extra
+    ``s3``) or Google Cloud Storage (with the extra ``gs``). A checkpoint is reported once it is complete.
 
     Args:
-        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``. With SYNC and ASYNC, the checkpoint is saved to a
-            temporary folder, which Ray copies; all workers must be on one machine. Default: ranks write directly to the
-            storages listed above; otherwise SYNC.
-        validation: Whether Ray validates each checkpoint, or a ``ray.train.ValidationTaskConfig``; see
+        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``. With SYNC and ASYNC, Treadle saves the checkpoint
+            to a temporary folder, and Ray copies it to the storage. All workers must then be on one machine. Default:
+            None, which writes directly to the storage types listed above and selects SYNC for any other storage.
+        validation: True or a ``ray.train.ValidationTaskConfig`` lets Ray validate each checkpoint; see
             ``ray.train.report``. Default: False.
-        every_n_train_steps: Number of optimizer steps between additional reports within an epoch. Default: None, no
-            additional reports.
+        every_n_train_steps: Number of optimizer steps between additional reports within an epoch. Default: None, which
+            disables them.
 
     Raises:
         ModuleNotFoundError: If Ray or pyarrow is not installed.
-        RuntimeError: If the process is not a Ray Train worker with storage.
+        RuntimeError: If the process is not a Ray Train worker, or if ``num_workers=0`` disables Ray's storage.
         ValueError: If ``every_n_train_steps`` is not a positive integer.
 
 

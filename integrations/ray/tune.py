@@ -24,21 +24,22 @@ _MOMENTS = ("validation_end", "train_epoch_end", "train_batch_end", "train_end")
 class TuneReportCheckpointCallback(ReportedCheckpoint):
     """Callback that reports metrics and a checkpoint to Ray Tune, by default after each validation.
 
-    Use it in a function that ``ray.tune.Tuner`` runs as a trial. The search's scheduler receives each report and may
-    stop the trial. Population-based training continues a trial from the checkpoint of another trial. ``trainer.fit(...,
+    Use it in a function that ``ray.tune.Tuner`` runs as a trial. Tune's scheduler receives each report and may stop the
+    trial. Population-based training continues a trial from the checkpoint of another trial. ``trainer.fit(...,
     ckpt_path="auto", schedule="script")`` then resumes from that checkpoint with the learning rate of the new
     configuration.
 
-    A report after a validation or a step is made at the end of the optimizer step, or at the end of the epoch if the
-    step is its last, so that training resumes exactly from its checkpoint.
+    Reports for ``"validation_end"`` and ``"train_batch_end"`` are made at the end of the optimizer step. In the
+    last step of an epoch, they are made at the end of the epoch instead. Training can therefore resume exactly from
+    their checkpoints.
 
     Args:
         metrics: Name or names of the logged values to report, or a dict that maps reported names to logged names.
             Default: all logged values, ``epoch`` and ``step``.
         filename: Name of Treadle's checkpoint inside Ray's checkpoint. Default: ``"checkpoint"``.
         save_checkpoints: Whether each report includes a checkpoint. Default: True.
-        on: One or several of ``"validation_end"`` (default), ``"train_epoch_end"``, ``"train_batch_end"`` (each
-            optimizer step) and ``"train_end"``.
+        on: Events that trigger a report: one or more of ``"validation_end"`` (default), ``"train_epoch_end"``,
+            ``"train_batch_end"`` (each optimizer step) and ``"train_end"``.
 
     Raises:
         ModuleNotFoundError: If Ray or pyarrow is not installed.
@@ -99,7 +100,7 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
             self._due |= "validation_end" in self._on
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Make a report that is due, except in the last step of an epoch."""
+        """Report if ``on`` contains ``"train_batch_end"`` or a report is pending, but not in an epoch's last step."""
         self._due |= "train_batch_end" in self._on
         if not trainer.progress.epoch_is_trained:
             self._report_if_due(trainer)

@@ -99,28 +99,31 @@ class DDP(Strategy):
     """Strategy with a full copy of the model on every process. By default, backward passes average the gradients.
 
     Args:
-        find_unused_parameters: Permit parameters that are not used in a step, at the cost of a traversal of the graph.
+        find_unused_parameters: Permit parameters that are not used in a step. To find them, the autograd graph is
+            traversed before each backward pass.
         static_graph: Assume that every step computes the same graph and leaves the same parameters unused.
         gradient_as_bucket_view: Store gradients in the buffers in which they are sent, without a second copy.
         bucket_cap_mb: Size in MiB of the buffers in which gradients are sent. Default: 25, as in torch.
         broadcast_buffers: Broadcast rank zero's buffers to every process before forward passes.
-        comm_hook: Compression of gradients: ``"fp16"``, ``"bf16"``, ``"power_sgd"`` or a function for torch's
-            ``register_comm_hook``. None or ``"no"`` disables compression.
-        comm_state: First argument of a function passed as ``comm_hook``. For PowerSGD, torch's ``PowerSGDState`` or a
-            dict of its arguments.
-        comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which gradients are cast before ``comm_hook`` runs, or a
-            function that receives the hook and returns a new one. None or ``"no"`` disables the cast.
-        sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes, even on the CPU.
+        comm_hook: Compression of gradients: ``"fp16"``, ``"bf16"``, ``"power_sgd"`` or a function that torch's
+            ``register_comm_hook`` accepts. None or ``"no"`` disables compression.
+        comm_state: State that a function passed as ``comm_hook`` receives as its first argument. For PowerSGD, torch's
+            ``PowerSGDState`` or a dict of its arguments.
+        comm_wrapper: ``"fp16"`` or ``"bf16"`` to cast gradients to this dtype before ``comm_hook`` runs, or a function
+            that receives the hook and returns a new one. None or ``"no"`` leaves the hook unchanged.
+        sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes. This is also
+            supported on the CPU.
         zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). For optimizers that update each
             parameter separately, the results are bit-identical to those of ``zero=False``.
-        local_sgd_steps: Number of optimizer steps between two averages of the parameters. After ``local_sgd_start``
-            steps, the averages replace gradient reduction. Default: None, no local steps.
-        local_sgd_start: Number of optimizer steps before local steps begin. Default: 0.
+        local_sgd_steps: Interval, in optimizer steps, at which the parameters are averaged over the processes. After
+            the first ``local_sgd_start`` steps, this averaging replaces gradient reduction. Default: None, which
+            disables it.
+        local_sgd_start: Number of initial optimizer steps that reduce gradients as usual. Default: 0.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: 30
             minutes, unless the Accelerator or an existing process group sets another limit.
         process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: NCCL for GPUs and gloo for host
             memory.
-        other: Lightning's and Accelerate's names for these arguments, such as ``ddp_comm_hook``.
+        other: Lightning's and Accelerate's names for some of these arguments, such as ``ddp_comm_hook``.
 
     Raises:
         TypeError, ValueError: If an argument is invalid, or if arguments contradict each other.
@@ -211,7 +214,7 @@ class DDP(Strategy):
 
     @property
     def replicas_equal(self) -> bool:
-        """False while each rank steps separately, otherwise True."""
+        """False while each rank takes optimizer steps on its own replica, otherwise True."""
         return not self._steps_apart and (self.local_steps is None or not self.local_steps.alone)
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
@@ -263,12 +266,12 @@ class DDP(Strategy):
         """See `Strategy.reduce_gradients`.
 
         Raises:
-            ValueError: With several processes, if a gradient is sparse.
+            ValueError: If a gradient is sparse and the world size is above 1.
         """
         return average_gradients(parameters, self.world, note)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """See `Strategy.wrap_optimizer`. The same object is returned.
+        """See `Strategy.wrap_optimizer`. Returns ``optimizer`` itself.
 
         Raises:
             ValueError: If the settings do not support the optimizer.
@@ -394,7 +397,7 @@ class DDP(Strategy):
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """See `Strategy.join`.
 
-        ``comm_hook``, ``sync_batchnorm``, ``zero`` and ``local_sgd_steps`` do not support this.
+        The context has no effect with ``comm_hook``, ``sync_batchnorm``, ``zero`` or ``local_sgd_steps``.
         """
         exchanges = {
             "comm_hook": self.comm_hook,  # it divides by the world size, not by the number of remaining ranks
@@ -443,12 +446,12 @@ class DDP(Strategy):
             self.local_steps.meet(self._local_optimizer, self.world)
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """See `Strategy.sync_buffers`. If local steps have made parameters differ, the parameters are averaged."""
+        """See `Strategy.sync_buffers`. Parameters that differ between ranks after local steps are averaged first."""
         self._meet()
         super().sync_buffers(module)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """See `Strategy.model_state`. If local steps have made parameters differ, the parameters are averaged."""
+        """See `Strategy.model_state`. Parameters that differ between ranks after local steps are averaged first."""
         self._meet()
         return super().model_state(module)
 

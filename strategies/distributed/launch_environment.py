@@ -53,7 +53,7 @@ def without_launch_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
-    """Values that a launcher (torchrun, `treadle launch`, Kubernetes, SLURM's srun, mpirun, Ray) set for this process.
+    """Settings of this process from its launcher: torchrun, `treadle launch`, Kubernetes, SLURM's srun, mpirun or Ray.
 
     Attributes:
         rank: Rank of this process.
@@ -65,7 +65,8 @@ class LaunchEnvironment:
         supervisor: Process ID of Treadle's supervisor or of the notebook session, or None.
         launcher: ``"torchrun"`` (also for launchers that set its variables), ``"ray"``, ``"srun"`` or ``"mpirun"``.
         gpu: Index of the GPU that the launcher has assigned, or None.
-        address: Host and port on which rank 0 listens; None if torch's own variables contain it.
+        address: Host and port on which rank 0 listens. None means that torch reads them from MASTER_ADDR and
+            MASTER_PORT.
         run_id: Identifier that distinguishes this run from others that might use the same address, or "".
 
     Example:
@@ -92,7 +93,8 @@ class LaunchEnvironment:
     def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
         """Read the launch variables. Return None if no launcher has started this process as a rank.
 
-        torchrun's variables, which Ray also sets, have priority over MPI's, and MPI's over SLURM's.
+        torchrun's variables have priority over MPI's, and MPI's have priority over SLURM's. Ray sets torchrun's
+        variables.
 
         Args:
             environ: The environment. Default: that of this process.
@@ -119,7 +121,7 @@ class LaunchEnvironment:
         """Check that the arguments in the user's code match the processes that were started.
 
         Args:
-            devices: The value of ``devices``, for the error message.
+            devices: The ``devices`` argument as the user wrote it, for the error message.
             device_count: Number of processes per machine that ``devices`` requests.
             num_nodes: Number of machines that the user's code requests; 1 matches any number.
 

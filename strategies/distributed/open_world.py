@@ -31,21 +31,25 @@ def open_world(
     timeout: timedelta | None = None,
     backend: str | None = None,
 ) -> World:
-    """Return the world that this process belongs to. Without a launcher, run the script again for several processes.
+    """Return the world that this process belongs to.
+
+    If several devices are requested without a launcher, the script is run again, in one process per device.
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"mps"``. Default: ``"auto"``.
         devices: A number, indices (a list or ``"0,2"``), ``-1`` for all GPUs, or ``"auto"``, the default. ``"auto"``
-            uses the launcher's processes; without a launcher, all GPUs if ``spread`` permits it, otherwise one process.
+            uses one device for each process of the launcher. Without a launcher, it uses all GPUs if ``spread`` is True
+            and the script can be run again, otherwise one device.
         num_nodes: Number of machines. With a launcher, 1 stands for any number. Default: 1.
         spread: Whether ``"auto"`` may use several GPUs. Default: True.
-        timeout: Maximum time that a collective waits. Default: that of an existing process group, else 30 minutes.
+        timeout: Maximum time that a collective waits. Default: the timeout of an existing process group, or 30
+            minutes if there is none.
         backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
 
     Raises:
         ValueError, TypeError: If an argument is invalid, or contradicts the environment or the machine.
         RuntimeError: If the other processes do not connect within the timeout.
-        SystemExit: If this call has run the script again, when the new processes have ended.
+        SystemExit: After the processes that this call started have ended.
     """
     check_int("num_nodes", num_nodes, 1)
     kind = device_type(accelerator)

@@ -83,12 +83,14 @@ def silence_uncaught() -> None:
 
 
 def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
-    """Install a hook that prints uncaught errors in a short form and, with ``store``, once over all ranks.
+    """Install a hook that prints uncaught errors in a short form.
 
-    Does nothing if the user has set a hook, or with ``TREADLE_FULL_TRACEBACK=1``.
+    With ``store``, an error that several ranks raise is printed on only one of them. Does nothing if the user has
+    replaced ``sys.excepthook``, or if ``TREADLE_FULL_TRACEBACK=1`` is set.
 
     Args:
-        store: Store through which the ranks exchange their errors. Default: None, each rank prints its error.
+        store: Store through which the ranks exchange their errors. Default: None, which means that each rank
+            prints its own errors.
         rank: The rank of this process.
         size: The world size.
     """

@@ -56,15 +56,17 @@ class World:
         local_size: Number of processes on this machine. Default: 1.
         node_rank: Index of this machine. Default: 0.
         device: Device of this process. Default: the CPU.
-        timeout: Maximum time that a collective waits. Default: that of an existing group, else 30 minutes.
-        group: Torch's process group of these processes, to which ``rank`` and ``size`` then refer. Default: the group
-            of all processes.
+        timeout: Maximum time that a collective waits. Default: the timeout of an existing process group, or 30
+            minutes if there is none.
+        group: Torch process group of these processes. If it is set, ``rank`` and ``size`` refer to this group. Default:
+            the group of all processes.
         address: Host and port on which rank 0 listens. Default: MASTER_ADDR and MASTER_PORT.
         run_id: Identifier that separates runs that use the same address. Default: ``""``.
         backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
 
     Raises:
-        ValueError: If an argument is invalid, or does not fit an existing process group or the other processes.
+        ValueError: If an argument is invalid or contradicts an existing process group, or if the processes run
+            different versions of torch or Treadle.
         RuntimeError: If the other processes do not connect within the timeout.
 
     Example:
@@ -132,10 +134,11 @@ class World:
         return tensor if tensor.device.type in self._carried_devices else tensor.to(self.device, copy=True)
 
     def mesh(self, **dimensions: int) -> DeviceMesh:
-        """Return a mesh of the processes, whose last dimension varies fastest.
+        """Return a mesh of the processes, with the ranks in row-major order.
 
         Args:
-            dimensions: Sizes by name, whose product is the world size: ``mesh(replicate=2, shard=4)``.
+            dimensions: Size of each dimension, by name: ``mesh(replicate=2, shard=4)``. The product of the sizes must
+                be the world size.
 
         Raises:
             ValueError: If the product is not the world size.
@@ -156,7 +159,7 @@ class World:
         return self._meshes[key]
 
     def part(self, mesh: DeviceMesh) -> World:
-        """Return the processes of a one-dimensional mesh that includes this one, as a separate world.
+        """Return the processes of a one-dimensional mesh as a separate world.
 
         Args:
             mesh: One-dimensional mesh that includes this process.
@@ -173,9 +176,10 @@ class World:
         )
 
     def beside(self) -> World:
-        """Return a world of the same processes on the CPU with a separate gloo group, for a background thread.
+        """Return a world of the same processes, for a background thread.
 
-        Must be called on all ranks. With a world size of one, the result is this world.
+        The new world communicates on the CPU, through a separate gloo group. Must be called on all ranks. With a
+        world size of one, the result is this world.
         """
         if self.size == 1:
             return self
@@ -196,7 +200,10 @@ class World:
         return self._beside
 
     def release_beside(self) -> None:
-        """Pass the group of `beside`, which must no longer be in use, to a later World with the same timeout."""
+        """Release the group of `beside`, so that a later World with the same timeout can reuse it.
+
+        The group must no longer be in use.
+        """
         if self._beside is not None and self._beside.group is not None and self.group is None:
             process_group.spare_lines.append((self.timeout, self._beside.group))
         self._beside = None
@@ -214,7 +221,7 @@ class World:
         return lines.pop()[1]
 
     def forget_parts(self) -> None:
-        """Discard meshes and separate groups, because the process group they belong to has ended."""
+        """Discard the meshes and separate groups, because the process group is about to be replaced."""
         self._beside = None
         self._meshes.clear()
 
@@ -230,14 +237,14 @@ class World:
             dist.barrier(self.group)
 
     def advance(self) -> None:
-        """Record that this process enters a training step or an exchange."""
+        """Record that this process is entering a training step or a collective."""
         if self._count is not None:
             self._count.advance()
 
     def claim(self, name: str) -> bool:
         """Return whether this process is the first to claim a name. With a world size of one, the result is True.
 
-        A process may call this method alone.
+        This method need not be called on all ranks.
 
         Args:
             name: Name that only one process can claim.
@@ -256,7 +263,7 @@ class World:
         Does nothing in a world that was created with a ``group``.
 
         Args:
-            call: Name of the call, which must be the same on all processes and appears in errors.
+            call: Name of the call, for error messages. It must be the same on all processes.
 
         Raises:
             RuntimeError: If another process does not arrive.
@@ -276,8 +283,8 @@ class World:
             ``tensor`` itself.
 
         Raises:
-            ValueError, RuntimeError: If the operation is unknown or, with several processes, does not support the
-                dtype.
+            ValueError, RuntimeError: If the operation is unknown. With several processes, also if the operation does
+                not support the dtype.
         """
         op = _OPERATIONS[choose("operation", operation, _OPERATIONS)]
         if self.size > 1:
@@ -298,7 +305,7 @@ class World:
             tensor: A tensor with the same shape on every process.
 
         Returns:
-            The work to wait for before the tensor is read; None if it is complete.
+            The work to wait for before the tensor is read, or None if the sum is already complete.
         """
         if self.size == 1:
             return None
@@ -326,7 +333,7 @@ class World:
         """Return the sum over all processes of ``tensor[rank]``, where ``rank`` is that of this process.
 
         Args:
-            tensor: A tensor of shape (size, ...), the same on every process.
+            tensor: A tensor with the same shape on every process. The size of its first dimension is the world size.
         """
         if self.size == 1:
             return tensor[0]
@@ -337,7 +344,7 @@ class World:
         return summed.to(tensor.device)
 
     def of_group(self, group: dist.ProcessGroup) -> World:
-        """Return the processes of a user's process group, which includes this process, as a separate world.
+        """Return the processes of a user's process group as a separate world.
 
         Args:
             group: Torch process group that includes this process.
@@ -360,7 +367,7 @@ class World:
             value: Any object that can be pickled.
 
         Raises:
-            DistributedOperationException: If the processes make different exchanges of objects.
+            DistributedOperationException: If the processes exchange objects in calls that do not match.
         """
         if self.size == 1:
             return [value]
@@ -378,7 +385,7 @@ class World:
             source: The rank whose value is returned. Default: 0.
 
         Raises:
-            DistributedOperationException: If this process makes a different exchange of objects than ``source``.
+            DistributedOperationException: If this process and ``source`` exchange objects in calls that do not match.
         """
         if self.size == 1:
             return value
@@ -436,10 +443,10 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Keep the processes together in a block that each of them runs.
+        """Return a context that makes a block succeed or fail on all processes together.
 
-        If the block fails on a process, all processes raise an error; see `raise_together`. A KeyboardInterrupt is
-        raised immediately and only on its process.
+        Every process must run the block. If the block fails on a process, all processes raise an error; see
+        `raise_together`. A KeyboardInterrupt is raised immediately, and only on the process that it interrupts.
         """
         error: BaseException | None = None
         try:

@@ -42,22 +42,23 @@ class FSDP(Strategy):
 
     Args:
         auto_wrap_policy: Modules that are each gathered as one unit: ``"auto"`` (the repeated blocks), ``"parts"``
-            (also other submodules), module classes or their names, a minimum number of parameters, or a function of a
-            module.
-        activation_checkpointing_policy: Modules that recompute their activations in the backward pass: True for the
-            modules of ``auto_wrap_policy``, another such policy, or a `Recompute`. Default: none.
+            (these blocks and the other direct submodules), module classes or their names, a minimum number of
+            parameters, or a function ``f(module) -> bool``.
+        activation_checkpointing_policy: Modules that recompute their activations in the backward pass: True (the
+            modules that ``auto_wrap_policy`` selects), a policy in any form that ``auto_wrap_policy`` accepts, or a
+            `Recompute`. Default: none.
         reshard_after_forward: Free a block's parameters after the forward pass and gather them again in the backward
-            pass. False keeps them, which is faster and uses more memory. A number reshards them over groups of that
+            pass. False keeps them, which is faster but uses more memory. A number reshards them over groups of that
             many processes.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory.
         gather_dtype: Dtype in which parameters are gathered. Default: their storage dtype. ``torch.bfloat16`` also
-            rounds the weights of norms. If ``gather_dtype`` is set, gradients are reduced in float32.
+            rounds the weights of normalization layers. If ``gather_dtype`` is set, gradients are reduced in float32.
         mixed_precision: Torch's ``MixedPrecisionPolicy``, as an alternative to ``gather_dtype``.
         data_parallel_size: Number of processes over which the data is sharded. ``"auto"`` means the world size divided
             by ``tensor_parallel_size``.
         data_parallel_replicate: Number of replicas for hybrid sharding, such as the number of machines. Default: 1.
-        tensor_parallel_size: Number of processes that share the work on one sample. Above 1, the model's
-            ``parallelize(mesh)`` is called and must apply torch's ``parallelize_module``. Default: 1.
+        tensor_parallel_size: Number of processes that share the work on one sample. If this is above 1, FSDP calls the
+            model's ``parallelize(mesh)``, which must apply torch's ``parallelize_module``. Default: 1.
         sync_each_batch: Reduce gradients in every micro-batch. With accumulation, this uses less memory and more
             communication.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: 30
@@ -155,9 +156,9 @@ class FSDP(Strategy):
 
     @contextmanager
     def construction(self, empty: bool = False) -> Iterator[None]:
-        """See `Strategy.construction`. Parameters have no memory until `wrap` computes this process's shards.
+        """See `Strategy.construction`. Parameters use no memory until `wrap` computes this process's shards.
 
-        All ranks must enter the context, in which they use rank zero's RNG state.
+        All ranks must enter the context. Inside it, they use rank zero's RNG state.
         """
         if self._recording:  # the context around this one records it
             with built_in_place(torch.device("meta"), self.precision.storage, empty):
@@ -207,7 +208,7 @@ class FSDP(Strategy):
         return self.wrap(module)
 
     def local_method(self, module: nn.Module, name: str) -> Any:
-        """See `Strategy.local_method`. The method may communicate."""
+        """See `Strategy.local_method`. The returned function may communicate."""
         return self.method(self.wrap(self.unwrap(module)), name)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
@@ -411,8 +412,8 @@ class FSDP(Strategy):
     def start_agreement(self, votes: Tensor) -> None:
         """See `Strategy.start_agreement`.
 
-        On GPUs, the sum starts in `agreement`, because NCCL would otherwise queue the gathers of the backward pass
-        behind it.
+        On GPUs, the votes are summed only in `agreement`, because NCCL would otherwise queue the gathers of the
+        backward pass behind the sum.
         """
         if self.world.device.type == "cuda":
             self._votes = votes
@@ -431,10 +432,13 @@ class FSDP(Strategy):
     # -- optimizers ----------------------------------------------------------------------------------------------
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """See `Strategy.wrap_optimizer`. An optimizer that was created before its model was sharded gets the shards.
+        """See `Strategy.wrap_optimizer`.
+
+        If the optimizer was created before its model was sharded, its parameters are replaced with their shards.
 
         Raises:
-            ValueError: If the optimizer is not supported, or if a parameter belongs to no prepared model.
+            ValueError: If the optimizer is not supported, or if one of its parameters does not belong to a prepared
+                model.
         """
         hand_over(optimizer, self._moved, self.world)
         optimizer_parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}

@@ -25,13 +25,14 @@ class Recompute:
     Recomputing fewer activations takes less time and more memory.
 
     Args:
-        blocks: A policy that selects the modules, in any form that ``auto_wrap_policy`` accepts. Default:
-            ``auto_wrap_policy``.
-        every: Select only every n-th of these modules, starting with the first. Default: 1, all of them.
-        keep: Operations whose results are kept, such as ``torch.ops.aten.mm.default``. ``"products"`` keeps those of
-            matrix products, convolutions and attention. Default: none.
-        budget: Fraction of the activations' memory that the compiler may use, from 0.0 (free all) to 1.0 (keep all). It
-            applies to all compiled models of the process and cannot be combined with other arguments.
+        blocks: Modules that recompute their activations, in any form that ``auto_wrap_policy`` accepts. Default: the
+            modules of ``auto_wrap_policy``.
+        every: Select only every n-th of these modules, starting with the first. Default: 1, which selects all of them.
+        keep: Operations whose results are kept, such as ``torch.ops.aten.mm.default``. ``"products"`` keeps the results
+            of matrix products, convolutions and attention. Default: none.
+        budget: Limit on the activation memory of a compiled model, as a fraction of its usual activation memory: from
+            0.0 (recompute as much as possible) to 1.0 (no limit). It applies to all compiled models of the process and
+            cannot be combined with other arguments.
 
     Raises:
         ValueError, TypeError: If an argument is invalid, or if arguments contradict each other.
@@ -95,7 +96,8 @@ class Recompute:
             blocks: The modules that ``auto_wrap_policy`` has selected.
 
         Raises:
-            ValueError, TypeError: If the settings do not fit the model.
+            ValueError, TypeError: If a policy is invalid or selects no module, or if ``budget`` is set and the model
+                is not compiled.
         """
         if self.budget is not None:
             self._set_budget(module)

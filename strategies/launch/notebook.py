@@ -53,32 +53,39 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Call `function(*args)` in several processes and wait for all of them. The signature is Accelerate's.
+    """Call `function(*args)` in several processes and wait for all of them.
 
-    The processes are forked, so the function may use the session's variables. The session must not have used a GPU or
-    opened the GPU's driver before. A single process is not forked. Torch starts with one CPU thread in each forked
-    process.
+    The signature is the same as in Accelerate.
+
+    The processes are forked, so the function may use the session's variables. Before this call, the session must not
+    use a GPU or open the GPU driver. Torch initially uses one CPU thread in each forked process. With a world size of
+    1, the function runs in the session itself, without a fork.
 
     Args:
-        function: Function to run in each process. It creates the Accelerator or Trainer.
+        function: Function to run in each process. Create the Accelerator or Trainer inside it.
         args: Positional arguments of `function`. Default: none.
         num_processes: Number of processes on this machine. Default: one per GPU, or one if there is no GPU.
         mixed_precision: Must be ``"no"``. Set the precision in the function.
-        use_port: Port on machine 0 for the rendezvous. Default: 29500, or any free port with one machine.
+        use_port: Port on machine 0 for the rendezvous. Default: 29500. On a single machine, the default selects a free
+            port.
         master_addr: Address of machine 0. Default: 127.0.0.1.
-        node_rank: Number of this machine, from 0. Default: 0.
-        num_nodes: Number of machines, each of which calls this function. Default: 1.
+        node_rank: Index of this machine, starting at 0. Default: 0.
+        num_nodes: Number of machines. Call this function on each of them. Default: 1.
         rdzv_backend: Must be ``"static"``.
-        rdzv_endpoint: ``HOST:PORT``, instead of ``master_addr`` and ``use_port``. Default: none.
+        rdzv_endpoint: Address and port of machine 0 as ``HOST:PORT``, used instead of ``master_addr`` and ``use_port``.
+            Default: none.
         rdzv_conf: May contain only ``timeout``, the time limit of the rendezvous in seconds. Default: 900 seconds.
-        rdzv_id: Name of the run, the same on all machines. Default: ``"none"``, a random name with one machine.
-        max_restarts: Maximum number of restarts after a failure. Must be 0, the default, on several machines.
+        rdzv_id: Name of the run, the same on all machines. Default: ``"none"``, which is replaced by a random name on a
+            single machine.
+        max_restarts: Maximum number of restarts after a failure. Default: 0, which is required on several machines.
         monitor_interval: Maximum time in seconds between checks of the processes. Default: 0.1.
         log_line_prefix_template: Must be None.
 
     Raises:
-        ValueError, TypeError: If an argument is invalid, the session cannot be forked, or this process is a rank.
-        RuntimeError: If the rendezvous or a process fails, with its traceback, signal or exit status.
+        ValueError, TypeError: If an argument is invalid, the session cannot be forked, or this process already belongs
+            to a distributed run.
+        RuntimeError: If the rendezvous fails, or if a process fails. The message has the traceback, signal or exit
+            status of a failed process.
     """
     conf = dict(rdzv_conf or {})
     _refuse(mixed_precision, rdzv_backend, conf, log_line_prefix_template)
@@ -138,7 +145,7 @@ def _parse_endpoint(endpoint: str, master_addr: str, use_port: str | int) -> tup
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
     """Call `function(*args)` in several processes on the CPU, even if there are GPUs; see `notebook_launcher`.
 
-    A single process is also forked.
+    Even a single process is forked.
 
     Args:
         function: Function to run in each process.
@@ -146,8 +153,9 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         num_processes: Number of processes. Default: 2.
 
     Raises:
-        ValueError, TypeError: If an argument is invalid, the session cannot be forked, or this process is a rank.
-        RuntimeError: If a process fails, with its traceback, signal or exit status.
+        ValueError, TypeError: If an argument is invalid, the session cannot be forked, or this process already belongs
+            to a distributed run.
+        RuntimeError: If a process fails. The message has its traceback, signal or exit status.
     """
     _Launch(function=function, args=tuple(args), count=num_processes, variables={"CUDA_VISIBLE_DEVICES": ""}).run()
 

@@ -59,9 +59,10 @@ class DataModule(HyperparametersMixin, TransferHooks):
     Attributes:
         trainer: The Trainer that uses the data module, or None.
         name: User-defined label. Default: None.
-        prepare_data_per_node: Run ``prepare_data`` on one process of each machine instead of one in total. Default:
-            True.
-        allow_zero_length_dataloader_with_multiple_devices: Ignored; a process without data always participates.
+        prepare_data_per_node: Run ``prepare_data`` on one process of each machine instead of only on rank zero.
+            Default: True.
+        allow_zero_length_dataloader_with_multiple_devices: Ignored. A process without data takes part in each step with
+            weight 0.
 
     Example:
         >>> import torch
@@ -83,7 +84,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
     allow_zero_length_dataloader_with_multiple_devices: bool = False
 
     def prepare_data(self) -> None:
-        """Download or build data on disk, before ``setup``. Runs on one process of each machine by default."""
+        """Download or build data on disk. Runs before ``setup``, by default on one process of each machine."""
 
     def setup(self, stage: str) -> None:
         """Create the datasets of a stage. Runs on every process.
@@ -121,7 +122,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
         return "\n".join(f"{{{name} dataloader: {', '.join(_describe_sizes(self, method))}}}" for name, method in pairs)
 
     def on_exception(self, exception: BaseException) -> None:
-        """React to an exception on this process. Call no collectives: other ranks may not reach them.
+        """React to an exception on this process. Do not call collectives, because other ranks may not reach them.
 
         Args:
             exception: The exception.
@@ -197,7 +198,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
         sha256: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Return the data module, built from the hyperparameters in a checkpoint and with its state.
+        """Build a data module from the hyperparameters in a checkpoint, restore its state, and return it.
 
         Args:
             checkpoint_path: Path or URL of a Treadle checkpoint or a Lightning ``.ckpt``.

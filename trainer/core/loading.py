@@ -156,11 +156,14 @@ def build_datamodule(
 def load_checkpoint(
     checkpoint_path: Source, map_location: Any = None, weights_only: bool | None = None, *, sha256: str | None = None
 ) -> dict[str, Any]:
-    """Return a checkpoint as a dict like that in a Lightning file. Call it instead of ``torch.load(path)``.
+    """Load a checkpoint, and return its content as a dict with Lightning's keys.
+
+    Call this function instead of ``torch.load(path)``.
 
     Args:
         checkpoint_path: A Treadle checkpoint, or another source of weights that `load_weights` accepts.
-        map_location: Device of the weights, in a form of ``torch.load`` that selects one device. Default: the CPU.
+        map_location: Device of the weights, or a dict or function that selects one device, as in ``torch.load``.
+            Default: the CPU.
         weights_only: Ignored; code in a file never runs.
         sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
 

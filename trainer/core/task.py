@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 
 
 class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Module):
-    """Model with its training code: override ``training_step`` and ``configure_optimizers``, then call ``Trainer.fit``.
+    """Model that defines its training and evaluation steps and its optimizers.
+
+    Override ``training_step`` and ``configure_optimizers``, then pass the task to ``Trainer.fit``.
 
     Attributes:
         automatic_optimization: Whether the Trainer runs the backward pass and steps the optimizer. Default: True.
-        strict_loading: Whether checkpoints must hold exactly this task's weights. Default: True.
-        example_input_array: Input of ``forward`` for graph logging and export. Default: None.
+        strict_loading: Whether a checkpoint's weights must match the task's in name and shape. Default: True.
+        example_input_array: Example input of ``forward`` for the model summary, graph logging and export. Default:
+            None.
 
     Example:
         >>> import torch
@@ -73,19 +76,19 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
     # -- methods to define ---------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor | Mapping[str, Any]:
-        """Return the mean loss of a batch, or a dict with ``"loss"``.
+        """Return the mean loss of a batch, or a dict with the loss under ``"loss"``.
 
-        A dict may also hold ``"weight"``: the number of items, such as tokens, over which the loss is averaged, if
-        these are not the batch's samples. The gradient of the optimizer step is then the mean over these items on all
-        processes. Manual optimization ignores it.
+        If the loss is averaged over items other than the batch's samples, such as tokens, return their number under
+        ``"weight"``. The gradient of the optimizer step is then the mean over the items of all its micro-batches on all
+        processes. Manual optimization ignores ``"weight"``.
 
         Args:
-            args: The batch, then its index ``batch_idx``; ``batch_idx`` may be omitted from the signature.
+            args: The batch and its index ``batch_idx``. The signature may omit ``batch_idx``.
             kwargs: Not used by the Trainer.
 
         Returns:
-            The loss as a tensor with one element, or a dict with it as ``"loss"``. With
-            ``automatic_optimization=False``, any value.
+            The loss as a tensor with one element, or a dict with this tensor under ``"loss"``. If
+            ``automatic_optimization`` is False, any value is allowed.
         """
         raise NotImplementedError
 
@@ -93,8 +96,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Process one validation batch and log its metrics.
 
         Args:
-            args: The batch, ``batch_idx`` and ``dataloader_idx``; with a single dataloader, the last ones may be
-                omitted.
+            args: The batch, ``batch_idx`` and ``dataloader_idx``. With a single dataloader, the signature may omit
+                ``dataloader_idx`` or both indices.
             kwargs: Not used by the Trainer.
 
         Returns:
@@ -127,14 +130,17 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Return the optimizers and, optionally, learning rate schedulers, in any form that Lightning accepts.
 
         Returns:
-            An optimizer; a list of optimizers; two lists, of optimizers and of schedulers; a dict with ``"optimizer"``
-            and optionally ``"lr_scheduler"``; a list of such dicts; or None to train without an optimizer. A scheduler
-            is an object with ``step`` and ``state_dict``, or a dict with the attributes of ``SchedulerConfig``.
+            An optimizer; a list of optimizers; two lists (optimizers, schedulers); a dict with ``"optimizer"`` and
+            optionally ``"lr_scheduler"``; a list of such dicts; or None to train without an optimizer. A scheduler is
+            an object with ``step`` and ``state_dict``, or a dict whose keys are attributes of ``SchedulerConfig``.
         """
         raise NotImplementedError
 
     def train_dataloader(self) -> Any:
-        """Return the training dataloader, or several in a dict, list or tuple, which are read together."""
+        """Return the training dataloader, or several in a dict, list or tuple.
+
+        With several dataloaders, each batch contains one batch of every dataloader.
+        """
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
@@ -155,12 +161,12 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of a step. Default: apply the Trainer's flags.
+        """Clip the gradients before an optimizer step. Default: call `clip_gradients` with these arguments.
 
         Args:
             optimizer: Optimizer whose gradients are clipped.
-            gradient_clip_val: Value of the Trainer's flag of this name.
-            gradient_clip_algorithm: Value of the Trainer's flag of this name.
+            gradient_clip_val: Value of the Trainer's flag with the same name.
+            gradient_clip_algorithm: Value of the Trainer's flag with the same name.
         """
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -174,7 +180,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         Args:
             optimizer: Optimizer whose gradients are clipped.
-            gradient_clip_val: Maximum norm or absolute value; None or 0 disables clipping. Default: None.
+            gradient_clip_val: Maximum total norm of the gradients, or maximum absolute value of their elements. None or
+                0 disables clipping. Default: None.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
 
         Raises:
@@ -196,7 +203,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Run the backward pass. ``loss`` is already scaled for accumulation, world size and the gradient scaler.
 
         Args:
-            loss: The scaled loss, a 0-d tensor.
+            loss: The scaled loss, a tensor with one element.
             args: Positional arguments of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward``.
         """
@@ -209,14 +216,17 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         optimizer: torch.optim.Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step an optimizer. Default: step it immediately. To skip a step, do not call ``optimizer.step``.
+        """Step an optimizer. Default: call ``optimizer.step(closure=optimizer_closure)``.
+
+        An override that does not call ``optimizer.step`` skips the step.
 
         Args:
             epoch: Number of completed epochs.
-            batch_idx: Index of the accumulation group's last micro-batch.
-            optimizer: Optimizer to step; its gradients are complete unless it needs a closure.
-            optimizer_closure: Function that returns a detached loss. For an optimizer that needs a closure (L-BFGS), it
-                recomputes the gradients of the step and returns the mean loss over all processes.
+            batch_idx: Index of the step's last micro-batch.
+            optimizer: Optimizer to step. Its gradients are already computed, unless it needs a closure.
+            optimizer_closure: Function that returns the detached loss of the last micro-batch. If the optimizer needs a
+                closure, as L-BFGS does, the function instead recomputes the gradients of the step and returns the mean
+                loss over its micro-batches and all processes.
         """
         optimizer.step(closure=optimizer_closure)
 
@@ -225,7 +235,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         Args:
             epoch: Number of completed epochs.
-            batch_idx: Index of a micro-batch of the accumulation group.
+            batch_idx: Index of the step's last micro-batch, or of its first one if the optimizer needs a closure.
             optimizer: Optimizer whose gradients are reset.
         """
         optimizer.zero_grad()
@@ -261,28 +271,29 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log one value. Log the same names on every process.
+        """Log one value. All processes must log the same names in the same order.
 
         Args:
             name: Name under which the value is logged.
             value: A number, a tensor with one element, or a ``torchmetrics.Metric``.
             prog_bar: Show the value in the progress bar. Default: False.
             logger: Send the value to the loggers. Default: True.
-            on_step: Log the value of single steps. Default: True in training batches.
-            on_epoch: Log the value of the epoch. Default: True outside of training batches.
-            reduce_fx: Reduction over the batches of an epoch and over processes: ``"mean"``, ``"sum"``, ``"min"``,
-                ``"max"``, or a function with one of these names. Default: ``"mean"``.
+            on_step: Log the value of each step. Default: True during training batches.
+            on_epoch: Log the value reduced over the epoch. Default: True outside of training batches.
+            reduce_fx: Reduction over the batches of an epoch and over all processes: ``"mean"``, ``"sum"``, ``"min"``,
+                ``"max"``, or a function with one of these names, such as ``torch.mean``. Default: ``"mean"``.
             enable_graph: Ignored; values are always detached.
-            sync_dist: Ignored; Treadle reduces values over the processes.
+            sync_dist: Ignored; Treadle reduces logged values over all processes.
             sync_dist_group: Ignored.
             add_dataloader_idx: Append ``/dataloader_idx_N`` to the name if there are several evaluation dataloaders.
                 Default: True.
-            batch_size: Weight of the value in the mean of an epoch. Default: the number of samples in the batch.
+            batch_size: Weight of the value in a mean over batches or processes. Default: the number of samples in the
+                batch, or 1 outside of batches.
             metric_attribute: Ignored.
             rank_zero_only: Ignored.
 
         Raises:
-            TypeError, ValueError: If an argument is invalid, or arguments or calls contradict each other.
+            TypeError, ValueError: If an argument is invalid, or contradicts another argument or an earlier call.
         """
         if is_dynamo_compiling():  # in a step compiled by the user: called between two graphs
             log_arguments = (name, value, prog_bar, logger, on_step, on_epoch, reduce_fx)
@@ -322,15 +333,20 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             self._trainer.print(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
-        """Return the tensors of all processes, stacked along a new first dimension. With one process, none is added.
+        """Return the tensors of all processes, stacked along a new first dimension.
+
+        With a single process, no dimension is added.
 
         Args:
-            data: Tensors or numbers, nested in dicts, lists and tuples, with the same shapes on all processes.
+            data: Tensors or numbers, optionally nested in dicts, lists and tuples. Their shapes and dtypes must be the
+                same on all processes.
             group: A torch process group to gather from. Default: all processes.
-            sync_grads: Let gradients flow back to the process of each tensor; see `Accelerator.gather`. Default: False.
+            sync_grads: Let gradients flow back to the process that each tensor came from; see `Accelerator.gather`.
+                Default: False.
 
         Raises:
-            ValueError: If the tensors differ in number, shape or dtype, or this process is not in ``group``.
+            ValueError: If the number, shapes or dtypes of the tensors differ between processes, or this process is not
+                in ``group``.
             RuntimeError: If the task has no Trainer.
         """
         world = self.trainer.accelerator.world
@@ -352,7 +368,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         return self.train()
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass in the run's precision, in ``training_step`` with ``automatic_optimization=False``.
+        """Run the backward pass in the run's precision. Requires ``automatic_optimization=False``.
+
+        Call this method in ``training_step`` instead of ``loss.backward()``.
 
         Args:
             loss: 0-d tensor, the mean over the batch's samples.
@@ -368,10 +386,10 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @contextmanager
     def toggled_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Disable gradients of parameters that belong only to other optimizers, within a context.
+        """Disable gradients of parameters that belong only to other optimizers, for the duration of a ``with`` block.
 
         Args:
-            optimizer: Optimizer whose parameters keep their gradients.
+            optimizer: Optimizer whose parameters are not affected.
 
         Raises:
             RuntimeError: See `toggle_optimizer`.
@@ -386,10 +404,10 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Disable gradients of parameters that belong only to other optimizers, until `untoggle_optimizer` is called.
 
         Args:
-            optimizer: Optimizer whose parameters keep their gradients.
+            optimizer: Optimizer whose parameters are not affected.
 
         Raises:
-            RuntimeError: If gradients are already disabled by an earlier call, or the task has no Trainer.
+            RuntimeError: If gradients are still disabled by an earlier call, or the task has no Trainer.
         """
         parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if self._toggled:
@@ -401,7 +419,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
                     self._toggled.append(parameter)
 
     def untoggle_optimizer(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Enable the gradients that `toggle_optimizer` disabled.
+        """Re-enable the gradients that `toggle_optimizer` disabled.
 
         Args:
             optimizer: Ignored.
@@ -414,7 +432,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Return the optimizer if there is only one, otherwise the list of all optimizers.
 
         Args:
-            use_pl_optimizer: Return the prepared optimizers; False returns the original ones. Default: True.
+            use_pl_optimizer: Return the optimizers wrapped by the Trainer. False returns them unwrapped. Default: True.
         """
         chosen = [o if use_pl_optimizer else o.optimizer for o in self.trainer.accelerator.optimizers]
         return chosen[0] if len(chosen) == 1 else chosen
@@ -436,15 +454,17 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         sha256: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Return the task, built from the hyperparameters in a checkpoint and with its weights.
+        """Build a task from the hyperparameters in a checkpoint, and load the checkpoint's weights into it.
 
         Args:
             checkpoint_path: Treadle checkpoint, Lightning ``.ckpt``, or another source of weights that `load_weights`
                 accepts.
             map_location: Device of the task; see `load_checkpoint`. Default: the CPU.
-            hparams_file: Path of a logger's ``hparams.yaml`` or ``.csv``, which replaces the saved hyperparameters.
-            strict: Require the same names and shapes of weights. Default: the task's ``strict_loading``.
-            weights_only: Ignored; code in a file never runs.
+            hparams_file: Path of a YAML or CSV file of hyperparameters, such as a logger's ``hparams.yaml``. These
+                hyperparameters replace the saved ones.
+            strict: Require the checkpoint's weights to match the task's in name and shape. Default: the task's
+                ``strict_loading``.
+            weights_only: Ignored; code in a checkpoint is never run.
             sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
             kwargs: Arguments of ``__init__``, which override the saved ones.
 
@@ -462,7 +482,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def device_mesh(self) -> Any:
-        """Grid of processes, a torch ``DeviceMesh``; None if there is none."""
+        """Torch ``DeviceMesh`` of the strategy; None if the strategy has none, or without a Trainer."""
         return None if self._trainer is None else self._trainer.accelerator.strategy.device_mesh
 
     @property
@@ -482,7 +502,10 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def device(self) -> torch.device:
-        """Device of the first parameter or buffer, else of the Trainer, else the CPU."""
+        """Device of the first parameter, or of the first buffer if the task has no parameters.
+
+        Without either, this is the Trainer's device, or the CPU if there is no Trainer.
+        """
         if (first := next(itertools.chain(self.parameters(), self.buffers()), None)) is not None:
             return first.device
         return torch.device("cpu") if self._trainer is None else self._trainer.accelerator.device
@@ -504,7 +527,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def global_step(self) -> int:
-        """See `Trainer.global_step`; 0 without a Trainer."""
+        """Value of `Trainer.global_step`; 0 without a Trainer."""
         return 0 if self._trainer is None else self._trainer.global_step
 
     @property

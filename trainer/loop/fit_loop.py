@@ -1,4 +1,4 @@
-"""The training loop.
+"""Training loop, with its hooks in the order in which they are called.
 
     setup; on_fit_start; [restore]
     on_sanity_check_start; a few validation batches; on_sanity_check_end
@@ -262,7 +262,7 @@ class FitLoop:
         yield from groups
 
     def _compute_validation_interval(self) -> int | None:
-        """Return the number of micro-batches between validations; None if there are none before the end of an epoch."""
+        """Return the interval between validations in micro-batches; None if micro-batches do not determine it."""
         trainer = self.trainer
         interval, total = self.trainer.val_check_interval, self.total
         if not trainer.has_validation:
@@ -301,7 +301,7 @@ class FitLoop:
         return progress.batches > progress.validated if every is None else self._has_passed(every)
 
     def _has_passed(self, every: int) -> bool:
-        """Return whether a multiple of ``every`` micro-batches was reached since a validation was last due.
+        """Return whether a multiple of ``every`` micro-batches has been reached since a validation was last due.
 
         Micro-batches are counted from the start of the epoch or, with ``check_val_every_n_epoch=None``, of the run.
         """
@@ -310,7 +310,7 @@ class FitLoop:
         return (progress.batches - begin) // every > max(0, progress.validated - begin) // every
 
     def _close_epoch(self) -> None:
-        """Run the validation that is due after the epoch's last step, and then step the per-epoch schedulers."""
+        """Run the validation if one is due after the epoch's last step, and then step the per-epoch schedulers."""
         self.steps.read_outcome()
         if self.trainer.has_validation and self._is_validation_due():
             self._validate()

@@ -20,17 +20,17 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of a run and its phase, which checkpoints store.
+    """Counters and phase of a run. Checkpoints store them.
 
     Attributes:
         epoch: Number of completed epochs.
-        step: Number of optimizer steps taken, without skipped steps. In manual optimization, the number of batches in
-            which an optimizer stepped, or of all batches if there is no optimizer.
-        batch: Number of micro-batches done in the current epoch, on this process.
-        batches: Number of micro-batches done in all epochs, on this process.
+        step: Number of optimizer steps taken, not counting skipped steps. Manual optimization counts the batches in
+            which an optimizer stepped. Without an optimizer, it counts every batch.
+        batch: Number of micro-batches that this process has completed in the current epoch.
+        batches: Number of micro-batches that this process has completed in all epochs.
         samples: Number of training samples processed, over all processes.
         validated: Value of ``batches`` when a validation was last due.
-        skipped: Number of optimizer steps skipped because of values that are not finite.
+        skipped: Number of optimizer steps skipped because a loss or gradient was not finite.
         seconds: Training time in seconds, for ``max_time``.
         loaded: Index of the epoch in which the dataloaders were last created.
         phase: Current phase of the loop; see `Phase`.
@@ -73,7 +73,10 @@ class Progress:
 
     @property
     def epoch_is_over(self) -> bool:
-        """True if the epoch is ending, unlike one that a limit cut short and that a resumed run continues."""
+        """True while the epoch is ending.
+
+        False if a limit ended the run within the epoch, because a resumed run continues that epoch.
+        """
         return self.phase is Phase.EPOCH_END
 
     # -- transitions ---------------------------------------------------------------------------------------------
@@ -89,10 +92,10 @@ class Progress:
         self.phase = Phase.BETWEEN_STEPS
 
     def recount(self, batch: int) -> None:
-        """Adjust the counters to another world size, within an epoch.
+        """Adjust the counters if a run resumes within an epoch with another world size.
 
         Args:
-            batch: Number of micro-batches done in the epoch, counted with the current world size.
+            batch: Number of micro-batches completed in the epoch, converted to the current world size.
         """
         more = batch - self.batch
         self.batch, self.batches, self.validated = batch, self.batches + more, self.validated + more
@@ -100,7 +103,10 @@ class Progress:
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters and the phase by name; at an epoch's end, those with which the next epoch begins."""
+        """Return the counters and the phase by name.
+
+        While an epoch is ending, these are the values with which the next epoch begins.
+        """
         state = replace(self)
         if state.epoch_is_over:
             state.next_epoch()

@@ -31,11 +31,11 @@ _MOST_POINTS = 256  # a curve keeps twice as many points, for display; the logge
 
 
 class RunFolder:
-    """Folder of one run, which only one job at a time can hold.
+    """Folder of one run, locked so that only one job at a time can use it.
 
-    All processes of the job create this object. Ranks other than zero record only errors.
+    All processes of the job must create this object. Ranks other than zero record only errors.
 
-    Use the object in a ``with`` block, whose outcome is recorded as the outcome of the run.
+    Use the object in a ``with`` block. The outcome of the block is recorded as the outcome of the run.
 
     .. code-block:: text
 
@@ -82,22 +82,24 @@ class RunFolder:
     def create(
         cls, directory: str | Path = "runs", name: str = "default", settings: Mapping[str, Any] | None = None
     ) -> RunFolder:
-        """Create the folder of the next free number below ``directory/name``. Several jobs may call it concurrently.
+        """Create the run folder with the next free number in ``directory/name``.
+
+        Several jobs may call this method concurrently.
 
         Args:
-            directory: Directory above all runs, or a URL such as ``s3://bucket/runs``. Default: ``"runs"``.
-            name: Name of a folder that runs share. Default: ``"default"``.
+            directory: Directory that contains all runs, or a URL such as ``s3://bucket/runs``. Default: ``"runs"``.
+            name: Name of the run's group, which is the name of the parent folder. Default: ``"default"``.
             settings: Flags of the Trainer. ``accelerator``, ``devices`` and ``num_nodes`` determine the processes of
-                the job; missing processes are launched. They run the script too, so they must also reach this call.
+                the job. Missing processes are launched. They run the same script and must also reach this call.
 
         Returns:
-            The folder, held by this job.
+            The run folder, locked by this job.
 
         Raises:
             ValueError: If an argument is invalid.
             TypeError: If an argument has the wrong type.
             OSError: If the folder cannot be created.
-            SystemExit: If this call has launched processes; raised when they have ended.
+            SystemExit: After processes that this call launched have ended.
         """
         check_name(name)
         world = _open_world(settings)
@@ -114,21 +116,22 @@ class RunFolder:
     def open(cls, path: str | Path, settings: Mapping[str, Any] | None = None) -> RunFolder:
         """Continue the run of an existing folder.
 
-        If the Trainer of `flags` begins neither a training epoch nor another stage, the end of the ``with`` block
-        restores the files that described the run. A waiting run (see `prepare`) begins like a new one.
+        If the Trainer that uses `flags` begins neither a training epoch nor a stage other than ``fit``, the files that
+        describe the run are restored at the end of the ``with`` block. A waiting run (see `prepare`) is treated as a
+        new run.
 
         Args:
             path: Path or URL of the folder.
             settings: See `create`.
 
         Returns:
-            The folder, held by this job.
+            The run folder, locked by this job.
 
         Raises:
-            ValueError: If the path is not a run's folder, another job holds it, or a flag is invalid.
+            ValueError: If the path is not a run's folder, another job has locked the folder, or a flag is invalid.
             TypeError: If a flag has the wrong type.
             OSError: If the folder cannot be written to.
-            SystemExit: If this call has launched processes; raised when they have ended.
+            SystemExit: After processes that this call launched have ended.
         """
         world = _open_world(settings)
         lock: RunLock | RemoteLock | None = None
@@ -153,12 +156,12 @@ class RunFolder:
 
     @classmethod
     def prepare(cls, path: Path, config: str, facts: Mapping[str, Any]) -> None:
-        """Write the folder of a run that another process will begin with `open`; until then the run is waiting.
+        """Create the folder of a run that another process will start with `open`.
 
-        Only one process at a time may call it.
+        Until then, the state of the run is ``"waiting"``. Only one process at a time may call this method.
 
         Args:
-            path: Path of the folder, whose name is the run's number.
+            path: Path of the folder. It must end in the run's number, such as ``runs/default/1``.
             config: The run's configuration, as YAML.
             facts: Metadata of the run by name, as in `record`.
 
@@ -205,18 +208,19 @@ class RunFolder:
     # -- for a Trainer -------------------------------------------------------------------------------------------
 
     def flags(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the flags of a Trainer that writes everything to this folder: ``Trainer(**folder.flags(settings))``.
+        """Return the flags of a Trainer that writes its files to this folder: ``Trainer(**folder.flags(settings))``.
 
         A logger, a `ModelCheckpoint` and a `RunReport` are added if they are missing and no flag disables them. A
-        `ModelCheckpoint` or `RunReport` in ``settings`` writes to this folder, unless it has a directory. If no
+        `ModelCheckpoint` or `RunReport` in ``settings`` writes to this folder, unless its ``dirpath`` is set. If no
         `ModelCheckpoint` keeps the latest checkpoint, the first one that saves full checkpoints also keeps a
-        ``last.ckpt``, unless it has ``save_last=False``.
+        ``last.ckpt``. Set ``save_last=False`` to prevent this.
 
         Args:
             settings: Flags of the Trainer to complete. Default: none.
 
         Raises:
-            ValueError: If a flag contradicts this folder, or a callback is listed twice.
+            ValueError: If ``default_root_dir`` is a different folder, a callback writes to the folder of another run,
+                or a callback is listed twice.
             TypeError: If ``callbacks`` contains anything other than callbacks.
         """
         from ...callbacks.reporting import RunRecord
@@ -278,8 +282,8 @@ class RunFolder:
     def write_config(self, text: str) -> None:
         """Write the run's configuration, as YAML. Only rank zero writes it.
 
-        If a run continues with another configuration, the earlier one is kept as ``config.1.yaml``, or under the next
-        free number.
+        If a run continues with a different configuration, the previous one is kept as ``config.1.yaml``. If this
+        file exists, the next free number is used.
 
         Args:
             text: The configuration as YAML.
@@ -297,8 +301,9 @@ class RunFolder:
         """Record the state of the run in ``run.json``, and its curves in ``curves.json``.
 
         Args:
-            facts: The changed entries by name, as plain data: ``state``, ``steps``, ``best``, ...
-            charts: Steps and values of the curves of each chart, by name; None if they have not changed.
+            facts: The changed entries by name, such as ``state``, ``steps`` or ``best``. Values are plain data.
+            charts: Charts by title. A chart maps the name of each curve to its steps and values. Default: None, which
+                leaves ``curves.json`` unchanged.
         """
         state = facts.get("state", "running")
         if state.startswith("failed"):
@@ -337,7 +342,10 @@ class RunFolder:
             self.release()
 
     def discard(self) -> None:
-        """Remove the folder on rank zero, unless it contains more than descriptions of the run and the lock."""
+        """Remove the folder if it contains only the files that describe the run, and the lock.
+
+        Only rank zero removes the folder.
+        """
         files = (*DESCRIPTIONS, LOCK)
         if self.lock is not None and set(os.listdir(self._files)) <= set(files):
             self.release()

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Tuner:
-    """Search for a learning rate or a batch size, like the callbacks `LearningRateFinder` and `BatchSizeFinder`.
+    """Tuner that searches for a learning rate or a batch size, as `LearningRateFinder` and `BatchSizeFinder` do.
 
     Args:
-        trainer: The Trainer, with settings, processes and precision.
+        trainer: Trainer whose settings, processes and precision the searches use.
 
     Example:
         >>> import treadle as tl
@@ -55,19 +55,20 @@ class Tuner:
             model: Task to find a learning rate for.
             train_dataloaders: The training dataloader, or a data module. Default: see `Trainer.fit`.
             val_dataloaders: The validation dataloader, or several. The search does not use them.
-            dataloaders: Must be None; pass ``train_dataloaders``.
+            dataloaders: Must be None; pass ``train_dataloaders`` instead.
             datamodule: Data module to use instead of dataloaders.
             method: Must be ``"fit"``. Default: ``"fit"``.
             min_lr: See `LearningRateFinder`. Default: 1e-8.
             max_lr: See `LearningRateFinder`. Default: 1.0.
-            num_training: ``num_training_steps`` of `LearningRateFinder`. Default: 100.
+            num_training: See ``num_training_steps`` of `LearningRateFinder`. Default: 100.
             mode: See `LearningRateFinder`. Default: ``"exponential"``.
             early_stop_threshold: See `LearningRateFinder`. Default: 4.0.
             update_attr: See `LearningRateFinder`. Default: True.
             attr_name: See `LearningRateFinder`. Default: ``""``.
 
         Returns:
-            The learning rates and losses of the search, with ``suggestion()``; None with ``fast_dev_run``.
+            Result of the search: an object with ``results``, ``suggestion()`` and ``plot()``. None if the Trainer's
+            ``fast_dev_run`` is set.
 
         Raises:
             ValueError: If an argument is invalid, or the search cannot train a copy of the task.
@@ -102,7 +103,8 @@ class Tuner:
 
         Args:
             model: Task to find a batch size for.
-            train_dataloaders: A data module. Dataloaders raise an error, because they cannot be rebuilt.
+            train_dataloaders: A data module. Dataloaders raise an error, because they cannot be rebuilt with another
+                batch size.
             val_dataloaders: The validation dataloader, or several.
             dataloaders: A data module, for a ``method`` other than ``"fit"``.
             datamodule: Data module to use instead of dataloaders.
@@ -117,7 +119,7 @@ class Tuner:
             keep_global_batch: See `BatchSizeFinder`. Default: False.
 
         Returns:
-            The batch size; None with ``fast_dev_run``.
+            The batch size; None if the Trainer's ``fast_dev_run`` is set.
 
         Raises:
             ValueError: If an argument is invalid, or the search cannot run a copy of the task.

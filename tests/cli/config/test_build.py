@@ -324,7 +324,7 @@ def test_words_of_docstrings():
     assert "learning rate" in described(torch.optim.AdamW)["lr"]
     assert (
         described(treadle.Trainer)["limit_val_batches"]
-        == "Batches per validation dataloader, as an int or a float. Default: all."
+        == "Maximum number (int) or fraction (float) of batches of each validation dataloader. Default: all batches."
     )
 
 
