@@ -336,10 +336,9 @@ class Accelerator(Process):
             evaluation_mode: Prepare the model for evaluation only. Default: False.
             step: Name of the method that returns the training loss, if it is not ``forward``. Call this method through
                 `Accelerator.method`.
-            manual_optimization: Do not reduce gradients in backward passes. Call `reduce_gradients` before optimizer
-                steps, and methods of the model through `local_method`. Default: False.
-            by_parts: If compilation is enabled, compile the submodules instead of the model. Use this for loops that do
-                not call ``forward``. Default: False.
+            manual_optimization: Reduce gradients before optimizer steps instead of in backward passes. Call methods of
+                the model through `local_method`. Default: False.
+            by_parts: Compile the submodules instead of the model, for loops that do not call ``forward``.
 
         Raises:
             ValueError: If the model cannot be prepared.

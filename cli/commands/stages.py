@@ -214,12 +214,19 @@ def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) 
     from ...common.messages import warn
     from ...engine.checkpoint import MANIFEST
 
-    if checked.ckpt_path is not None or checked.config.find_source("ckpt_path") == COMMAND_LINE:
+    source = checked.config.find_source("ckpt_path")
+    if source == COMMAND_LINE:
         return checked.ckpt_path
-    earlier = options.from_run
-    if earlier is not None and (as_path(earlier) / MANIFEST).is_file():
-        return earlier
-    if earlier is not None and (as_path(earlier) / CONFIG).is_file():
+    earlier = None if options.from_run is None else as_path(options.from_run)
+    is_checkpoint = earlier is not None and (earlier / MANIFEST).is_file()
+    is_run = earlier is not None and (earlier / CONFIG).is_file()
+    # The ckpt_path in the earlier run's own configuration is the checkpoint from which that run started.
+    own_sources = (str(earlier / CONFIG), str(earlier)) if earlier is not None and (is_run or is_checkpoint) else ()
+    if checked.ckpt_path is not None and not source.rpartition(":")[0].endswith(own_sources):
+        return checked.ckpt_path
+    if is_checkpoint:
+        return options.from_run
+    if is_run:
         return "best" if any(callback.monitor is not None for callback in trainer.checkpoint_callbacks) else "last"
     warn("ckpt_path is not set, so the task's initial weights are used.")
     return None

@@ -145,7 +145,7 @@ class LightningArgumentParser:
             *names: Names of the option: ``"--key"`` or ``"--group.key"``, and short forms such as ``"-k"``.
             type: An annotation such as ``int`` or ``list[int] | None``, a class, or a function that converts text.
                 Without a type or ``choices``, numbers and booleans on the command line remain text. Default: None.
-            default: The value if not set. Ignored by the actions ``"store_true"`` and ``"store_false"``. Default: None.
+            default: The value if not set; ignored by ``"store_true"`` and ``"store_false"``. Default: None.
             required: Whether the option must be set. Default: False.
             help: The option's description in the help. Default: None.
             choices: The allowed values. Default: None, any value.
@@ -637,10 +637,7 @@ class LightningArgumentParser:
     # -- checking ----------------------------------------------------------------------------------------------------
 
     def finish(self, root: Value, partial: bool = False) -> Namespace:
-        """Return the configuration that the settings ``root`` specify, with defaults and links applied.
-
-        Invalid settings raise a ConfigError. ``partial`` allows required values to be missing.
-        """
+        """Return the configuration of the settings ``root``. ``partial`` allows required values to be missing."""
         recipes = self._check(root, partial=partial)
         config = Namespace(dict.fromkeys(self.config_keys))
         for key in self.declared:

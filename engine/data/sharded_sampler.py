@@ -131,10 +131,10 @@ class ShardedBatches:
             True if the loader shuffled before this call. A custom sampler is assumed to shuffle, unless it has a false
             ``shuffle`` attribute.
         """
-        sampler = self.sampler
-        if isinstance(sampler, RandomSampler):
+        sampler, draw = self.sampler, type(self.sampler).__iter__  # a subclass may select the samples itself
+        if isinstance(sampler, RandomSampler) and draw in (RandomSampler.__iter__, SeedableRandomSampler.__iter__):
             self.sampler = SequentialSampler(sampler.data_source)
-        elif isinstance(sampler, SubsetRandomSampler):
+        elif isinstance(sampler, SubsetRandomSampler) and draw is SubsetRandomSampler.__iter__:
             self.sampler = list(sampler.indices)
         else:
             return type(sampler) is not SequentialSampler and bool(getattr(sampler, "shuffle", True))

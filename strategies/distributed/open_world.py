@@ -31,9 +31,7 @@ def open_world(
     timeout: timedelta | None = None,
     backend: str | None = None,
 ) -> World:
-    """Return the world that this process belongs to.
-
-    If several devices are requested without a launcher, the script is run again, in one process per device.
+    """Return the world of this process. For several devices without a launcher, start one process per device.
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"mps"``. Default: ``"auto"``.
@@ -42,8 +40,7 @@ def open_world(
             and the script can be run again, otherwise one device.
         num_nodes: Number of machines. With a launcher, 1 stands for any number. Default: 1.
         spread: Whether ``"auto"`` may use several GPUs. Default: True.
-        timeout: Maximum time that a collective waits. Default: the timeout of an existing process group, or 30
-            minutes if there is none.
+        timeout: Maximum time that a collective waits. Default: that of an existing process group, or 30 minutes.
         backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
 
     Raises:

@@ -53,9 +53,7 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Call `function(*args)` in several processes and wait for all of them.
-
-    The signature is the same as in Accelerate.
+    """Call `function(*args)` in several processes and wait for all of them. The signature is Accelerate's.
 
     The processes are forked, so the function may use the session's variables. Before this call, the session must not
     use a GPU or open the GPU driver. Torch initially uses one CPU thread in each forked process. With a world size of
@@ -66,8 +64,7 @@ def notebook_launcher(
         args: Positional arguments of `function`. Default: none.
         num_processes: Number of processes on this machine. Default: one per GPU, or one if there is no GPU.
         mixed_precision: Must be ``"no"``. Set the precision in the function.
-        use_port: Port on machine 0 for the rendezvous. Default: 29500. On a single machine, the default selects a free
-            port.
+        use_port: Port on machine 0 for the rendezvous. Default: 29500; on a single machine, any free port.
         master_addr: Address of machine 0. Default: 127.0.0.1.
         node_rank: Index of this machine, starting at 0. Default: 0.
         num_nodes: Number of machines. Call this function on each of them. Default: 1.
@@ -75,8 +72,7 @@ def notebook_launcher(
         rdzv_endpoint: Address and port of machine 0 as ``HOST:PORT``, used instead of ``master_addr`` and ``use_port``.
             Default: none.
         rdzv_conf: May contain only ``timeout``, the time limit of the rendezvous in seconds. Default: 900 seconds.
-        rdzv_id: Name of the run, the same on all machines. Default: ``"none"``, which is replaced by a random name on a
-            single machine.
+        rdzv_id: Name of the run, the same on all machines. Default: ``"none"``; on a single machine, a random name.
         max_restarts: Maximum number of restarts after a failure. Default: 0, which is required on several machines.
         monitor_interval: Maximum time in seconds between checks of the processes. Default: 0.1.
         log_line_prefix_template: Must be None.

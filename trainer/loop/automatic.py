@@ -183,11 +183,11 @@ class Steps:
         agreement.leave_vote = True
         buffers = [(buffer, buffer.clone()) for buffer in self.task.buffers()]
         with isolated_random_state(), self.trainer.logging_to(MutedMetrics(training=True)):
-            for batch in batches:
+            for batch_idx, batch in enumerate(batches, index):
                 micro = cursor.micro
                 cursor.micro = replace(micro, samples=0, scale=0.0)  # type: ignore[type-var]
                 with accumulation.accumulate(self.model):
-                    output = self.step(batch, index) if self.takes_index else self.step(batch)
+                    output = self.step(batch, batch_idx) if self.takes_index else self.step(batch)
                     loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
                     accumulation.backward(loss, weight=weight, by=self.custom_backward)
                 cursor.micro = micro

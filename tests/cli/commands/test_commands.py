@@ -263,6 +263,15 @@ def test_evaluation_of_an_earlier_run(here, capsys):
         assert main(["validate", "--from-run", "runs/default/1", *words]) == 0
         assert f"loads the weights from {saved}" in capsys.readouterr().err
     assert main(["validate", "--from-run", str(saved)]) == 0
+    # Its own weights, not those from which it started.
+    assert main(["fit", "--config", "run.yaml", f"ckpt_path={saved}", "trainer.max_epochs=3"]) == 0
+    (second,) = (here / "runs" / "default" / "2" / "checkpoints").glob("*.ckpt")
+    losses = []
+    for place in ("runs/default/2", str(second), "runs/default/1"):
+        capsys.readouterr()
+        assert main(["validate", "--from-run", place]) == 0
+        losses.append(capsys.readouterr().out)
+    assert losses[0] == losses[1] != losses[2]
     with pytest.warns(UserWarning, match="the task's initial weights are used"):
         assert main(["validate", "--config", "run.yaml"]) == 0
     with pytest.warns(UserWarning, match="the task's initial weights are used"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
 
 import treadle
 
@@ -47,9 +47,20 @@ class Lazy(Sampler):
         return 6
 
 
+class Backwards(RandomSampler):
+    def __iter__(self):
+        return iter(range(5, -1, -1))
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("shuffle", [[0, 1], [2, 3]]), ("subset", [[5, 2], [4, 0]]), ("lazy", None), ("in order", [[0, 1], [2, 3]])],
+    [
+        ("custom", [[5, 4], [3, 2]]),
+        ("shuffle", [[0, 1], [2, 3]]),
+        ("subset", [[5, 2], [4, 0]]),
+        ("lazy", None),
+        ("in order", [[0, 1], [2, 3]]),
+    ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_overfitting_reads_one_order(kind, expected):
@@ -57,6 +68,7 @@ def test_overfitting_reads_one_order(kind, expected):
         "shuffle": {"shuffle": True},
         "subset": {"sampler": SubsetRandomSampler([5, 2, 4, 0])},
         "lazy": {"sampler": Lazy()},
+        "custom": {"sampler": Backwards(range(6))},
         "in order": {},
     }[kind]
     loader, task = DataLoader(data(6), 2, **settings), Task()
