@@ -282,7 +282,9 @@ def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimi
 
 def _warn_of_evaluation_mode(task: TaskModule) -> None:
     """Warn about modules in evaluation mode that are not frozen. A task may need these modes, so they are kept."""
-    parts = [(name, part) for name, part in task.named_modules() if not (part.training or _is_frozen(part))]
+    # A frozen module's parts without parameters, such as a dropout, are frozen too.
+    frozen = {inner for part in task.modules() if not part.training and _is_frozen(part) for inner in part.modules()}
+    parts = [(name, part) for name, part in task.named_modules() if not (part.training or part in frozen)]
     names = [name or type(task).__name__ for name, part in parts]
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -611,6 +611,19 @@ def test_modes_and_gradients_in_evaluation():
         assert not task.frozen.training
 
 
+def test_the_parts_of_a_frozen_module_are_frozen_too(recwarn):
+    class Task(Line):
+        def __init__(self):
+            super().__init__()
+            self.backbone = nn.Sequential(nn.Linear(1, 1), nn.Dropout(), nn.Sequential(nn.Tanh())).eval()
+            self.backbone.requires_grad_(False)
+            self.loose = nn.Dropout().eval()
+
+    fit(Task(), ones(1))
+    (message,) = [str(w.message) for w in recwarn if "evaluation mode" in str(w.message)]
+    assert message.startswith("loose will be trained in evaluation mode")
+
+
 def test_detect_anomaly():
     class Task(Line):
         def training_step(self, batch, batch_idx):
