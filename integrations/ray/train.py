@@ -45,8 +45,8 @@ class RayTrainReportCallback(ReportedCheckpoint):
     Raises:
         ModuleNotFoundError: If Ray or pyarrow is not installed.
         RuntimeError: If the process is not a Ray Train worker, or if ``num_workers=0`` disables Ray's storage.
-        ValueError: If ``every_n_train_steps`` is not a positive integer.
-
+        ValueError: If ``every_n_train_steps`` is not a positive integer, or if ``checkpoint_upload_mode`` is NO_UPLOAD
+            and Treadle cannot write to the storage.
 
     Example:
         >>> from treadle.integrations import RayTrainReportCallback
@@ -76,6 +76,14 @@ class RayTrainReportCallback(ReportedCheckpoint):
         )
         self._storage = _get_storage()
         self._reported_step = 0
+        if getattr(checkpoint_upload_mode, "name", None) == "NO_UPLOAD" and self._shared_root is None:
+            kind = self._storage.storage_filesystem.type_name
+            package = _WRITABLE.get(kind, ("", ""))[1]
+            problem, fix = (f" without {package}", f"Install {package}") if package else ("", "Remove it")
+            raise ValueError(
+                "checkpoint_upload_mode=NO_UPLOAD writes directly to Ray's storage, but Treadle cannot write to "
+                f"{kind!r}{problem}. {fix}."
+            )
 
     @property
     def state_key(self) -> str:

@@ -83,6 +83,20 @@ def test_a_step_that_float16_skips_is_not_reported(monkeypatch):
     assert reported == [2, 4]
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"), [("abfs", r"to 'abfs'\. Remove it"), ("s3", r"to 's3' without s3fs\. Install s3fs")]
+)
+def test_without_uploads_the_storage_must_be_writable(kind, words, monkeypatch):
+    storage = SimpleNamespace(storage_filesystem=SimpleNamespace(type_name=kind), experiment_fs_path="bucket/run")
+    monkeypatch.setattr(train, "_get_storage", lambda: storage)
+    monkeypatch.setattr(train, "is_installed", lambda package: False)
+    from ray.train import CheckpointUploadMode
+
+    with pytest.raises(ValueError, match=words):
+        train.RayTrainReportCallback(CheckpointUploadMode.NO_UPLOAD)
+    train.RayTrainReportCallback(CheckpointUploadMode.SYNC)
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """What a training and a search have left; one cluster, as it takes long to start."""
