@@ -13,7 +13,7 @@ from torch import Tensor
 from ..common.messages import warn
 from ..common.remote_path import as_path
 from ..common.validation import check_int, check_number, choose
-from ..strategies.distributed import is_sharded, local
+from ..strategies.distributed import count_shards, is_sharded, local
 from .callback import Callback
 
 if TYPE_CHECKING:
@@ -181,9 +181,7 @@ class SpikeWatch(Callback):
         values = torch.stack(self._new).double() if self._new[0].device.type != "mps" else torch.stack(self._new)
         world = trainer.accelerator.world
         if world.size > 1:
-            values = world.all_reduce(values)
-            if self.monitor == "loss" or not trainer.accelerator.strategy.sharded:
-                values = values / world.size
+            values = world.all_reduce(values) / world.size
         if self.monitor == "grad_norm":
             values = values.sqrt()
         first = trainer.progress.step - len(self._new) + 1
@@ -232,7 +230,16 @@ class SpikeWatch(Callback):
 
 
 def _compute_squared_norm(gradients: list[Tensor]) -> Tensor:
+    """Return this process's value, whose mean over all processes is the squared norm of the full gradients.
+
+    The squared norm of a shard is multiplied by the number of shards, because the other processes hold other shards, or
+    the same shard of another replica.
+    """
     if not gradients:
         return torch.zeros(())
     norms = torch._foreach_norm([local(g) if is_sharded(g) else g for g in gradients])
-    return torch.stack([norm.float() for norm in norms]).square().sum()
+    by_count: dict[int, list[Tensor]] = {}
+    for gradient, norm in zip(gradients, norms, strict=True):
+        by_count.setdefault(count_shards(gradient), []).append(norm.float())
+    squares = [count * torch.stack(group).square().sum() for count, group in by_count.items()]
+    return squares[0] if len(squares) == 1 else torch.stack(squares).sum()

@@ -79,6 +79,7 @@ class Throughput:
             row["lengths"] = lengths
         if flops is not None:
             self._flops += flops
+        if flops is not None or self._flops:
             row["flops"] = self._flops
         if self._rows:
             before = self._rows[-1]

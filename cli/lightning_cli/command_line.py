@@ -21,6 +21,9 @@ class Parser(Protocol):
     """Part of `LightningArgumentParser` that is needed to parse a command line."""
 
     prog: str
+    usage: str | None
+    description: str | None
+    epilog: str | None
     env_prefix: str
     default_env: bool
     declared: dict[str, Declared]

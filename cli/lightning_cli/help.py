@@ -3,45 +3,48 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from ...trainer.core import REQUIRED, Argument, described
 from ..config.instantiate import Opaque, describe_annotation, make_default_value
-from .declarations import ClassGroup, Declared
+from .command_line import Parser
+from .declarations import ClassGroup, Option
 from .settings import describe_import_path
 
-_GENERAL = {
-    "-h, --help": "print this help",
-    "--config FILE": "read settings from a YAML or JSON file; may be repeated, later files take precedence",
-    "--print_config[=skip_null,skip_default]": "print the settings as YAML and exit",
-}
 
-
-def format_help(
-    usage: str | None,
-    prog: str,
-    description: str | None,
-    declared: Mapping[str, Declared],
-    subcommands: Mapping[str, Any],
-) -> str:
+def format_help(parser: Parser) -> str:
     """Return the help text of a parser."""
-    words = "SUBCOMMAND [options]" if subcommands else "[options]"
-    lines = [usage or f"usage: {prog} {words}", "", *textwrap.wrap(description or "", 100), "", "options:"]
-    for name, meaning in _GENERAL.items():
-        lines += _format_entry(name, meaning)
-    for key, option in declared.items():
+    words = "SUBCOMMAND [options]" if parser.subcommands else "[options]"
+    lines = [parser.usage or f"usage: {parser.prog} {words}", "", *textwrap.wrap(parser.description or "", 100), ""]
+    lines += ["options:", *_format_entry("-h, --help", "print this help")]
+    for key in parser.config_keys:
+        words = "read settings from a YAML or JSON file; may be repeated, later files take precedence"
+        lines += _format_entry(f"{_join_names(parser, key)} FILE", words)
+    lines += _format_entry("--print_config[=skip_null,skip_default]", "print the settings as YAML and exit")
+    for key, option in parser.declared.items():
         if not isinstance(option, ClassGroup):
-            lines += _format_argument(key, option.argument, option.help, option.required)
-    for key, option in declared.items():
+            lines += _format_option(parser, key, option)
+    for key, option in parser.declared.items():
         if isinstance(option, ClassGroup):
             lines += ["", *_format_group(key, option)]
-    if subcommands:
+    if parser.subcommands:
         lines += ["", "subcommands:"]
-        for name, parser in subcommands.items():
-            lines += _format_entry(name, (parser.description or "").partition("\n")[0])
-        lines.append(f"\n`{prog} SUBCOMMAND --help` lists the options of a subcommand.")
-    return "\n".join(lines) + "\n"
+        for name, inner in parser.subcommands.items():
+            lines += _format_entry(name, (inner.description or "").partition("\n")[0])
+        lines.append(f"\n`{parser.prog} SUBCOMMAND --help` lists the options of a subcommand.")
+    return "\n".join(lines) + "\n" + (parser.epilog or "")
+
+
+def _join_names(parser: Parser, key: str) -> str:
+    """Return the names of an option as text, the short ones first."""
+    return ", ".join(sorted((name for name, owner in parser.aliases.items() if owner == key), key=len)) or f"--{key}"
+
+
+def _format_option(parser: Parser, key: str, option: Option) -> Iterator[str]:
+    names = _join_names(parser, key)
+    name = names if key in parser.constants else f"{names} {key.rpartition('.')[2].upper()}"
+    choices = None if option.choices is None else f"one of {', '.join(map(str, option.choices))}"
+    yield from _format_argument(name, option.argument, option.help, option.required, choices)
 
 
 def _format_group(key: str, group: ClassGroup) -> Iterator[str]:
@@ -55,18 +58,21 @@ def _format_group(key: str, group: ClassGroup) -> Iterator[str]:
     yield from _format_entry(f"--{key} FILE", "read all of them from a file")
     words = described(group.bases[0])
     for name, argument in group.get_signature().arguments.items():
-        yield from _format_argument(f"{key}.{name}", argument, words.get(name, ""), argument.default is REQUIRED)
+        is_required = argument.default is REQUIRED
+        yield from _format_argument(f"--{key}.{name} {name.upper()}", argument, words.get(name, ""), is_required)
 
 
-def _format_argument(key: str, argument: Argument, words: str, required: bool) -> Iterator[str]:
-    facts = [f"type: {describe_annotation(argument.type)}"]
+def _format_argument(
+    name: str, argument: Argument, words: str, required: bool, choices: str | None = None
+) -> Iterator[str]:
+    facts = [choices or f"type: {describe_annotation(argument.type)}"]
     if required:
         facts.append("required")
     elif argument.default is not REQUIRED:
         default = make_default_value(argument.default).data
         facts.append(f"default: {default.words if isinstance(default, Opaque) else argument.default}")
     text = " ".join(words.replace("``", "").split())
-    yield from _format_entry(f"--{key} {key.rpartition('.')[2].upper()}", f"{text} ({', '.join(facts)})".strip())
+    yield from _format_entry(name, f"{text} ({', '.join(facts)})".strip())
 
 
 def _format_entry(name: str, words: str) -> Iterator[str]:

@@ -785,9 +785,7 @@ class LightningArgumentParser:
 
     def format_help(self) -> str:
         """Return the help text."""
-        return format_help(self.usage, self.prog, self.description, self.declared, self.subcommands) + (
-            self.epilog or ""
-        )
+        return format_help(self)
 
     def print_help(self, file: Any = None) -> None:
         """Print the help text.

@@ -249,6 +249,8 @@ class JointLoader(Loader):
         widths = [saved["width"] for saved in state["loaders"]]
         for loader, saved in zip(self.loaders, state["loaders"], strict=True):
             loader.load_state_dict(saved)
+            if not self.evaluation:  # the combined loaders themselves count as those of an evaluation
+                loader.warn_if_length_changed(saved)
         self._loader_streams = {int(number): RandomStream(stream) for number, stream in state["streams"].items()}
         for number, stream in self._loader_streams.items():
             self.loaders[number].draw_from(stream)

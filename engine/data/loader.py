@@ -528,8 +528,8 @@ class Loader:
             self.epoch = state["epoch"]  # the loader now has another sampler, and its own order
             return
         self.check(state)
-        if state["order"] is not None and not self.evaluation:
-            warn_length_changed(state.get("length"), get_length(getattr(self.source, "dataset", None)))
+        if not self.evaluation:
+            self.warn_if_length_changed(state)
         plan.draws.load_private(state["generators"])
         plan.draws.load_samplers(state)
         plan.draws.load_epochs(state)
@@ -569,6 +569,11 @@ class Loader:
             raise ValueError(
                 f"{text}. Pass the same kind of loader and sampler, or load only the weights with treadle.load_weights."
             )
+
+    def warn_if_length_changed(self, state: dict[str, Any]) -> None:
+        """Warn if a state was saved within an epoch and the dataset has had another length."""
+        if state["order"] is not None:
+            warn_length_changed(state.get("length"), get_length(getattr(self.source, "dataset", None)))
 
     def describe_difference(self, state: dict[str, Any]) -> str:
         """Return the reason why a saved state does not fit the generators and samplers; "" if it fits."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .dtensor import (
         Whole,
         clip_to_norm,
+        count_shards,
         cut_like,
         get_original_class,
         is_sharded,

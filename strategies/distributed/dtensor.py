@@ -61,6 +61,14 @@ def keep_random_state(mesh: DeviceMesh) -> None:
         _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
+def count_shards(tensor: Any) -> int:
+    """Return the number of shards that a tensor is divided into, without copies of them; 1 for a plain tensor."""
+    if not is_sharded(tensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
+
+
 class Piece(NamedTuple):
     """Shard of a tensor on one process."""
 

@@ -45,6 +45,7 @@ class BatchSizeSearch:
                 "instead."
             )
         limit, samples = finder.max_val, None
+        finder.accumulate = None  # that of an earlier search
         if finder.keep_global_batch and trainer.stage == "fit":
             samples = self._count_samples_per_step()
             limit = min(limit, samples)

@@ -287,6 +287,19 @@ def test_choices_and_conversions_of_options_without_a_value_and_of_lists():
         parser.parse_args(["--sizes", "x"])
 
 
+def test_the_help_lists_names_and_choices():
+    parser = LightningArgumentParser(prog="train.py", epilog="See the documentation.")
+    parser.add_argument("--kind", "-k", choices=["a", "b"], default="a", help="the kind")
+    parser.add_argument("--dry-run", action="store_true")
+    text = parser.format_help()
+    assert "  -k, --kind KIND\n      the kind (one of a, b, default: a)\n" in text
+    assert "  --dry-run\n" in text
+    assert "--config" not in text
+    assert text.endswith("\nSee the documentation.")
+    parser.add_argument("-c", "--config", action=ActionConfigFile)
+    assert "  -c, --config FILE\n" in parser.format_help()
+
+
 def test_links_are_checked_where_they_are_made():
     parser = make_parser()
     parser.add_lightning_class_args(Data, "data")

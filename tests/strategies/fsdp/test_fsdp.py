@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks.spike import _compute_squared_norm
 from treadle.strategies import DDP, FSDP, Recompute, SingleDevice, World
 from treadle.strategies.fsdp.deferred_init import Tape
 from treadle.strategies.wrap_policy import chosen_blocks
@@ -414,6 +415,7 @@ def test_hybrid_and_tensor_parallel():
             assert len(rank[name][2]) == 7
         for weighed in rank["weighed"]:
             same(weighed["whole"], own_loop(made(), 2)["whole"], 1e-12)
+            assert weighed["watched"] == pytest.approx(weighed["norm"])
         assert rank["skipped"] is True
         assert "sharded no parameter" in rank["error"]
 
@@ -589,6 +591,9 @@ def own_loop(accelerator, steps, folder=None, load=None, build=Net):
     for _ in range(steps):
         loss = nn.functional.cross_entropy(model(x), (x + 1) % CLASSES)
         accelerator.backward(loss, weight=float(len(x)))
+        accelerator.unscale_gradients()
+        watched = _compute_squared_norm([p.grad for p in model.parameters()])
+        watched = accelerator.reduce(watched, "mean").sqrt().item()  # as SpikeWatch does
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         scheduler.step()
@@ -596,7 +601,7 @@ def own_loop(accelerator, steps, folder=None, load=None, build=Net):
     if folder is not None:
         accelerator.save_state(folder)
     state = accelerator.get_state_dict(model)
-    return {"norm": norm.item(), "lr": scheduler.get_last_lr(), "whole": whole(net), "state": state}
+    return {"norm": norm.item(), "watched": watched, "lr": scheduler.get_last_lr(), "whole": whole(net), "state": state}
 
 
 def save_then_go_on(folder):
