@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -317,4 +318,8 @@ class Scheduler:
 
 
 def _print(text: str) -> None:
-    print("\n".join(map(make_printable, text.splitlines())), flush=True)
+    """Print text. If the output has been closed, as by `treadle sweep ... | head`, the sweep continues without it."""
+    try:
+        print("\n".join(map(make_printable, text.splitlines())), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -382,3 +382,11 @@ def test_another_study_in_the_storage_is_refused_each_time(capsys):
 def test_a_missing_optuna_is_one_error(capsys, monkeypatch):
     monkeypatch.setattr("treadle.common.optional.find_spec", lambda name: None)
     assert "treadle sweep needs the package 'optuna'" in refused(capsys)
+
+
+def test_the_output_may_be_closed(tmp_path):
+    code = "from treadle.cli.sweep.scheduler import _print; _print('a'); _print('b'); open('went on', 'w').close()"
+    process = subprocess.Popen([python(), "-c", code], cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE)
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert (tmp_path / "went on").exists()
