@@ -229,12 +229,6 @@ class BaseFinetuning(Callback):
             states = open_callback_states(trainer.opened_checkpoint)["callbacks"]
             if layout := states.get(self.state_key, {}).get("made"):
                 _apply_layout(layout, trainer, pl_module)
-        for optimizer in trainer.optimizers:
-            if trainer.accelerator.strategy.keeps_apart(optimizer):
-                raise ValueError(
-                    f"{type(self).__name__} cannot run with DDP(zero=True), which shards the optimizer's parameters "
-                    "once, before training. Remove zero=True."
-                )
         self._layout = _describe_layout(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:

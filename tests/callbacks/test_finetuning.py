@@ -1,6 +1,7 @@
 """Parts of a model that are trained later."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from callback_runs import loader, trainer
 from processes import run
 from torch import nn
 from treadle.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
+from treadle.strategies import DDP
 
 import treadle
 
@@ -194,15 +196,21 @@ def test_nested_modules_are_found_once():
     assert len(list(BaseFinetuning.filter_params(nested))) == 4
 
 
-def in_a_world(root, ckpt_path):
+def in_a_world(root, ckpt_path, zero=False):
     saver = ModelCheckpoint(root + "/c", every_n_train_steps=1, save_top_k=-1)
     treadle.seed_everything(1)
-    _, task = fit(root, Stages(), *([] if ckpt_path else [saver]), strategy="ddp", ckpt_path=ckpt_path)
+    _, task = fit(root, Stages(), *([] if ckpt_path else [saver]), strategy=DDP(zero=zero), ckpt_path=ckpt_path)
     return {n: v.clone() for n, v in task.state_dict().items()}, task.trained
 
 
 def test_two_processes_reduce_what_joins_later(tmp_path):
     (first, trained), (second, _) = run(in_a_world, 2, str(tmp_path), None)
+    apart = str(tmp_path / "apart")
+    for zero, _ in run(in_a_world, 2, apart, None, True):
+        assert all(torch.equal(first[name], zero[name]) for name in first if "running" not in name)
+    (path,) = Path(apart, "c").glob("*step=2.ckpt")
+    resumed = run(in_a_world, 2, apart, str(path), True)[0][0]
+    assert all(torch.equal(first[name], resumed[name]) for name in first)
     assert all(torch.equal(first[name], second[name]) for name in first if "running" not in name)
     assert trained == [False] * 1 + [True] * 3
     for path in sorted((tmp_path / "c").iterdir())[1:3]:
