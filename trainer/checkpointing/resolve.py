@@ -115,7 +115,8 @@ class CheckpointResolver:
             )
         if opened is None:
             announce(
-                "ckpt_path='auto': fit starts from scratch, because there is no checkpoint to resume from in "
+                f"ckpt_path='auto': fit starts from scratch, because there is no {'intact ' if report.skipped else ''}"
+                "checkpoint to resume from in "
                 f"{report.describe_searched()}"
             )
             return None
