@@ -14,6 +14,7 @@ from typing import Any
 from ..common.optional import is_installed, require
 from ..common.validation import check_bool
 from ._services import Uploads, check_arguments
+from ._services.undisturbed import undisturbed
 from .logger import Logger, Params, process_rank, rank_zero_experiment
 from .values import as_mapping, as_metrics, check_step, flatten, plain
 
@@ -137,14 +138,15 @@ class MLFlowLogger(Logger):
     def experiment(self) -> Any:
         """The ``MlflowClient``; a `NullExperiment` on nonzero ranks. The first access begins or loads the run."""
         if self._client is None:
-            from mlflow.tracking import MlflowClient
+            with undisturbed():
+                from mlflow.tracking import MlflowClient
 
-            client = MlflowClient(self._tracking_uri)
-            if self._version is None:
-                self._begin(client)
-            else:
-                self._continue(client)
-            self._client = client
+                client = MlflowClient(self._tracking_uri)
+                if self._version is None:
+                    self._begin(client)
+                else:
+                    self._continue(client)
+                self._client = client
         return self._client
 
     def _begin(self, client: Any) -> None:

@@ -7,6 +7,7 @@ import enum
 import importlib
 import os
 import pickle
+import random
 import subprocess
 import sys
 import time
@@ -312,3 +313,13 @@ def test_a_server(tmp_path):
     finally:
         os.killpg(server.pid, 15)
         server.wait(20)
+
+
+def test_opening_a_run_in_a_database_draws_no_random_number(tmp_path):
+    random.seed(1)
+    expected = random.getstate()
+    logger = MLFlowLogger("e", tracking_uri=f"sqlite:///{tmp_path}/runs.db")
+    logger.log_hyperparams({"width": 3})
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.finalize("success")
+    assert random.getstate() == expected
