@@ -21,7 +21,7 @@ def gather(tensor: Any) -> Any:
 
     Returns:
         The gathered values, in the structure of the input. Each nested value without tensors becomes a list of the
-        values of all ranks. Lists and tuples without tensors are concatenated.
+        values of all ranks. Lists and tuples without tensors are concatenated into one list.
 
     Raises:
         TypeError: If ``tensor`` contains no tensor.

@@ -230,7 +230,7 @@ class TransformersTask(TaskModule):
     # -- methods to call -----------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Save the model (or only its adapters, if it has any) and the tokenizer for loading with ``from_pretrained``.
+        """Save the model, or only its adapters if it has any, and the tokenizer in the format of ``from_pretrained``.
 
         Must be called on all ranks.
 

@@ -38,8 +38,8 @@ class MLFlowLogger(Logger):
         tags: Tags of the run by name. Default: none.
         save_dir: Directory for files if neither ``tracking_uri`` nor ``MLFLOW_TRACKING_URI`` is set. Default:
             ``./mlruns``.
-        log_model: Upload checkpoints that are on disk: ``"all"`` uploads each one once it is saved; True uploads the
-            kept ones, at the end of a fit at the latest. Default: False.
+        log_model: Upload checkpoints that are on disk. ``"all"`` uploads each checkpoint when it is saved. True uploads
+            the kept checkpoints, no later than the end of the fit. Default: False.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         artifact_location: Location of the artifacts of a new experiment. Default: chosen by MLflow.
         run_id: ID of the run to continue. Default: a new run.

@@ -232,13 +232,13 @@ class JointLoader(Loader):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position that `state_dict` returned, with any world size.
+        """Resume from a state returned by `state_dict`. The world size may have changed.
 
         Args:
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the state does not fit the training dataloaders.
+            ValueError: If this is a training dataloader and the state does not fit it.
         """
         if self.evaluation and self.describe_difference(state):
             self.set_epoch(state["epoch"])

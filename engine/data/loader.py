@@ -38,8 +38,8 @@ _NO_MORE = object()
 class Loader:
     """Dataloader that yields this process's share of the data and can be resumed.
 
-    `Accelerator.prepare` wraps the user's dataloader in this class. The wrapper does not construct a new ``DataLoader``
-    but iterates a shallow copy of the user's, which has the same class.
+    `Accelerator.prepare` wraps the user's dataloader in this class. A ``DataLoader`` is not rebuilt. The wrapper
+    iterates over a shallow copy of it, which has the same class.
 
     Args:
         source: A ``DataLoader`` or any other iterable of batches.
@@ -469,7 +469,7 @@ class Loader:
         """Determine whether all ranks read the same data or each rank reads its own data. Must be called on all ranks.
 
         Args:
-            world: The ranks that iterate the dataloader.
+            world: The ranks that iterate over the dataloader.
 
         Raises:
             ValueError: On every rank, if the ranks' data is neither identical nor entirely different, or if only some
@@ -479,10 +479,10 @@ class Loader:
             self._plan.agree(world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the position in the epoch, and the RNG and sampler states that determine the order.
+        """Return the dataloader's state: the epoch, the position in it, and the states that determine its order.
 
         Raises:
-            ValueError: If it is called within a group of micro-batches, because accumulated gradients are not saved.
+            ValueError: If it is called inside a group of micro-batches, because accumulated gradients are not saved.
         """
         self._refuse_inside_group()
         plan = self._plan
@@ -581,7 +581,7 @@ class Loader:
         result of `state_dict`.
 
         Raises:
-            ValueError: If each rank reads its own data and the position is within a group of micro-batches.
+            ValueError: If each rank reads its own data and the position is inside a group of micro-batches.
         """
         planner = self._plan.planner
         rank_state = None if planner.shares is None else self.state_dict()

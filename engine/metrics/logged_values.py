@@ -25,8 +25,8 @@ class Metrics:
 
     Args:
         training: Whether this is a training stage.
-        copies: Whether to copy logged tensors that are on an accelerator. This is required with CUDA graphs, because a
-            replay overwrites the results of the previous one. Default: False.
+        copies: Whether to copy all logged tensors that are on an accelerator. This is required with CUDA graphs,
+            because a replay overwrites the results of the previous one. Default: False.
 
     Attributes:
         weight: Default weight of a value in its epoch mean, such as the number of samples in the current batch.

@@ -111,9 +111,9 @@ class PyTorchProfiler(Profiler):
         """Prepare for a stage, and begin recording; see `Profiler.setup`.
 
         Args:
-            stage: The stage.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
             local_rank: Rank to include in file names; None to omit it.
-            log_dir: Default for ``dirpath``.
+            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
 
         Raises:
             ValueError: If ``emit_nvtx`` is set without a CUDA device.

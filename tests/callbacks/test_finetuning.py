@@ -123,11 +123,11 @@ def test_what_is_refused(tmp_path):
     class Other(treadle.TaskModule):
         training_step = configure_optimizers = lambda *_: None
 
-    with pytest.raises(ValueError, match="no module named backbone"):
+    with pytest.raises(ValueError, match="needs a module named 'backbone'"):
         trainer(tmp_path, BackboneFinetuning()).fit(Other(), loader())
     with pytest.raises(ValueError, match="the frozen backbone"):
         fit(tmp_path, BackboneFinetuning(), task=Task(filtered=False))
-    with pytest.raises(ValueError, match="because sharding"):
+    with pytest.raises(ValueError, match="a sharded model must train"):
         fit(tmp_path, Stages(), strategy="fsdp")
     with pytest.raises(NotImplementedError, match="freeze_before_training"):
         fit(tmp_path, BaseFinetuning())
