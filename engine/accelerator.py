@@ -311,7 +311,7 @@ class Accelerator(Process):
         kind = f"the class {value.__name__}" if is_class else name_type(value)
         is_iterable = isinstance(value, Iterable) and not isinstance(value, type | str | Mapping | Tensor)
         advice = " Pass an instance of the class." * is_class
-        advice += " Every rank reads all of its items. To shard batches, use prepare_data_loader." * is_iterable
+        advice += " Every rank reads all items of this object. To shard batches, use prepare_data_loader." * is_iterable
         warn(
             f"prepare returns {kind} unchanged, because it supports only models, optimizers, schedulers and "
             f"DataLoaders.{advice}"
@@ -677,8 +677,8 @@ class Accelerator(Process):
             else:
                 setting, fix = f"mode={plugin.mode!r}", "Use mode='max-autotune-no-cudagraphs'"
             raise ValueError(
-                f"torch.compile's {setting} replays CUDA graphs, which overwrite the gradients of the previous "
-                f"micro-batch, but gradient_accumulation_steps={count} needs the sum of all gradients. {fix}, or set "
+                f"torch.compile's {setting} replays CUDA graphs. Each replay overwrites the gradients of the previous "
+                f"micro-batch, but gradient_accumulation_steps={count} needs their sum. {fix}, or set "
                 "gradient_accumulation_steps=1."
             )
 

@@ -91,7 +91,8 @@ class Loader:
     ) -> None:
         if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
             raise TypeError(
-                f"{source!r} ({name_type(source)}) is not a loader. Pass a DataLoader or another iterable of batches."
+                f"{source!r} ({name_type(source)}) is not a dataloader. Pass a DataLoader or another iterable of "
+                "batches."
             )
         self.source = source
         self.move = move
@@ -317,7 +318,7 @@ class Loader:
             if batch < self.batches:
                 raise ValueError(
                     f"the stream cannot start at batch {batch}, because it is already at batch {self.batches}, and a "
-                    "stream cannot be rewound. Prepare a new loader."
+                    "stream cannot be rewound. Prepare a new dataloader."
                 )
             self._passing = batch - self.batches
         else:
@@ -510,7 +511,7 @@ class Loader:
     def _refuse_inside_group(self) -> None:
         if self._micro is not None and not self._micro.last:
             raise ValueError(
-                "the loader's state was requested during gradient accumulation, but a checkpoint does not contain "
+                "the dataloader's state was requested during gradient accumulation, but a checkpoint does not contain "
                 "accumulated gradients. Save it when accelerator.sync_gradients is True, after optimizer.step()."
             )
 
@@ -539,8 +540,8 @@ class Loader:
                 skipped = format_count(plan.batches_of(state["items"]), "batch")
                 warn(
                     "the checkpoint was saved with a different world size, within an epoch in which each rank read "
-                    f"its own stream. Each rank skips {skipped}, which is exact only if "
-                    "the stream is distributed over the ranks sample by sample."
+                    f"its own stream. Each rank skips {skipped}. The resume is exact only if the stream is distributed "
+                    "over the ranks sample by sample."
                 )
             plan.load_state(state["source"], state.get("first_digest", ""))
             plan.workers = state.get("workers")
@@ -567,7 +568,8 @@ class Loader:
         """
         if text := self.describe_difference(state):
             raise ValueError(
-                f"{text}. Pass the same kind of loader and sampler, or load only the weights with treadle.load_weights."
+                f"{text}. Pass the same kind of dataloader and sampler, or load only the weights with "
+                "treadle.load_weights."
             )
 
     def describe_difference(self, state: dict[str, Any]) -> str:

@@ -199,7 +199,7 @@ class PyTorchProfiler(Profiler):
         if not self.emit_nvtx and not self._table:
             warn(
                 f"PyTorchProfiler has recorded nothing: {self._stage or 'the run'} ended after "
-                f"{format_count(self._steps, 'step')}, before its schedule began to record. Use "
+                f"{format_count(self._steps, 'step')}, before the schedule began to record. Use "
                 "PyTorchProfiler(schedule=None) to record all steps."
             )
 

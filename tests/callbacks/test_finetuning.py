@@ -152,7 +152,7 @@ def test_a_scheduler_that_has_no_rate_for_the_backbone_is_named(tmp_path, in_seq
     except ValueError:  # this torch can't; older ones leave the other groups as they are
         with pytest.raises(
             ValueError,
-            match=r"LR has learning rates for 1 of the 2 parameter groups .* BackboneFinetuning: .*ExponentialLR",
+            match=r"LR has learning rates for only 1 of the 2 parameter groups .* BackboneFinetuning\. .*ExponentialLR",
         ):
             fit(tmp_path, BackboneFinetuning(1), task=Scheduled())
     else:
